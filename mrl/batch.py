@@ -1,0 +1,138 @@
+"""A mini-batch of sequences of unequal length, stored end to end.
+
+Dimensions: `S` sequences, `T` tokens in all of them together.
+
+Labels are shifted once, here: a sequence of token ids `x[0..n]` becomes `tokens = x[:-1]` and
+`labels = x[1:]`, so every position has the token that follows it, and masks, log-probs and advantages
+align with labels. Nothing else shifts, rolls or cuts.
+
+Example, two sequences `[5, 6, 7]` (the last token trains) and `[8, 9]` (trains)::
+
+    Batch(tokens=[5, 6, 8], labels=[6, 7, 9], loss_mask=[0., 1., 1.], lengths=[2, 1],
+          denominators={"tokens": 2.0, "sequences": 2.0})
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences laid end to end, with whatever else belongs to their tokens or to them.
+
+    tokens: [T] int64. labels: [T] int64, the token after each token. loss_mask: [T] float32, the weight of
+    each label in the loss (0 where it does not train). lengths: [S] int64, sums to T, each at least 1.
+    token_fields: name -> [T, ...] (advantages, old log-probs, ...). sequence_fields: name -> [S, ...].
+    denominators: counts over the *whole global mini-batch* that this batch is part of: "tokens" is the sum
+    of its loss mask, "sequences" its number of sequences with a non-zero mask. They are set once, when the
+    global mini-batch is made, and travel unchanged through every split.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    token_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    sequence_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+    @property
+    def max_length(self) -> int:
+        return int(self.lengths.max()) if self.num_sequences else 0
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[S + 1] int32: where each sequence starts; the last entry is T."""
+        zero = torch.zeros(1, dtype=torch.int32, device=self.lengths.device)
+        return torch.cat([zero, self.lengths.cumsum(0).to(torch.int32)])
+
+    @property
+    def position_ids(self) -> Tensor:
+        """[T] int64: each token's index in its own sequence."""
+        starts = self.cu_seqlens[:-1].long().repeat_interleave(self.lengths)
+        return torch.arange(self.num_tokens, device=self.tokens.device) - starts
+
+    def select(self, indices: Sequence[int]) -> "Batch":
+        """The sequences at `indices`, in that order; denominators stay those of the global mini-batch."""
+        index = torch.as_tensor(list(indices), dtype=torch.int64)
+        starts = self.cu_seqlens.long().tolist()
+        where = [torch.arange(starts[i], starts[i + 1]) for i in index.tolist()]
+        at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
+        at, index = at.to(self.tokens.device), index.to(self.tokens.device)
+        return dataclasses.replace(
+            self, tokens=self.tokens[at], labels=self.labels[at], loss_mask=self.loss_mask[at], lengths=self.lengths[index],
+            token_fields={k: v[at] for k, v in self.token_fields.items()},
+            sequence_fields={k: v[index] for k, v in self.sequence_fields.items()},
+        )  # fmt: skip
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch with its tensors on `device`."""
+        return dataclasses.replace(
+            self, tokens=self.tokens.to(device), labels=self.labels.to(device), loss_mask=self.loss_mask.to(device),
+            lengths=self.lengths.to(device),
+            token_fields={k: v.to(device) for k, v in self.token_fields.items()},
+            sequence_fields={k: v.to(device) for k, v in self.sequence_fields.items()},
+        )  # fmt: skip
+
+    def with_denominators(self) -> "Batch":
+        """This batch as a whole global mini-batch: its denominators counted from its own loss mask."""
+        masks = self.loss_mask.cpu().split(self.lengths.tolist())
+        counts = {"tokens": float(self.loss_mask.sum()), "sequences": float(sum(bool(m.any()) for m in masks))}
+        return dataclasses.replace(self, denominators=counts)
+
+
+def make_batch(
+    sequences: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[float]],
+    *,
+    token_fields: Mapping[str, Tensor] | None = None,
+    sequence_fields: Mapping[str, Tensor] | None = None,
+) -> Batch:
+    """A global mini-batch from token ids and per-token masks; the one place where labels are shifted.
+
+    sequences: token ids, each at least 2 long. masks: one weight per token of the same sequence; the weight of
+    `sequences[i][j]` says whether predicting that token trains (the first token's is ignored: nothing precedes it).
+    """
+    for i, (ids, mask) in enumerate(zip(sequences, masks, strict=True)):
+        assert len(ids) >= 2, f"sequence {i} has {len(ids)} tokens; 2 are needed to have one label"
+        assert len(ids) == len(mask), f"sequence {i} has {len(ids)} tokens and {len(mask)} mask entries"
+    flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)  # noqa: E731
+    return Batch(
+        tokens=flat([ids[:-1] for ids in sequences], torch.int64),
+        labels=flat([ids[1:] for ids in sequences], torch.int64),
+        loss_mask=flat([m[1:] for m in masks], torch.float32),
+        lengths=torch.tensor([len(ids) - 1 for ids in sequences], dtype=torch.int64),
+        token_fields=dict(token_fields or {}),
+        sequence_fields=dict(sequence_fields or {}),
+    ).with_denominators()
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Batches of one global mini-batch joined in order; they must agree on fields and denominators."""
+    first = batches[0]
+    for other in batches[1:]:
+        assert dict(other.denominators) == dict(first.denominators), (
+            f"denominators differ: {dict(first.denominators)} and {dict(other.denominators)}"
+        )
+    return dataclasses.replace(
+        first,
+        tokens=torch.cat([b.tokens for b in batches]),
+        labels=torch.cat([b.labels for b in batches]),
+        loss_mask=torch.cat([b.loss_mask for b in batches]),
+        lengths=torch.cat([b.lengths for b in batches]),
+        token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
+        sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
+    )

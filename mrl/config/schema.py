@@ -1,0 +1,214 @@
+"""Every config key: its type, default and meaning. Loading and checks are in `mrl.config.load`.
+
+One name, one unit; nothing is rescaled in place and derived values are properties. `key()` carries the
+help text and the allowed values, from which `docs/config.md` and the error messages are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+def key(
+    default: Any, help: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+):
+    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive)."""
+    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum}
+    if default is REQUIRED:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, type):  # a nested section
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: str = key(REQUIRED, "Hugging Face model folder, or a hub id that is in the local cache or can be downloaded")
+    init: Literal["pretrained", "random"] = key(
+        "pretrained", "start from the folder's weights, or from scratch (config.json and tokenizer suffice)"
+    )
+    dtype: Literal["bfloat16", "float32"] = key(
+        "bfloat16",
+        "dtype of parameters and activations; bfloat16 keeps fp32 master weights and reduces gradients in fp32",
+    )
+    trust_remote_code: bool = key(False, "let transformers run Python code that comes with the tokenizer or model")
+    lora: None = key(None, "reserved for adapters; only null is accepted today")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1)
+    pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1)
+    vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1)
+    cp: int = key(1, "context parallel: ranks that share each sequence", minimum=1)
+    ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1)
+    etp: int | None = key(None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1)
+    sp: bool | Literal["auto"] = key(
+        "auto", "sequence parallel; auto is true where tp is above 1 (MoE with tp needs it)"
+    )
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp if self.etp is not None else (1 if self.ep > 1 else self.tp)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tp > 1 if self.sp == "auto" else self.sp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatchConfig:
+    tokens: int | None = key(
+        None, "token budget of a micro-batch (of the whole sequence when cp splits it); excludes `size`", minimum=1
+    )
+    size: int | None = key(None, "sequences in a micro-batch; excludes `tokens`", minimum=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    aux_loss: float = key(0.0, "coefficient of the load-balancing loss, per MoE layer (megatron backend)", minimum=0)
+    z_loss: float = key(0.0, "coefficient of the router z-loss (megatron backend)", minimum=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    backend: Literal["megatron", "fsdp"] = key("megatron", "which engine runs the model")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none", "activations computed again in the backward pass: none, attention only, every layer"
+    )
+    offload: tuple[Literal["parameters", "gradients", "optimizer"], ...] = key(
+        (), "state that waits in host memory between uses"
+    )
+    parallel: ParallelConfig = key(
+        ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes"
+    )
+    micro_batch: MicroBatchConfig = key(
+        MicroBatchConfig, "how a mini-batch is cut; default: tokens = max(4096, data.max_length)"
+    )
+    moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    lr: float = key(1e-5, "peak learning rate of AdamW", above=0)
+    min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
+    eps: float = key(1e-8, "AdamW's epsilon", above=0)
+    weight_decay: float = key(0.0, "AdamW's weight decay; not applied to biases and norms", minimum=0)
+    clip_grad: float = key(1.0, "gradient norm above which gradients are scaled down; 0 for never", minimum=0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "learning-rate schedule after the warm-up")
+    warmup_steps: int = key(0, "steps over which the learning rate rises linearly from 0", minimum=0)
+    decay_steps: int | None = key(
+        None, "steps of the decay: the whole run after warm-up by default; for wsd the last 10 % of it", minimum=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    train: str = key(
+        REQUIRED,
+        "training rows: .jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id",
+    )
+    eval: str | None = key(None, "evaluation rows, in the same forms")
+    split: str | None = key(
+        None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
+    )
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
+        "auto", "form of a row; auto detects it from the first row's fields"
+    )
+    columns: dict[str, str] = key(
+        dict, "rename fields before the format is read, as {question: prompt, answer: completion}"
+    )
+    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
+    loss_on: Literal["assistant", "last", "all"] = key(
+        "assistant", "tokens that train: every assistant turn, the last one, or everything"
+    )
+    max_length: int = key(2048, "longest sequence in tokens", minimum=2)
+    truncation: Literal["error", "right", "left", "drop"] = key(
+        "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"
+    )
+    packing: bool = key(
+        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
+    )
+    shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
+    on_bad_row: Literal["stop", "skip"] = key(
+        "stop", "a row that cannot be read: stop with file and line, or skip, count and report"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int | None = key(None, "optimizer steps; excludes `epochs`", minimum=1)
+    epochs: float | None = key(None, "passes over the data; excludes `steps`; neither means one epoch", above=0)
+    global_batch_size: int = key(REQUIRED, "sequences per optimizer step over all ranks", minimum=1)
+    eval_every: int | None = key(
+        None,
+        "evaluate every N steps and at the end; null for never unless data.eval is set (then at the end)",
+        minimum=1,
+    )
+    eval_batches: int | None = key(None, "global batches per evaluation; null for all of data.eval", minimum=1)
+    guards: bool = key(
+        True, "check on the first step that every parameter trains, gradients are finite and replicas agree"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int | None = key(None, "save every N steps; null saves at the end and on signals only", minimum=1)
+    keep: int | None = key(2, "newest whole checkpoints kept; null for all", minimum=1)
+    resume: str = key("auto", "auto (newest whole checkpoint of output_dir, if any), never, or a checkpoint folder")
+    remote: str | None = key(None, "fsspec URL that checkpoints are copied to")
+    export_hf: bool = key(True, "write the final model to output_dir/hf, loadable with transformers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    project: str | None = key(None, "wandb project; null turns wandb off")
+    mode: Literal["auto", "online", "offline"] = key(
+        "auto", "auto is online when logged in and reachable, else offline"
+    )
+    name: str | None = key(None, "run name; default the output directory's name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    console: Literal["rich", "plain", "none"] = key(
+        "rich", "live progress bar, a line per step, or nothing; rich falls back to plain where there is no terminal"
+    )
+    wandb: WandbConfig = key(WandbConfig, "Weights & Biases")
+    tensorboard: bool = key(False, "write event files to output_dir/tb")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    output_dir: str = key(REQUIRED, "the run's directory")
+    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0)
+    model: ModelConfig = key(REQUIRED, "the model")
+    engine: EngineConfig = key(EngineConfig, "the engine and its layout")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
+    data: DataConfig = key(REQUIRED, "the data")
+    train: TrainConfig = key(REQUIRED, "length of the run")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming")
+    log: LogConfig = key(LogConfig, "where metrics go")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """What an engine is built from: one role's model, engine and optimizer (None: never trains).
+
+    head: "lm" for next-token logits, "value" for one number per token.
+    packing: micro-batches hold sequences end to end (True) or padded to the longest (False).
+    total_steps: optimizer steps of the whole run, which the LR schedule decays over.
+    """
+
+    model: ModelConfig
+    engine: EngineConfig
+    optimizer: OptimizerConfig | None
+    seed: int = 0
+    head: Literal["lm", "value"] = "lm"
+    packing: bool = True
+    total_steps: int = 1

@@ -1,0 +1,173 @@
+"""The engine contract: what a trainer may ask of a model, whatever runs it.
+
+An engine hides parallelism and micro-batches. Every rank runs the same program and calls every method
+together (they are collective). See docs/loss.md for who divides the loss, by what, over which group.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
+
+Ctx = dict[str, Any]
+Predictions = dict[str, Tensor]
+LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
+"""`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
+
+data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]:
+"log_probs" and "entropy" (lm head) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
+mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches and
+data-parallel ranks and divided by the same denominator as the loss.
+"""
+
+
+class GradNorm(float):
+    """A global L2 gradient norm before clipping; `skipped` says why no update was made, None where one was."""
+
+    skipped: str | None
+
+    def __new__(cls, value: float, skipped: str | None = None) -> "GradNorm":
+        norm = super().__new__(cls, value)
+        norm.skipped = skipped
+        return norm
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt. tokens: its ids, at least one. max_new_tokens: how many may follow. stop_tokens: ids that end it (kept in the completion)."""
+
+    tokens: Sequence[int]
+    max_new_tokens: int
+    stop_tokens: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was generated. tokens: new ids, without the prompt. log_probs: one per new token. finished: a stop token ended it."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    finished: bool
+
+
+class BaseEngine(abc.ABC):
+    """One model with its optimizer, over all ranks of the process group."""
+
+    def __init__(self, config: RoleConfig) -> None:
+        self.config = config
+        self.loss_fn: LossFn | None = None
+        self.loss_denominator = "tokens"
+
+    def set_loss_fn(self, fn: LossFn, denominator: str = "tokens") -> None:
+        """Use `fn` in later steps; its sums are divided by `batch.denominators[denominator]`."""
+        self.loss_fn, self.loss_denominator = fn, denominator
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where the model computes."""
+
+    @property
+    @abc.abstractmethod
+    def dp_rank(self) -> int:
+        """This rank's data-parallel index; ranks that share it see the same data."""
+
+    @property
+    @abc.abstractmethod
+    def dp_size(self) -> int:
+        """Data-parallel degree."""
+
+    @abc.abstractmethod
+    def init_model(self) -> None:
+        """Builds or loads model, optimizer and LR schedule. Afterwards every other method may be called."""
+
+    @abc.abstractmethod
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Brings parameters, gradients and optimizer to the device; puts back on exit what the config offloads."""
+
+    @abc.abstractmethod
+    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Brings parameters to the device; dropout is off and no gradient is kept."""
+
+    @abc.abstractmethod
+    def forward_backward_step(
+        self,
+        batch: Batch,
+        ctx: Ctx | None = None,
+        forward_only: bool = False,
+        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
+        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+        """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
+
+        Gradients accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or
+        `(predictions, ctx)` when `forward_only`: predictions [T] in the order of `batch`, detached, on every
+        rank of the replica; loss is the global mean (the same float on every rank); `ctx["metrics"]` likewise.
+        When `forward_only` and a loss function is set, `ctx["loss"]` carries the loss.
+        """
+
+    @abc.abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Forgets accumulated gradients."""
+
+    @abc.abstractmethod
+    def optimizer_step(self) -> GradNorm:
+        """Clips by the global norm and updates the parameters; a gradient that is not finite updates nothing and the result says so."""
+
+    @abc.abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Advances the schedule by one step. Returns the LR that the step just made was taken with."""
+
+    @abc.abstractmethod
+    def shard_data(self, batch: Batch) -> Batch:
+        """This data-parallel rank's share of a global mini-batch that every rank holds, balanced by tokens."""
+
+    @abc.abstractmethod
+    def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
+        """Inverse of `shard_data` for token-aligned tensors: the shares of all ranks, in the order of the global `batch`."""
+
+    @abc.abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Moves model and/or optimizer state to "device" (where it computes) or to "host"."""
+
+    @abc.abstractmethod
+    def save_checkpoint(
+        self,
+        local_path: str,
+        remote_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Saves model, optimizer, schedule, RNG and the trainer's `state` to `local_path/step_XXXXXXXX`: whole or nothing. Returns that folder."""
+
+    @abc.abstractmethod
+    def load_checkpoint(
+        self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
+    ) -> dict[str, Any]:
+        """Restores what `save_checkpoint` saved, also into another layout. Returns the trainer's `state`."""
+
+    @abc.abstractmethod
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Greedy completions of the prompts, the same on every rank and layout (fp32). Every rank passes all requests."""
+
+    @abc.abstractmethod
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Streams (Hugging Face name, whole tensor on the host), tensor by tensor, on rank 0; other ranks take part and get nothing."""
+
+    @abc.abstractmethod
+    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use."""
+
+    @abc.abstractmethod
+    def export_hf(self, path: str) -> None:
+        """Writes a folder that transformers loads: weights, config, tokenizer, generation config."""

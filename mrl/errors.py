@@ -1,0 +1,33 @@
+"""The user's mistakes: each is one clear line that names the key or file, the value, and what would work.
+
+The command line turns a `UserError` into that line on stderr and exit code 2, without a traceback.
+Everything else that escapes is a fault of ours: a traceback and exit code 1.
+"""
+
+
+class UserError(Exception):
+    """Something the user can put right; the message is one line and says how."""
+
+
+class ConfigError(UserError):
+    """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; what would work`."""
+
+
+class DataError(UserError):
+    """A data file or row is wrong: `file:line: what is wrong; what would work`."""
+
+
+class ModelError(UserError):
+    """A Hugging Face model folder is wrong or not supported: names the file, field or tensor."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is damaged, foreign or does not fit this run: names the checkpoint and what is wrong."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters."""
+
+
+class Stopped(Exception):
+    """A signal asked the run to stop and a checkpoint was saved: exit code 75, "run me again"."""
