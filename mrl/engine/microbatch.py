@@ -1,0 +1,152 @@
+"""How a mini-batch is cut: into shares of the data-parallel ranks, and a share into micro-batches.
+
+Pure arithmetic on lengths. Everything is a function of its arguments alone, so ranks that are given the same
+lengths agree without talking. A micro-batch is a list of indices into `lengths`; an empty list is a micro-batch
+without sequences, which a rank runs (on a dummy token whose loss mask is 0) to keep step with the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from mrl.data.packing import best_fit_decreasing
+from mrl.errors import ConfigError
+
+
+def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Partitions sequences over `n` ranks: counts differ by at most one, tokens are balanced.
+
+    Returns one ascending list of indices per rank; ranks are ordered by their first index, empty ones last.
+    Karmarkar-Karp differencing over groups of `n` sequences of similar length, each rank getting one of each
+    group (N. Karmarkar, R. M. Karp, "The differencing method of set partitioning", 1982).
+    """
+    assert n >= 1, f"{n} shards"
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups = [order[start : start + n] for start in range(0, len(order), n)]
+    # A state is n subsets as (tokens, indices), heaviest first; the heap holds the most uneven state on top.
+    heap = []
+    for number, group in enumerate(groups):
+        state = [(lengths[i], [i]) for i in group] + [(0, []) for _ in range(n - len(group))]
+        heap.append((state[-1][0] - state[0][0], number, state))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, left = heapq.heappop(heap)
+        _, _, right = heapq.heappop(heap)
+        merged = [(a + b, i + j) for (a, i), (b, j) in zip(left, reversed(right), strict=True)]
+        merged.sort(key=lambda subset: -subset[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+    shards = [sorted(indices) for _, indices in heap[0][2]] if heap else [[] for _ in range(n)]
+    return sorted(shards, key=lambda indices: (not indices, indices))
+
+
+def split_micro_batches(
+    lengths: Sequence[int], *, size: int | None = None, tokens: int | None = None, packed: bool
+) -> list[list[int]]:
+    """The fewest micro-batches of at most `size` sequences, or of at most `tokens` tokens (padding included).
+
+    packed: sequences lie end to end, so a micro-batch costs the sum of its lengths; otherwise each is padded to
+    the longest one and it costs their number times that. No sequences give no micro-batches.
+    """
+    if (size is None) == (tokens is None):
+        raise ConfigError(f"engine.micro_batch: size {size} and tokens {tokens}; set exactly one of them")
+    if not lengths:
+        return []
+    if size is not None:
+        count = -(-len(lengths) // size)
+        return balanced_shards(lengths, count) if packed else _even_runs(_by_length(lengths), count)
+    if max(lengths) > tokens:
+        raise ConfigError(
+            f"engine.micro_batch.tokens: {tokens} is less than a sequence of {max(lengths)} tokens; "
+            f"use at least {max(lengths)} or shorten data.max_length"
+        )
+    if packed:
+        return [sorted(indices) for indices in best_fit_decreasing(lengths, tokens)]
+    runs: list[list[int]] = []
+    for i in _by_length(lengths):  # ascending, so the newest sequence is the longest of its run
+        if runs and (len(runs[-1]) + 1) * lengths[i] <= tokens:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def split_to_count(
+    lengths: Sequence[int], count: int, *, size: int | None = None, tokens: int | None = None, packed: bool
+) -> list[list[int]]:
+    """Exactly `count` micro-batches within the same limits, balanced by tokens.
+
+    count: at least what `split_micro_batches` needs. Where there are fewer sequences than `count`, each has a
+    micro-batch of its own and the rest are empty, at the end.
+    """
+    least = split_micro_batches(lengths, size=size, tokens=tokens, packed=packed)
+    assert count >= len(least), f"{count} micro-batches are fewer than the {len(least)} that the limits need"
+    if count >= len(lengths):
+        return [[i] for i in range(len(lengths))] + [[] for _ in range(count - len(lengths))]
+    if packed:
+        even = balanced_shards(lengths, count)
+        if tokens is None or max(sum(lengths[i] for i in indices) for indices in even) <= tokens:
+            return even
+    elif size is not None:
+        return _even_runs(_by_length(lengths), count)
+    return _halve_to_count(least, lengths, count, packed=packed)
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    size: int | None = None,
+    tokens: int | None = None,
+    packed: bool,
+    multiple_of: int = 1,
+    agree: Callable[[int], int] = lambda count: count,
+) -> list[list[int]]:
+    """This rank's micro-batches, equal in number on every rank.
+
+    agree: given this rank's least number, returns the largest of all ranks (an all-reduce; the identity for one
+    rank). multiple_of: the number is rounded up to a multiple (an interleaved pipeline needs one of `pp`).
+    """
+    least = len(split_micro_batches(lengths, size=size, tokens=tokens, packed=packed))
+    count = max(1, agree(least))
+    count = -(-count // multiple_of) * multiple_of
+    return split_to_count(lengths, count, size=size, tokens=tokens, packed=packed)
+
+
+def _by_length(lengths: Sequence[int]) -> list[int]:
+    """Indices from the shortest to the longest sequence."""
+    return sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+
+
+def _even_runs(order: Sequence[int], count: int) -> list[list[int]]:
+    """`order` cut into `count` runs whose sizes differ by at most one."""
+    base, surplus = divmod(len(order), count)
+    starts = [i * base + min(i, surplus) for i in range(count + 1)]
+    return [list(order[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _halve_to_count(
+    micro_batches: list[list[int]], lengths: Sequence[int], count: int, *, packed: bool
+) -> list[list[int]]:
+    """Halves the most expensive micro-batch until there are `count`; a part never costs more than the whole."""
+
+    def cost(indices: list[int]) -> int:
+        sizes = [lengths[i] for i in indices]
+        return sum(sizes) if packed else len(sizes) * max(sizes)
+
+    # Only micro-batches of two or more can be halved; those of one are set aside.
+    heap = [(-cost(indices), indices) for indices in micro_batches if len(indices) > 1]
+    single = [indices for indices in micro_batches if len(indices) == 1]
+    heapq.heapify(heap)
+    while len(heap) + len(single) < count:
+        _, indices = heapq.heappop(heap)
+        if packed:
+            parts = balanced_shards([lengths[i] for i in indices], 2)
+            halves = [[indices[j] for j in part] for part in parts]
+        else:
+            halves = _even_runs(indices, 2)
+        for half in halves:
+            if len(half) > 1:
+                heapq.heappush(heap, (-cost(half), half))
+            else:
+                single.append(half)
+    return sorted([indices for _, indices in heap] + single)

@@ -1,0 +1,111 @@
+"""Cutting a mini-batch: every sequence once, limits kept, counts equal, tokens balanced, for any lengths."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.engine.microbatch import balanced_shards, plan_micro_batches, split_micro_batches, split_to_count
+from mrl.errors import ConfigError
+
+lengths_lists = st.lists(st.integers(1, 64), max_size=40)
+
+
+def cost(lengths, indices, packed):
+    sizes = [lengths[i] for i in indices]
+    return 0 if not sizes else sum(sizes) if packed else len(sizes) * max(sizes)
+
+
+def assert_partition(parts, n):
+    assert sorted(i for part in parts for i in part) == list(range(n))
+
+
+@given(lengths_lists, st.integers(1, 9))
+def test_shards_have_every_sequence_once_and_equal_counts(lengths, n):
+    shards = balanced_shards(lengths, n)
+    assert len(shards) == n
+    assert_partition(shards, len(lengths))
+    counts = [len(s) for s in shards]
+    assert max(counts) - min(counts) <= 1
+    assert all(s == sorted(s) for s in shards)
+
+
+@given(lengths_lists, st.integers(1, 9))
+def test_shards_are_balanced_within_the_longest_sequence(lengths, n):
+    sums = [sum(lengths[i] for i in s) for s in balanced_shards(lengths, n)]
+    assert max(sums) - min(sums) <= max(lengths, default=0)
+
+
+def test_shards_are_nearly_even_on_many_sequences():
+    rng = random.Random(0)
+    lengths = [rng.randint(16, 2048) for _ in range(256)]
+    sums = [sum(lengths[i] for i in s) for s in balanced_shards(lengths, 8)]
+    assert max(sums) / min(sums) < 1.001
+
+
+def test_equal_lengths_and_one_rank_keep_a_simple_order():
+    assert balanced_shards([7, 3, 9], 1) == [[0, 1, 2]]
+    assert [s[0] for s in balanced_shards([5, 5, 5, 5], 4)] == [0, 1, 2, 3]
+
+
+@given(lengths_lists, st.integers(64, 256), st.booleans())
+def test_token_budget_is_kept(lengths, tokens, packed):
+    parts = split_micro_batches(lengths, tokens=tokens, packed=packed)
+    assert_partition(parts, len(lengths))
+    assert all(part and cost(lengths, part, packed) <= tokens for part in parts)
+
+
+@given(lengths_lists, st.integers(1, 8), st.booleans())
+def test_size_is_kept_with_the_fewest_micro_batches(lengths, size, packed):
+    parts = split_micro_batches(lengths, size=size, packed=packed)
+    assert_partition(parts, len(lengths))
+    assert len(parts) == -(-len(lengths) // size)
+    assert all(0 < len(part) <= size for part in parts)
+
+
+@given(lengths_lists, st.integers(64, 256), st.integers(0, 60), st.booleans())
+def test_count_is_exact_and_the_budget_still_kept(lengths, tokens, extra, packed):
+    count = len(split_micro_batches(lengths, tokens=tokens, packed=packed)) + extra
+    parts = split_to_count(lengths, count, tokens=tokens, packed=packed)
+    assert len(parts) == count
+    assert_partition(parts, len(lengths))
+    assert all(cost(lengths, part, packed) <= tokens for part in parts)
+    assert sum(1 for part in parts if part) == min(count, len(lengths))
+
+
+@given(lengths_lists, st.integers(1, 8), st.integers(0, 60), st.booleans())
+def test_count_is_exact_and_the_size_still_kept(lengths, size, extra, packed):
+    count = len(split_micro_batches(lengths, size=size, packed=packed)) + extra
+    parts = split_to_count(lengths, count, size=size, packed=packed)
+    assert len(parts) == count
+    assert_partition(parts, len(lengths))
+    assert all(len(part) <= size for part in parts)
+    assert sum(1 for part in parts if part) == min(count, len(lengths))
+
+
+@given(st.lists(lengths_lists, min_size=1, max_size=5), st.integers(1, 4))
+def test_ranks_run_the_same_number_of_micro_batches(ranks, multiple_of):
+    largest = max(len(split_micro_batches(lengths, tokens=100, packed=True)) for lengths in ranks)
+    plans = [
+        plan_micro_batches(lengths, tokens=100, packed=True, multiple_of=multiple_of, agree=lambda n: largest)
+        for lengths in ranks
+    ]
+    assert len({len(plan) for plan in plans}) == 1
+    assert len(plans[0]) % multiple_of == 0 and len(plans[0]) >= 1
+
+
+def test_a_rank_without_sequences_still_has_micro_batches():
+    assert plan_micro_batches([], tokens=8, packed=True, agree=lambda n: 3) == [[], [], []]
+    assert plan_micro_batches([], size=2, packed=False) == [[]]
+
+
+def test_a_sequence_over_the_budget_names_the_key():
+    with pytest.raises(ConfigError, match=r"engine.micro_batch.tokens: 8 is less than a sequence of 9 tokens"):
+        split_micro_batches([3, 9], tokens=8, packed=True)
+
+
+@pytest.mark.parametrize("limits", [{}, {"size": 2, "tokens": 8}])
+def test_exactly_one_limit(limits):
+    with pytest.raises(ConfigError, match="exactly one"):
+        split_micro_batches([3], packed=True, **limits)
