@@ -1,0 +1,265 @@
+"""Log-probabilities of labels, and entropies, from vocabulary-parallel logits that are never gathered.
+
+Dimensions: `T` tokens, `H` hidden size, `V` columns of the vocabulary that this rank holds (all of it without
+tensor parallelism), `C` tokens of a chunk.
+
+For logits `z` (already divided by the temperature), with `m = max z` and `s = sum exp(z - m)` over the vocabulary:
+
+    log p(y) = z_y - m - log s            entropy = m + log s - sum p z = log s - sum p (z - m)
+    d log p(y) / dz_i = [i == y] - p_i    d entropy / dz_i = -p_i (log p_i + entropy)
+
+Each rank computes `m`, `s`, `sum exp(z - m) (z - m)` and `z_y` of its own columns chunk by chunk; two all-reduces
+of one and four floats per token join them. Columns at or past `vocab_size` are padding and take no part. Softmaxes
+are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; logits are never written to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EntropyMode = Literal["none", "detached", "differentiable"]
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabShard:
+    """Which columns of the vocabulary this rank's logits are.
+
+    vocab_size: entries of the real vocabulary, without padding. start: global index of the first local column.
+    group: ranks that hold the other columns; None when this rank holds all of them.
+    """
+
+    vocab_size: int
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def num_valid(self, columns: int) -> int:
+        """How many of the `columns` local ones are not padding."""
+        return min(max(self.vocab_size - self.start, 0), columns)
+
+
+def log_probs_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    entropy: EntropyMode = "none",
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each label, and the entropy of each distribution when asked for.
+
+    logits: [T, V] local columns, any float dtype. labels: [T] global ids. chunk: tokens computed at once; None
+    chooses by size. Returns [T] fp32 (fp64 for fp64 logits) each, the same on every rank of the group; the entropy
+    is None for "none" and carries no gradient for "detached". A label that no rank holds gives NaN.
+    """
+    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(logits.shape[-1], logits.device))
+    log_probs, entropies = _LogitsLogProbs.apply(logits, labels, spec)
+    return log_probs, None if entropy == "none" else entropies
+
+
+def log_probs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    entropy: EntropyMode = "none",
+    chunk: int | None = None,
+    keep_logits: bool | None = None,
+    reduce_hidden_grad: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The same from `logits = hidden @ weight.T`, a chunk of which is the most that exists at once.
+
+    hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer.
+    keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there;
+    None keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each
+    rank's part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
+    """
+    columns = weight.shape[0]
+    if keep_logits is None:
+        keep_logits = hidden.shape[0] * columns <= _KEEP_LOGITS_ELEMENTS
+    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device))
+    log_probs, entropies = _HiddenLogProbs.apply(hidden, weight, labels, spec, keep_logits, reduce_hidden_grad)
+    return log_probs, None if entropy == "none" else entropies
+
+
+_KEEP_LOGITS_ELEMENTS = 2**24
+
+
+def _chunk_tokens(columns: int, device: torch.device) -> int:
+    """Tokens whose fp32 logits fill 16 MB on a CPU (about its caches) and 256 MB on a GPU (enough to keep it busy)."""
+    elements = 2**22 if device.type == "cpu" else 2**26
+    return max(1, elements // max(columns, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What both autograd functions need beside tensors."""
+
+    shard: VocabShard
+    temperature: float
+    entropy: EntropyMode
+    chunk: int
+
+    def scaled(self, logits_CV: Tensor) -> Tensor:
+        """The real columns divided by the temperature, in fp32 or better; a new tensor where that changes anything."""
+        logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV
+
+
+def _chunks(total: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+
+
+def _local_sums(z_CV: Tensor, labels_C: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """(max [C], [4, C]: sum exp(z-m), sum exp(z-m)(z-m), z of the label, whether the label is here) of these columns."""
+    columns = z_CV.shape[1]
+    if columns == 0:  # this rank holds nothing but padding
+        return z_CV.new_full((z_CV.shape[0],), -torch.inf), z_CV.new_zeros(4, z_CV.shape[0])
+    max_C = z_CV.amax(dim=1)
+    shifted = z_CV - max_C[:, None]
+    exp = shifted.exp()
+    local = labels_C - start
+    here = (local >= 0) & (local < columns)
+    target = z_CV.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0]
+    sums = [
+        exp.sum(1),
+        torch.linalg.vecdot(exp, shifted),
+        target.where(here, target.new_zeros(())),
+        here.to(z_CV.dtype),
+    ]
+    return max_C, torch.stack(sums)
+
+
+def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Joins the ranks' columns. Returns (log-prob, entropy, log-sum-exp), each [T]."""
+    total, weighted, target, here = sums
+    largest = local_max
+    if group is not None:
+        largest = local_max.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        below = (local_max - largest).where(total > 0, torch.zeros_like(total))
+        scale = below.exp()
+        sums = torch.stack([total * scale, (weighted + below * total) * scale, target, here])
+        dist.all_reduce(sums, group=group)
+        total, weighted, target, here = sums
+    log_total = total.log()
+    log_prob = (target - largest - log_total).where(here == 1, torch.full_like(total, torch.nan))
+    return log_prob, log_total - weighted / total, largest + log_total
+
+
+def _logits_gradient(
+    z_CV: Tensor,
+    labels_C: Tensor,
+    lse_C: Tensor,
+    grad_C: Tensor,
+    entropy_terms: tuple[Tensor, Tensor] | None,
+    spec: _Spec,
+) -> Tensor:
+    """Gradient of the unscaled logits [C, V valid]. entropy_terms: (entropy [C], its gradient [C]) or None."""
+    log_p = z_CV - lse_C[:, None]
+    grad = log_p.exp()
+    if entropy_terms is None:
+        grad *= -grad_C[:, None]
+    else:
+        entropy_C, entropy_grad_C = entropy_terms
+        log_p += entropy_C[:, None]
+        log_p *= -entropy_grad_C[:, None]
+        log_p -= grad_C[:, None]
+        grad *= log_p
+    local = labels_C - spec.shard.start
+    here = (local >= 0) & (local < z_CV.shape[1])
+    if z_CV.shape[1]:
+        grad.scatter_add_(1, local.clamp(0, z_CV.shape[1] - 1)[:, None], (grad_C * here)[:, None])
+    return grad if spec.temperature == 1.0 else grad.div_(spec.temperature)
+
+
+class _LogitsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, spec: _Spec):
+        parts = [
+            _local_sums(spec.scaled(logits[rows]), labels[rows], spec.shard.start)
+            for rows in _chunks(logits.shape[0], spec.chunk)
+        ]
+        log_prob, entropy, lse = _join_parts(parts, logits, spec)
+        ctx.save_for_backward(logits, labels, lse, entropy)
+        ctx.spec = spec
+        if spec.entropy != "differentiable":
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
+        logits, labels, lse, entropy = ctx.saved_tensors
+        spec = ctx.spec
+        grad = torch.zeros_like(logits)
+        valid = spec.shard.num_valid(logits.shape[1])
+        for rows in _chunks(logits.shape[0], spec.chunk):
+            terms = (entropy[rows], grad_entropy[rows]) if spec.entropy == "differentiable" else None
+            z = spec.scaled(logits[rows])
+            grad[rows, :valid] = _logits_gradient(z, labels[rows], lse[rows], grad_log_prob[rows], terms, spec)
+        return grad, None, None
+
+
+class _HiddenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, spec: _Spec, keep: bool, reduce_grad: bool):
+        parts, kept = [], []
+        for rows in _chunks(hidden.shape[0], spec.chunk):
+            logits = hidden[rows] @ weight.t()
+            parts.append(_local_sums(spec.scaled(logits), labels[rows], spec.shard.start))
+            if keep:
+                kept.append(logits)
+        log_prob, entropy, lse = _join_parts(parts, hidden, spec)
+        ctx.save_for_backward(hidden, weight, labels, lse, entropy, *kept)
+        ctx.spec, ctx.reduce_grad = spec, reduce_grad
+        if spec.entropy != "differentiable":
+            ctx.mark_non_differentiable(entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
+        hidden, weight, labels, lse, entropy, *kept = ctx.saved_tensors
+        spec = ctx.spec
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        valid = spec.shard.num_valid(weight.shape[0])
+        real = weight[:valid]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = None
+        if needs_weight:  # accumulated over chunks in fp32 or better
+            grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for number, rows in enumerate(_chunks(hidden.shape[0], spec.chunk)):
+            logits = kept[number] if kept else hidden[rows] @ weight.t()
+            terms = (entropy[rows], grad_entropy[rows]) if spec.entropy == "differentiable" else None
+            z = spec.scaled(logits)
+            grad = _logits_gradient(z, labels[rows], lse[rows], grad_log_prob[rows], terms, spec).to(hidden.dtype)
+            if needs_hidden:
+                torch.mm(grad, real, out=grad_hidden[rows])
+            if needs_weight:
+                _accumulate(grad_weight[:valid], grad.t(), hidden[rows])
+        if needs_hidden and spec.shard.group is not None and ctx.reduce_grad:
+            dist.all_reduce(grad_hidden, group=spec.shard.group)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, in place, whatever the dtype of the factors."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _join_parts(parts: list[tuple[Tensor, Tensor]], like: Tensor, spec: _Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """`_join` of the chunks; of no tokens, empty tensors (the ranks of a group have the same tokens)."""
+    if not parts:
+        empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
+        return empty, empty.clone(), empty.clone()
+    return _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group)

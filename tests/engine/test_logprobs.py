@@ -1,0 +1,163 @@
+"""Log-probs and entropies from (vocabulary-parallel) logits, against torch's log_softmax.
+
+Tensor parallelism: each rank is a process of a gloo group of two, on halves of
+a vocabulary whose padding fills the end of the second half. Traps 13 (padded columns), 19 (temperature) and 20
+(logits written in place) are named where they are tested.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, log_probs_from_logits
+
+T, H, V = 13, 8, 29
+
+
+def inputs(dtype=torch.float64, columns=V, scale=3.0):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator, dtype=torch.float64)
+    weight = torch.randn(columns, H, generator=generator, dtype=torch.float64) * scale / H**0.5
+    labels = torch.randint(0, V, (T,), generator=generator)
+    return hidden.to(dtype), weight.to(dtype), labels
+
+
+def reference(logits, labels, temperature=1.0):
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+def objective(log_probs, entropy):
+    weights = torch.linspace(-1, 1, T, dtype=log_probs.dtype)
+    return (log_probs * weights).sum() + (0.0 if entropy is None else (entropy * weights.flip(0)).sum())
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, T])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])  # trap 19
+@pytest.mark.parametrize("source", ["logits", "hidden", "hidden, logits kept"])
+def test_values_and_gradients_match_log_softmax(source, temperature, chunk):
+    hidden, weight, labels = inputs()
+    ours = [t.clone().requires_grad_() for t in (hidden, weight)]
+    theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
+    options = {"shard": VocabShard(V), "temperature": temperature, "entropy": "differentiable", "chunk": chunk}
+    if source == "logits":
+        log_probs, entropy = log_probs_from_logits(ours[0] @ ours[1].t(), labels, **options)
+    else:
+        log_probs, entropy = log_probs_from_hidden(*ours, labels, keep_logits="kept" in source, **options)
+    expected, expected_entropy = reference(theirs[0] @ theirs[1].t(), labels, temperature)
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    objective(log_probs, entropy).backward()
+    objective(expected, expected_entropy).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("entropy", ["none", "differentiable"])
+def test_gradcheck(entropy):
+    hidden, weight, labels = inputs()
+    hidden, weight, labels = (
+        hidden[:3, :4].clone().requires_grad_(),
+        weight[:7, :4].clone().requires_grad_(),
+        labels[:3] % 7,
+    )
+
+    def fused(h, w):
+        out = log_probs_from_hidden(h, w, labels, shard=VocabShard(7), entropy=entropy, chunk=2, keep_logits=False)
+        return tuple(o for o in out if o is not None)
+
+    def plain(z):
+        return log_probs_from_logits(z, labels, shard=VocabShard(7), temperature=0.5, chunk=2)[0]
+
+    assert torch.autograd.gradcheck(fused, (hidden, weight))
+    assert torch.autograd.gradcheck(plain, ((hidden @ weight.t()).detach().requires_grad_(),))
+
+
+def test_trap_13_padded_columns_take_no_part():
+    hidden, weight, labels = inputs()
+    padded = torch.cat([weight, torch.zeros(3, H, dtype=weight.dtype)]).requires_grad_()
+    log_probs, entropy = log_probs_from_hidden(hidden, padded, labels, shard=VocabShard(V), entropy="differentiable")
+    expected, expected_entropy = reference(hidden @ weight.t(), labels)
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(entropy, expected_entropy)
+    objective(log_probs, entropy).backward()
+    assert not padded.grad[V:].any() and padded.grad[:V].any(dim=1).all()
+
+
+def test_trap_20_logits_are_not_written_to():
+    hidden, weight, labels = inputs(torch.float32)
+    logits = (hidden @ weight.t()).requires_grad_()
+    before = logits.detach().clone()
+    log_probs, entropy = log_probs_from_logits(logits, labels, shard=VocabShard(V), entropy="differentiable", chunk=4)
+    objective(log_probs, entropy).backward()
+    assert torch.equal(logits, before)
+
+
+def test_detached_entropy_has_the_value_and_no_gradient():
+    hidden, weight, labels = inputs()
+    hidden.requires_grad_()
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, shard=VocabShard(V), entropy="detached")
+    torch.testing.assert_close(entropy, reference(hidden @ weight.t(), labels)[1].detach())
+    assert log_probs.requires_grad and not entropy.requires_grad
+
+
+def test_bf16_is_computed_in_fp32_and_returned_in_fp32():
+    hidden, weight, labels = inputs(torch.bfloat16)
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_probs, _ = log_probs_from_hidden(hidden, weight, labels, shard=VocabShard(V), chunk=4)
+    expected, _ = reference((hidden @ weight.t()).float(), labels)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs, expected)
+    log_probs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_large_logits_do_not_overflow():
+    logits = torch.tensor([[1e4, -1e4, 0.0]])
+    log_probs, entropy = log_probs_from_logits(logits, torch.tensor([1]), shard=VocabShard(3), entropy="detached")
+    assert log_probs.item() == -2e4 and entropy.item() == 0.0
+
+
+def test_a_label_outside_the_vocabulary_is_nan():
+    log_probs, _ = log_probs_from_logits(torch.zeros(2, 4), torch.tensor([1, 3]), shard=VocabShard(3))
+    assert log_probs.isnan().tolist() == [False, True]
+
+
+def test_no_tokens():
+    hidden, weight, labels = (t[:0] if i != 1 else t for i, t in enumerate(inputs()))
+    weight.requires_grad_()
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, shard=VocabShard(V), entropy="differentiable")
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.shape == entropy.shape == (0,) and not weight.grad.any()
+
+
+def vocab_parallel_rank(rank, store, columns_per_rank):
+    """One of two ranks: its columns of the padded vocabulary give the single-rank values and gradients."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    hidden, weight, labels = inputs(columns=2 * columns_per_rank)
+    rows = slice(rank * columns_per_rank, (rank + 1) * columns_per_rank)
+    shard = VocabShard(V, start=rows.start, group=dist.group.WORLD)
+    full = weight.clone().requires_grad_()
+    expected_hidden = hidden.clone().requires_grad_()
+    expected = reference((expected_hidden @ full.t())[:, :V], labels, 0.9)
+    objective(*expected).backward()
+    for source in ("logits", "hidden", "partial"):
+        local, h = weight[rows].clone().requires_grad_(), hidden.clone().requires_grad_()
+        options = {"shard": shard, "temperature": 0.9, "entropy": "differentiable", "chunk": 5}
+        if source == "logits":
+            out = log_probs_from_logits(h @ local.t(), labels, **options)
+        else:
+            out = log_probs_from_hidden(h, local, labels, reduce_hidden_grad=source == "hidden", **options)
+        torch.testing.assert_close(out, expected)
+        objective(*out).backward()
+        if source != "hidden":  # each rank holds its part
+            dist.all_reduce(h.grad)
+        torch.testing.assert_close(h.grad, expected_hidden.grad)
+        torch.testing.assert_close(local.grad, full.grad[rows])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("columns_per_rank", [16, 32])  # the second: rank 1 holds nothing but padding
+def test_two_tensor_parallel_ranks(tmp_path, columns_per_rank):
+    mp.spawn(vocab_parallel_rank, (str(tmp_path / "store"), columns_per_rank), nprocs=2)
