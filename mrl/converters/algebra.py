@@ -1,0 +1,123 @@
+"""How one mcore shard is made of slices of Hugging Face tensors: arithmetic on shapes, used in both directions.
+
+Every sharded weight is the concatenation, along one dimension, of slices of one or more HF tensors
+(`Piece`). Loading reads the pieces and concatenates them; merging copies each piece back to where it came
+from. A kind is therefore one function that lists the pieces of a rank's shard, and nothing else: the pieces
+of all ranks tile every HF tensor exactly once, so that split then merge is the identity.
+
+Layout of mcore weights (megatron-core 0.16.1 and 0.19.2, `core/transformer/{attention,mlp}.py`):
+`linear_qkv` interleaves `[q * (heads / groups), k, v]` per KV group and is cut into equal contiguous row
+blocks, also when there are fewer groups than ranks (mcore gathers and slices in the forward). `linear_fc1`
+of a gated MLP holds `cat(gate, up)` of each rank's own rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from mrl.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """`length` entries from `start` of dimension `dim` of HF tensor number `source`; zeros when `source` is None."""
+
+    source: int | None
+    dim: int
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which shard is asked for: part `rank` of `degree` along `axis` ("tp" or "etp"), of a model with these sizes.
+
+    sizes: the model's numbers by name (`mrl.converters.table.sizes_of`). what: the tensor, for messages.
+    """
+
+    axis: str
+    rank: int
+    degree: int
+    sizes: Mapping[str, int]
+    what: str
+
+    def share(self, n: int, dim: int) -> tuple[int, int]:
+        """Start and length of this rank's equal share of `n` entries."""
+        if n % self.degree:
+            raise ConfigError(
+                f"engine.parallel.{self.axis}: {self.degree} does not divide the size {n} of dimension {dim} of "
+                f"{self.what}; use a divisor of {n}"
+            )
+        return self.rank * (n // self.degree), n // self.degree
+
+
+def replicated(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """The whole tensor on every rank."""
+    return [Piece(0, 0, 0, shapes[0][0])]
+
+
+def column(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """An equal block of output rows (dimension 0)."""
+    return [Piece(0, 0, *cut.share(shapes[0][0], 0))]
+
+
+def row(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """An equal block of input columns (dimension 1)."""
+    return [Piece(0, 1, *cut.share(shapes[0][1], 1))]
+
+
+def gate_up(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """This rank's rows of each tensor, one tensor after the other."""
+    return [Piece(i, 0, *cut.share(shape[0], 0)) for i, shape in enumerate(shapes)]
+
+
+def qkv(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """The contiguous rows of this rank out of q, k and v interleaved per KV group."""
+    groups, heads = cut.sizes["groups"], cut.sizes["heads"]
+    if heads % cut.degree or (groups % cut.degree and cut.degree % groups):
+        raise ConfigError(
+            f"engine.parallel.tp: {cut.degree} does not fit the model's {heads} attention heads and {groups} KV heads; "
+            f"use a divisor of {heads} that divides {groups} or is a multiple of it"
+        )
+    per_group = [shape[0] // groups for shape in shapes]
+    first, length = cut.share(sum(per_group) * groups, 0)
+    pieces, at = [], 0
+    for group in range(groups):
+        for source, rows in enumerate(per_group):
+            low, high = max(at, first), min(at + rows, first + length)
+            if low < high:
+                pieces.append(Piece(source, 0, group * rows + low - at, high - low))
+            at += rows
+    return pieces
+
+
+def vocab(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+    """An equal block of the rows padded with zeros to `sizes["padded_vocab"]`."""
+    rows = shapes[0][0]
+    start, length = cut.share(cut.sizes["padded_vocab"], 0)
+    real = min(max(rows - start, 0), length)
+    pieces = [Piece(0, 0, start, real), Piece(None, 0, 0, length - real)]
+    return [piece for piece in pieces if piece.length]
+
+
+KINDS: Mapping[str, Callable[[tuple[Shape, ...], Cut], list[Piece]]] = {
+    "replicated": replicated,
+    "column": column,
+    "row": row,
+    "gate_up": gate_up,
+    "qkv": qkv,
+    "vocab": vocab,
+}
+
+
+def padded_vocab(vocab_size: int, tp: int, multiple: int = 1) -> int:
+    """Rows of the embedding: `vocab_size` rounded up to a multiple of `multiple * tp`, as mcore counts.
+
+    The default pads as little as tensor parallelism needs. Padding rows are zero on import, trimmed on
+    export, and the log-probs must leave them out.
+    """
+    unit = multiple * tp
+    return -(-vocab_size // unit) * unit

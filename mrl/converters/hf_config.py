@@ -1,0 +1,60 @@
+"""Read a Hugging Face config.json, in the spelling of transformers 5 or of older versions, into one plain dict.
+
+Keys that the file leaves out get the defaults of the installed transformers' config class of that
+`model_type`: the model is then what transformers would build from the same file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from mrl.errors import ModelError
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The config of the model folder `path`, with both spellings resolved; see `normalize`."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{file}: no such file; a Hugging Face model folder has a config.json")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{file}: holds a JSON {type(raw).__name__}, not an object; get the file again")
+    if not isinstance(raw.get("model_type"), str):
+        raise ModelError(f"{file}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
+    return normalize(raw, where=str(file))
+
+
+def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """`raw` completed with transformers' defaults, and with one meaning for each of these keys whatever its spelling.
+
+    rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int.
+    num_key_value_heads: int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None.
+    tie_word_embeddings: bool. A `model_type` that transformers does not know is returned as it is:
+    `family_for` refuses it by name.
+    """
+    if raw["model_type"] not in CONFIG_MAPPING:
+        return dict(raw)
+    try:
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).to_dict()
+    except Exception as error:  # transformers has no common class for what a config can have wrong
+        raise ModelError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+    rope = dict(config.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", None)
+    config["rope_theta"] = float(theta) if theta is not None else None
+    config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    heads = config.get("num_attention_heads")
+    if heads:
+        config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+    config["num_experts"] = config.get("num_experts") or config.get("num_local_experts") or 0
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
+    config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
+    return config

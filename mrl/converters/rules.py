@@ -1,0 +1,260 @@
+"""From a family's table to the rules of one rank: which HF slices make each mcore parameter, and the way back.
+
+Pure: a rank is a `ParallelDims` and `Coordinates`, its layers are a `ChunkPlan`. The engine owns the process
+groups: to export, it gathers the shards of `rule.axis` and calls `merge`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import KINDS, Cut, Piece, Shape, padded_vocab
+from mrl.converters.table import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    TIED_HEAD,
+    VALUE_HEAD,
+    Entry,
+    Family,
+    HFConfig,
+    sizes_of,
+)
+from mrl.errors import ConfigError
+from mrl.parallel import Coordinates, ParallelDims, stage_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head."""
+
+    layers: tuple[int, ...]
+    has_embedding: bool
+    has_output: bool
+
+
+def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
+    """The plan of each (pp_rank, chunk), in pipeline order: virtual stage `v * pp + p` is chunk `v` of rank `p`."""
+    stages = stage_layers(num_layers, pp, vpp)
+    return {
+        (s % pp, s // pp): ChunkPlan(tuple(layers), s == 0, s == len(stages) - 1) for s, layers in enumerate(stages)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One mcore parameter of one rank.
+
+    mcore: its name in the model chunk. hf, hf_shapes: the HF tensors that it is made of.
+    axis: the group over which its shards lie, "tp" or "etp"; None when every rank holds the whole.
+    degree, rank: size of that group and this rank's place in it (1 and 0 when axis is None).
+    expert: global number of its expert, else None. layer: global number of its layer, else None.
+    copy: a second copy of tied embeddings on the last pipeline stage: loaded, never exported.
+    """
+
+    mcore: str
+    hf: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    kind: str
+    axis: str | None
+    degree: int
+    rank: int
+    sizes: Mapping[str, int] = dataclasses.field(repr=False)
+    expert: int | None = None
+    layer: int | None = None
+    copy: bool = False
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What the shard of `rank` of the axis is made of, in order."""
+        cut = Cut(self.axis or "tp", rank, self.degree, self.sizes, self.hf[0])
+        return KINDS[self.kind](self.hf_shapes, cut)
+
+    def shape(self, rank: int | None = None) -> Shape:
+        """Shape of the shard of `rank` (default: this rank's)."""
+        pieces = self.pieces(self.rank if rank is None else rank)
+        size = list(self.hf_shapes[0])
+        size[pieces[0].dim] = sum(piece.length for piece in pieces)
+        return tuple(size)
+
+    def load(self, read: Callable[[str], Any]) -> Tensor:
+        """This rank's shard, in the dtype of the file.
+
+        `read(hf_name)` gives what can be sliced on its first two dimensions: a tensor, or safetensors'
+        lazy slice, of which only this shard's entries are then read. May alias memory of `read`.
+        """
+        return self.assemble(read, self.rank)
+
+    def assemble(self, read: Callable[[str], Any], rank: int) -> Tensor:
+        """The shard of `rank` of the axis, as in `load`."""
+        parts = []
+        for piece in self.pieces(rank):
+            span = slice(piece.start, piece.start + piece.length)
+            if piece.source is None:
+                parts.append(read(self.hf[0])[0:1].new_zeros((piece.length, *self.hf_shapes[0][1:])))
+            else:
+                source = read(self.hf[piece.source])
+                parts.append(source[span] if piece.dim == 0 else source[:, span])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def merge(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The HF tensors by name, new memory on the shards' device, from the shards of all ranks of the axis in order."""
+        assert len(shards) == self.degree, f"{self.mcore}: {len(shards)} shards for {self.axis} of {self.degree}"
+        whole = [shards[0].new_empty(shape) for shape in self.hf_shapes]
+        for rank, shard in enumerate(shards):
+            assert tuple(shard.shape) == self.shape(rank), (
+                f"{self.mcore}: shard {rank} has shape {tuple(shard.shape)}, not {self.shape(rank)}"
+            )
+            at = 0
+            for piece in self.pieces(rank):
+                if piece.source is not None:
+                    part = shard.narrow(piece.dim, at, piece.length)
+                    whole[piece.source].narrow(piece.dim, piece.start, piece.length).copy_(part)
+                at += piece.length
+        return dict(zip(self.hf, whole, strict=True))
+
+
+def _chunk_entries(
+    family: Family, config: HFConfig, chunk: ChunkPlan, head: str
+) -> Iterator[tuple[Entry, int | None, int | None]]:
+    """(entry, local layer, global layer) of a chunk, in model order."""
+    if head not in ("lm", "value"):
+        raise ValueError(f"head {head!r} is neither 'lm' nor 'value'")
+    if chunk.has_embedding:
+        yield EMBEDDING, None, None
+    for local, layer in enumerate(chunk.layers):
+        for entry in family.layer_entries(config, layer):
+            yield entry, local, layer
+    if chunk.has_output:
+        yield FINAL_NORM, None, None
+        if head == "value":
+            yield VALUE_HEAD, None, None
+        elif not config["tie_word_embeddings"]:
+            yield LM_HEAD, None, None
+        elif not chunk.has_embedding:
+            yield TIED_HEAD, None, None
+
+
+def param_map(
+    family: Family,
+    hf_config: HFConfig,
+    *,
+    layout: ParallelDims,
+    coords: Coordinates,
+    chunk: ChunkPlan,
+    spec: str = "local",
+    head: str = "lm",
+    vocab_multiple: int = 1,
+) -> dict[str, Rule]:
+    """The rule of every parameter of a model chunk at `coords`, by mcore name, in model order.
+
+    spec: "local" or "te", the naming of the layer spec. head: "lm", or "value" for a head of one output
+    (`score.weight`), which is never tied. vocab_multiple: as in `padded_vocab`.
+    Raises ConfigError when the layout does not fit the model's sizes.
+    """
+    sizes = sizes_of(hf_config, padded_vocab(hf_config["vocab_size"], layout.tp, vocab_multiple))
+    if sizes["experts"] % layout.ep:
+        raise ConfigError(
+            f"engine.parallel.ep: {layout.ep} does not divide the model's {sizes['experts']} experts; "
+            f"use a divisor of {sizes['experts']}"
+        )
+    here = sizes["experts"] // layout.ep
+    rules: dict[str, Rule] = {}
+    for entry, local, layer in _chunk_entries(family, hf_config, chunk, head):
+        for e in range(here) if entry.of_expert else [None]:
+            expert = None if e is None else coords.ep_rank * here + e
+            rule = _rule(entry, sizes, layout, coords, spec=spec, local=(local, e), layer=layer, expert=expert)
+            rule.shape()  # the layout does not fit: say so before anything is built
+            rules[rule.mcore] = rule
+    return rules
+
+
+def _rule(
+    entry: Entry,
+    sizes: Mapping[str, int],
+    layout: ParallelDims,
+    coords: Coordinates,
+    *,
+    spec: str,
+    local: tuple[int | None, int | None],
+    layer: int | None,
+    expert: int | None,
+) -> Rule:
+    """`entry` for one layer and expert; `local` are their numbers in the chunk and on the EP rank."""
+    axis, degree, rank = "tp", layout.tp, coords.tp_rank
+    if entry.of_expert:
+        axis, degree, rank = "etp", layout.etp, coords.etp_rank
+    if entry.kind == "replicated":
+        axis, degree, rank = None, 1, 0
+    return Rule(
+        mcore=entry.name(spec).format(l=local[0], e=local[1]),
+        hf=tuple(name.format(l=layer, e=expert) for name, _ in entry.hf),
+        hf_shapes=tuple(tuple(sizes[word] for word in shape) for _, shape in entry.hf),
+        kind=entry.kind,
+        axis=axis,
+        degree=degree,
+        rank=rank,
+        sizes=sizes,
+        expert=expert,
+        layer=layer,
+        copy=entry is TIED_HEAD,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """One step of an export: the ranks at (pp_rank, ep_rank) hold the shards of `rule.mcore` in model chunk `chunk`.
+
+    ep_rank is None for what is no expert: every EP rank holds it. `rule` is written for rank 0 of its axis.
+    """
+
+    pp_rank: int
+    chunk: int
+    ep_rank: int | None
+    rule: Rule
+
+
+def export_order(
+    family: Family,
+    hf_config: HFConfig,
+    *,
+    layout: ParallelDims,
+    chunks: Mapping[tuple[int, int], ChunkPlan],
+    spec: str = "local",
+    head: str = "lm",
+    vocab_multiple: int = 1,
+) -> Iterator[Owned]:
+    """Every parameter of the whole model once, in the same order on every rank; tied copies are left out.
+
+    chunks: the plan of each (pp_rank, chunk), as from `chunk_plans`. The experts of all EP ranks are in it.
+    """
+    for (pp_rank, chunk), plan in chunks.items():
+        of_ep = [
+            param_map(
+                family,
+                hf_config,
+                layout=layout,
+                coords=Coordinates(pp_rank=pp_rank, ep_rank=ep_rank),
+                chunk=plan,
+                spec=spec,
+                head=head,
+                vocab_multiple=vocab_multiple,
+            )
+            for ep_rank in range(layout.ep)
+        ]
+        for name, rule in of_ep[0].items():
+            if rule.copy:
+                continue
+            for ep_rank in range(layout.ep) if rule.expert is not None else [None]:
+                yield Owned(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
+
+
+def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") -> dict[str, Shape]:
+    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied."""
+    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
+    rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
+    return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}

@@ -1,0 +1,186 @@
+"""The words of a family's table: one entry per mcore parameter, read in both directions.
+
+A table is data and is never changed: tuples of frozen entries. `{l}` stands for the layer (local on the mcore
+side, global on the HF side), `{e}` for the expert (local to the EP rank, global). The tuples below are what
+the llama-like families share; a family's file puts them together and adds its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+HFConfig = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One mcore parameter and the HF tensors that it is made of.
+
+    mcore: name in the local spec. te: name in the transformer-engine spec, where it differs.
+    hf: pairs of HF name and shape, the shape as words of `sizes_of`. kind: a key of `algebra.KINDS`.
+    needs: a config key; the entry exists where that key is true.
+    """
+
+    mcore: str
+    hf: tuple[tuple[str, tuple[str, ...]], ...]
+    kind: str
+    te: str | None = None
+    needs: str | None = None
+
+    @property
+    def of_expert(self) -> bool:
+        return "{e}" in self.mcore
+
+    def name(self, spec: str) -> str:
+        """The mcore name pattern under `spec`, "local" or "te"."""
+        if spec not in ("local", "te"):
+            raise ValueError(f"spec {spec!r} is neither 'local' nor 'te'")
+        return self.te if spec == "te" and self.te else self.mcore
+
+
+def _never(config: HFConfig, layer: int) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family. layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`."""
+
+    model_type: str
+    layer: tuple[Entry, ...]
+    dense: tuple[Entry, ...] = ()
+    sparse: tuple[Entry, ...] = ()
+    is_sparse: Callable[[HFConfig, int], bool] = _never
+
+    def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
+        """What global layer number `layer` holds in a model with this config."""
+        entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
+        return tuple(entry for entry in entries if entry.needs is None or config.get(entry.needs))
+
+
+def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
+    """The numbers that shapes are written in, from a config of `read_hf_config`; `padded` is the padded vocabulary."""
+    head_dim, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    return {
+        "one": 1,
+        "vocab": config["vocab_size"],
+        "padded_vocab": padded,
+        "hidden": config["hidden_size"],
+        "head_dim": head_dim,
+        "heads": heads,
+        "groups": groups,
+        "q": heads * head_dim,
+        "kv": groups * head_dim,
+        "ffn": config["intermediate_size"],
+        "moe_ffn": config.get("moe_intermediate_size") or config["intermediate_size"],
+        "experts": config.get("num_experts") or 0,
+    }
+
+
+_MCORE = "decoder.layers.{l}."
+_HF = "model.layers.{l}."
+
+EMBEDDING = Entry("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab")
+FINAL_NORM = Entry("decoder.final_layernorm.weight", (("model.norm.weight", ("hidden",)),), "replicated")
+LM_HEAD = Entry("output_layer.weight", (("lm_head.weight", ("vocab", "hidden")),), "vocab")
+TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, "vocab")
+VALUE_HEAD = Entry("output_layer.weight", (("score.weight", ("one", "hidden")),), "replicated")
+
+ATTENTION = (
+    Entry(
+        _MCORE + "input_layernorm.weight",
+        ((_HF + "input_layernorm.weight", ("hidden",)),),
+        "replicated",
+        te=_MCORE + "self_attention.linear_qkv.layer_norm_weight",
+    ),
+    Entry(
+        _MCORE + "self_attention.linear_qkv.weight",
+        (
+            (_HF + "self_attn.q_proj.weight", ("q", "hidden")),
+            (_HF + "self_attn.k_proj.weight", ("kv", "hidden")),
+            (_HF + "self_attn.v_proj.weight", ("kv", "hidden")),
+        ),
+        "qkv",
+    ),
+    Entry(_MCORE + "self_attention.linear_proj.weight", ((_HF + "self_attn.o_proj.weight", ("hidden", "q")),), "row"),
+)
+
+
+def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
+    """Biases on q, k and v."""
+    names = ("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv")
+    hf = tuple((_HF + f"self_attn.{name}.bias", (size,)) for name, size in names)
+    return (Entry(_MCORE + "self_attention.linear_qkv.bias", hf, "qkv", needs=needs),)
+
+
+def proj_bias(needs: str | None = None) -> tuple[Entry, ...]:
+    """A bias on the attention's output projection."""
+    hf = ((_HF + "self_attn.o_proj.bias", ("hidden",)),)
+    return (Entry(_MCORE + "self_attention.linear_proj.bias", hf, "replicated", needs=needs),)
+
+
+QK_NORM = tuple(
+    Entry(
+        _MCORE + f"self_attention.{x}_layernorm.weight",
+        ((_HF + f"self_attn.{x}_norm.weight", ("head_dim",)),),
+        "replicated",
+    )
+    for x in "qk"
+)
+
+
+def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:
+    """The norm before the MLP; transformer-engine fuses it into a dense layer's linear_fc1."""
+    fused = None if sparse else _MCORE + "mlp.linear_fc1.layer_norm_weight"
+    hf = ((_HF + "post_attention_layernorm.weight", ("hidden",)),)
+    return (Entry(_MCORE + "pre_mlp_layernorm.weight", hf, "replicated", te=fused),)
+
+
+DENSE_MLP = (
+    *mlp_norm(sparse=False),
+    Entry(
+        _MCORE + "mlp.linear_fc1.weight",
+        (
+            (_HF + "mlp.gate_proj.weight", ("ffn", "hidden")),
+            (_HF + "mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        "gate_up",
+    ),
+    Entry(_MCORE + "mlp.linear_fc2.weight", ((_HF + "mlp.down_proj.weight", ("hidden", "ffn")),), "row"),
+)
+
+
+def mlp_bias(needs: str) -> tuple[Entry, ...]:
+    """Biases on all three matrices of a dense MLP."""
+    fc1 = tuple((_HF + f"mlp.{name}.bias", ("ffn",)) for name in ("gate_proj", "up_proj"))
+    fc2 = ((_HF + "mlp.down_proj.bias", ("hidden",)),)
+    return (
+        Entry(_MCORE + "mlp.linear_fc1.bias", fc1, "gate_up", needs=needs),
+        Entry(_MCORE + "mlp.linear_fc2.bias", fc2, "replicated", needs=needs),
+    )
+
+
+def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
+    """Norm, router and experts of an MoE layer, whose HF names are `{block}.gate` and `{block}.experts.{e}.{gate|up|down}`."""
+    expert, local = _HF + block + ".experts.{e}.", _MCORE + "mlp.experts.local_experts.{e}."
+    return (
+        *mlp_norm(sparse=True),
+        Entry(_MCORE + "mlp.router.weight", ((_HF + block + ".gate.weight", ("experts", "hidden")),), "replicated"),
+        Entry(
+            local + "linear_fc1.weight",
+            (
+                (expert + gate + ".weight", ("moe_ffn", "hidden")),
+                (expert + up + ".weight", ("moe_ffn", "hidden")),
+            ),
+            "gate_up",
+            te=_MCORE + "mlp.experts.linear_fc1.weight{e}",
+        ),
+        Entry(
+            local + "linear_fc2.weight",
+            ((expert + down + ".weight", ("hidden", "moe_ffn")),),
+            "row",
+            te=_MCORE + "mlp.experts.linear_fc2.weight{e}",
+        ),
+    )
