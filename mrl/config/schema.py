@@ -186,7 +186,7 @@ class LogConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     output_dir: str = key(REQUIRED, "the run's directory")
-    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0)
+    seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")

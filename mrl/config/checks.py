@@ -1,0 +1,220 @@
+"""Checks of keys against each other, the number of processes and the model's config.json: pure arithmetic.
+
+They run before any process starts. `mrl.config.load` has already checked each key on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.schema import OptimizerConfig, ParallelConfig, SFTConfig
+from mrl.errors import ConfigError, ModelError
+from mrl.parallel import ParallelDims, stage_layers
+
+
+def check_config(config: SFTConfig) -> None:
+    """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    _check_train(config)
+    _check_micro_batch(config)
+    _check_optimizer(config.optimizer, steps=config.train.steps)
+    _check_backend(config)
+    _check_unread(config)
+
+
+def check_world(config: SFTConfig, world_size: int) -> ParallelDims:
+    """The layout on `world_size` processes, or a ConfigError where it does not fit them or the batch."""
+    dims = parallel_dims(config.engine.parallel, world_size)
+    if config.train.global_batch_size < dims.dp:
+        raise ConfigError(
+            f"train.global_batch_size: value {config.train.global_batch_size} is less than the {dims.dp} data-parallel "
+            f"replicas ({dims.describe()} on {world_size} processes); give at least {dims.dp} or use fewer processes"
+        )
+    return dims
+
+
+def parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
+    """The degrees of the config on `world_size` processes, with auto and null resolved."""
+    return ParallelDims(
+        world_size=world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.expert_tp,
+        sp=parallel.sequence_parallel,
+    )
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """The fewest processes that the layout fits on (one replica of the model)."""
+    return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep * parallel.expert_tp)
+
+
+def resolve_engine_tokens(config: SFTConfig) -> int | None:
+    """The token budget of a micro-batch; None where micro-batches are cut by `size`."""
+    micro_batch = config.engine.micro_batch
+    if micro_batch.size is not None:
+        return None
+    return micro_batch.tokens or max(4096, config.data.max_length)
+
+
+def _check_train(config: SFTConfig) -> None:
+    train, data = config.train, config.data
+    if train.steps is not None and train.epochs is not None:
+        raise ConfigError(
+            f"train.steps: value {train.steps} is given together with train.epochs {train.epochs:g}; keep one of them"
+        )
+    if data.eval is None:
+        for name in ("eval_every", "eval_batches"):
+            if getattr(train, name) is not None:
+                raise ConfigError(
+                    f"train.{name}: value {getattr(train, name)} is not used without data.eval; set data.eval, or null here"
+                )
+
+
+def _check_micro_batch(config: SFTConfig) -> None:
+    micro_batch, max_length = config.engine.micro_batch, config.data.max_length
+    if micro_batch.tokens is not None and micro_batch.size is not None:
+        raise ConfigError(
+            f"engine.micro_batch.tokens: value {micro_batch.tokens} is given together with engine.micro_batch.size "
+            f"{micro_batch.size}; keep one of them"
+        )
+    if micro_batch.tokens is not None and micro_batch.tokens < max_length:
+        raise ConfigError(
+            f"engine.micro_batch.tokens: value {micro_batch.tokens} is less than data.max_length {max_length}, so a row may "
+            f"fit in no micro-batch; give at least {max_length} or lower data.max_length"
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig, *, steps: int | None) -> None:
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"optimizer.min_lr: value {optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
+        )
+    for beta in optimizer.betas:
+        if not 0 <= beta < 1:
+            raise ConfigError(f"optimizer.betas: value {beta:g} is out of range; give two numbers from 0 to below 1")
+    if optimizer.schedule == "constant":
+        for name, unset in (("min_lr", 0.0), ("decay_steps", None)):
+            if getattr(optimizer, name) != unset:
+                raise ConfigError(
+                    f"optimizer.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
+                    "decays; choose linear, cosine or wsd, or leave it out"
+                )
+    if steps is not None and optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above train.steps {steps}; give at most {steps}"
+        )
+    if steps is not None and optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
+        room = steps - optimizer.warmup_steps
+        if optimizer.decay_steps > room:
+            raise ConfigError(
+                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps after the warm-up; give at most {room}"
+            )
+
+
+def _check_backend(config: SFTConfig) -> None:
+    engine = config.engine
+    if engine.backend != "fsdp":
+        return
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        degree = getattr(engine.parallel, name)
+        if degree is not None and degree > 1:
+            raise ConfigError(
+                f"engine.parallel.{name}: value {degree} is not supported by backend fsdp, which is data parallel only; "
+                "set it to 1, or engine.backend to megatron"
+            )
+    for name in ("aux_loss", "z_loss"):
+        if getattr(engine.moe, name):
+            raise ConfigError(
+                f"engine.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
+                "engine.backend to megatron"
+            )
+
+
+def _check_unread(config: SFTConfig) -> None:
+    """Keys that another key turns off: they would be accepted and do nothing."""
+    wandb = config.log.wandb
+    if wandb.project is None and wandb.name is not None:
+        raise ConfigError(
+            f"log.wandb.name: value {wandb.name!r} is not used without log.wandb.project; set log.wandb.project"
+        )
+    if wandb.project is None and wandb.mode != "auto":
+        raise ConfigError(
+            f"log.wandb.mode: value {wandb.mode!r} is not used without log.wandb.project; set log.wandb.project"
+        )
+
+
+def check_model(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    """Raises where the layout does not fit the model. model: the content of its config.json."""
+    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
+    if config.engine.backend == "megatron":
+        _check_heads(dims, model)
+        _check_experts(config, dims, model)
+
+
+def _check_heads(dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    heads = _whole(model, "num_attention_heads")
+    groups = _whole(model, "num_key_value_heads", default=heads)
+    for name, size in (("num_attention_heads", heads), ("hidden_size", _whole(model, "hidden_size"))):
+        if size % dims.tp:
+            raise ConfigError(
+                f"engine.parallel.tp: value {dims.tp} does not divide the model's {name} ({size}); use one of "
+                f"{_divisors(math.gcd(size, heads))}"
+            )
+    if groups % dims.tp and dims.tp % groups:
+        raise ConfigError(
+            f"engine.parallel.tp: value {dims.tp} does not fit the model's {groups} key-value heads; use a divisor or a "
+            f"multiple of {groups}"
+        )
+
+
+def num_experts(model: Mapping[str, Any]) -> int | None:
+    """Experts of an MoE layer as config.json names them; None for a dense model."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if model.get(name):
+            return _whole(model, name)
+    return None
+
+
+def _check_experts(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    experts, moe = num_experts(model), config.engine.moe
+    if experts is None:
+        if dims.ep > 1 or dims.etp not in (1, dims.tp):
+            name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
+            raise ConfigError(
+                f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
+                "leave it out"
+            )
+        for name in ("aux_loss", "z_loss"):
+            if getattr(moe, name):
+                raise ConfigError(
+                    f"engine.moe.{name}: value {getattr(moe, name):g} is for a router, and the model "
+                    f"({model.get('model_type')}) has none; set it to 0"
+                )
+        return
+    if experts % dims.ep:
+        raise ConfigError(
+            f"engine.parallel.ep: value {dims.ep} does not divide the model's {experts} experts; use one of {_divisors(experts)}"
+        )
+    if dims.tp > 1 and not dims.sp:
+        raise ConfigError(
+            f"engine.parallel.sp: value false does not work for experts with tp {dims.tp}; set it to auto or true"
+        )
+
+
+def _whole(model: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = model.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise ModelError(
+            f"config.json: {name}: value {value!r} is not a whole number of at least 1; give the model's own"
+        )
+    return value
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

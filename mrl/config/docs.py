@@ -1,0 +1,79 @@
+"""The reference of every config key, as markdown (docs/config.md) and as text (`mrl config`).
+
+`python -m mrl.config.docs > docs/config.md` brings the file up to date; a test compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config.keys import Key, expected, section_keys
+from mrl.config.schema import SFTConfig
+
+_HEADER = """\
+# Config keys
+
+Made from `mrl/config/schema.py` by `make docs`; `mrl config` prints the same. A config is a YAML file; any key
+can be set on the command line too, as in `mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
+Values there are YAML. An unknown key, a wrong type or keys that contradict each other stop the run before it starts.
+"""
+
+
+def default_text(key: Key) -> str:
+    """The default as YAML would write it; `required` where there is none."""
+    if key.required:
+        return "required"
+    return _yaml(key.default)
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return str(value)
+
+
+def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[str, str, list[Key]]]:
+    """(dotted path, meaning, keys that hold a value) of `section` and each section below it."""
+    keys = list(section_keys(section, path))
+    yield path, help, [key for key in keys if not dataclasses.is_dataclass(key.annotation)]
+    for key in keys:
+        if dataclasses.is_dataclass(key.annotation):
+            yield from sections(key.annotation, key.path, key.help)
+
+
+def markdown(root: type = SFTConfig) -> str:
+    """docs/config.md."""
+    lines = [_HEADER]
+    for path, help, keys in sections(root):
+        if not keys:
+            continue
+        lines += [f"## {path}: {help}" if path else "## Top level", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+        for key in keys:
+            cells = (f"`{key.path}`", expected(key.annotation, key.bounds), f"`{default_text(key)}`", key.help)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def text(root: type = SFTConfig) -> str:
+    """Every key for a terminal: its default and type on one line, its meaning below."""
+    lines: list[str] = []
+    for path, help, keys in sections(root):
+        if not keys:
+            continue
+        lines += [f"{path}: {help}" if path else "top level", ""]
+        for key in keys:
+            default = "required" if key.required else f"default {default_text(key)}"
+            lines += [f"  {key.path}  ({default}; {expected(key.annotation, key.bounds)})", f"      {key.help}"]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

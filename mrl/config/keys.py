@@ -1,0 +1,117 @@
+"""What the schema says about each key, read from its annotations: for error messages, docs and checks.
+
+Nothing here knows any particular key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+NUMBERS = (int, float)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key. path: dotted. annotation: its type. default: MISSING where the user must give it."""
+
+    path: str
+    annotation: Any
+    default: Any
+    help: str
+    bounds: Mapping[str, float | None]
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+@functools.cache
+def annotations(section: type) -> dict[str, Any]:
+    """Name -> type of the keys of one section, with string annotations resolved."""
+    return typing.get_type_hints(section)
+
+
+def section_keys(section: type, path: str = "") -> Iterator[Key]:
+    """The keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
+    hints = annotations(section)
+    for field in dataclasses.fields(section):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        dotted = f"{path}.{field.name}" if path else field.name
+        bounds = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
+        yield Key(dotted, hints[field.name], default, field.metadata["help"], bounds)
+
+
+def walk(section: type, path: str = "") -> Iterator[Key]:
+    """Every key below `section` that holds a value, depth first in the schema's order."""
+    for key in section_keys(section, path):
+        if dataclasses.is_dataclass(key.annotation):
+            yield from walk(key.annotation, key.path)
+        else:
+            yield key
+
+
+def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
+    """The dotted key that `unknown`, a name written in `section` at `path`, was most likely meant to be."""
+    here = {key.path.rsplit(".", 1)[-1]: key.path for key in section_keys(section, path)}
+    close = difflib.get_close_matches(unknown, here, n=1)
+    if close:
+        return here[close[0]]
+    everywhere = [key.path for key in walk(root)]
+    same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
+    names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
+    return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)] or [None])[0]
+
+
+def show(value: Any) -> str:
+    """A value as the user may have written it, on one line and not too long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def kind(value: Any) -> str:
+    """What a value read from YAML is, in words."""
+    for type_, words in (
+        (type(None), "null"), (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"),
+        (list, "a list"), (Mapping, "a mapping"),
+    ):  # fmt: skip
+        if isinstance(value, type_):
+            return words
+    return f"a {type(value).__name__} (quote it to make it text)"
+
+
+def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
+    words = [
+        f"{prefix} {bounds[name]}"
+        for name, prefix in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
+        if bounds.get(name) is not None
+    ]
+    return (" of " if words and not words[0].startswith("above") else " ") + " and ".join(words) if words else ""
+
+
+def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:
+    """What a key accepts, in words: `a whole number of at least 1, or null`."""
+    bounds = bounds or {}
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return args[0] if len(args) == 1 else "one of " + ", ".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(expected(arm, bounds) for arm in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list with any of {', '.join(typing.get_args(args[0]))}"
+    if origin is tuple:
+        return f"a list of {len(args)} numbers"
+    if origin is dict:
+        return "a mapping of text to text"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
+    return words + (_bounds_in_words(bounds) if annotation in NUMBERS else "")
