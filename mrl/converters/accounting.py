@@ -1,0 +1,106 @@
+"""Every tensor of a model folder is accounted for: present, known, of the right shape and a dtype that can be read.
+
+The table says what a model of this config consists of; whatever differs is one error that lists it all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+
+from mrl.converters.algebra import Shape
+from mrl.converters.rules import expected_hf_names
+from mrl.converters.safetensors_io import HFReader, TensorInfo, some
+from mrl.converters.table import Family, HFConfig
+from mrl.errors import ModelError
+
+# Buffers that older versions of transformers saved and that follow from the config.
+_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_READABLE = ("F32", "BF16", "F16", "F64")
+_ROWS_AT_ONCE = 8192
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def account(
+    found: Mapping[str, TensorInfo],
+    expected: Mapping[str, Shape],
+    *,
+    where: str = "the model",
+    may_lack: Collection[str] = (),
+    may_have: Collection[str] = (),
+) -> list[str]:
+    """Compare what a folder holds with what the model consists of; ModelError lists every difference.
+
+    may_lack: names that the caller makes itself when they are absent; those absent are returned.
+    may_have: names that the caller leaves unread. Rotary `inv_freq` buffers are always left unread.
+    """
+    missing = [name for name in expected if name not in found]
+    left = [n for n in found if n not in expected and n not in may_have and not _BUFFERS.search(n)]
+    both = [(name, found[name]) for name in expected if name in found]
+    shapes = [
+        f"{name} is {list(info.shape)}, not {list(expected[name])}"
+        for name, info in both
+        if info.shape != tuple(expected[name])
+    ]
+    dtypes = [f"{name} is {info.dtype}" for name, info in both if info.dtype not in _READABLE]
+    lost = [name for name in missing if name not in may_lack]
+    parts = []
+    if lost:
+        parts.append(f"{len(lost)} missing ({some(lost)})" + _hint(lost, found))
+    if left:
+        parts.append(f"{len(left)} left over ({some(left)})")
+    if shapes:
+        parts.append(f"{len(shapes)} of another shape than config.json says ({some(shapes)})")
+    if dtypes:
+        parts.append(
+            f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
+        )
+    if parts:
+        raise ModelError(f"{where}: tensors do not fit config.json: {'; '.join(parts)}")
+    return missing
+
+
+def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
+    if lost == [LM_HEAD]:
+        return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
+    if "embed_tokens.weight" in found:
+        return ", the folder holds a base model without a head: save it as a causal LM"
+    return ""
+
+
+def check_model(
+    reader: HFReader,
+    family: Family,
+    hf_config: HFConfig,
+    *,
+    head: str = "lm",
+    may_lack: Collection[str] = (),
+) -> list[str]:
+    """Account for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
+
+    A value head leaves the LM head unread.
+    `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit.
+    """
+    expected = expected_hf_names(family, hf_config, head=head)
+    may_have = {LM_HEAD} if head == "value" else set()
+    tied = head == "lm" and hf_config["tie_word_embeddings"] and LM_HEAD in reader.tensors
+    if tied:
+        may_have.add(LM_HEAD)
+    absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
+    if tied and not _equal(reader, LM_HEAD, EMBEDDING):
+        raise ModelError(
+            f"{reader.path}: {LM_HEAD} differs from {EMBEDDING} though config.json ties them; "
+            f"set tie_word_embeddings to false or remove {LM_HEAD}"
+        )
+    return absent
+
+
+def _equal(reader: HFReader, a: str, b: str) -> bool:
+    """Whether two tensors are equal, read a block of rows at a time."""
+    if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
+        return False
+    rows = reader.tensors[a].shape[0]
+    blocks = (slice(at, min(at + _ROWS_AT_ONCE, rows)) for at in range(0, rows, _ROWS_AT_ONCE))
+    return all(torch.equal(reader(a)[block], reader(b)[block]) for block in blocks)
