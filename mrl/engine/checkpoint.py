@@ -1,0 +1,295 @@
+"""The checkpoint folder: written whole or not at all, whatever an engine puts inside.
+
+    checkpoints/
+        step_00000100/          a whole checkpoint: its last file to appear inside was COMPLETE
+            COMPLETE            JSON: what this is, the step, and every file with its size and checksum
+            ...                 the engine's files
+        latest                  the name of the newest whole one, replaced atomically, for people and scripts
+        .tmp-step_00000200/     being written; becomes step_00000200 by one rename
+        .trash-step_00000050/   being deleted
+
+A folder is renamed to its final name after everything in it, COMPLETE last, is on disk, and renamed away from it
+before anything in it is deleted, so at any moment each `step_*` folder is whole and a kill loses at most the
+checkpoint being written. Order in time is the marker's `serial`, not the step: a run resumed from an older
+checkpoint makes smaller steps that are newer.
+
+All ranks write into one folder, which must be on storage that every node sees. Only rank 0 touches what is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import mrl
+from mrl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "COMPLETE"
+LATEST = "latest"
+FORMAT = "mrl-checkpoint"
+FORMAT_VERSION = 1
+PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
+CHECKSUM_LIMIT_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """What COMPLETE says. files: path inside the checkpoint -> {"size": bytes, "sha256": hex, of small files only}."""
+
+    step: int
+    serial: int
+    backend: str
+    mrl_version: str
+    files: dict[str, dict]
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step: `step_00000100`."""
+    return f"{PREFIX}{step:08d}"
+
+
+@contextlib.contextmanager
+def writing(
+    root: str, step: int, *, backend: str, rank: int, barrier: Callable[[], None], keep: int | None = None
+) -> Iterator[str]:
+    """Gives all ranks a folder to write a checkpoint into; on a clean exit it becomes `root/step_XXXXXXXX`.
+
+    Collective. backend: which engine's files these are. keep: newest whole checkpoints that stay, None for all; older
+    ones are deleted after the new one is whole. An exception inside leaves the temporary folder, which no reader
+    takes for a checkpoint and the next save removes.
+    """
+    name = step_name(step)
+    temporary = os.path.join(root, TEMPORARY + name)
+    if rank == 0:
+        os.makedirs(root, exist_ok=True)
+        _tidy(root)
+        os.mkdir(temporary)
+    barrier()
+    if not os.path.isdir(temporary):
+        raise CheckpointError(
+            f"{root}: rank {rank} does not see the folder that rank 0 made; put checkpoints on storage all nodes share"
+        )
+    yield temporary
+    barrier()
+    if rank == 0:
+        serial = 1 + max((marker.serial for _, marker in _whole(root)), default=0)
+        _write_marker(temporary, step=step, serial=serial, backend=backend)
+        _publish(root, name)
+        if keep is not None:
+            _prune(root, keep)
+    barrier()
+
+
+@contextlib.contextmanager
+def replacing(root: str, name: str) -> Iterator[str]:
+    """Gives one process a temporary folder for a copy of a whole checkpoint; on a clean exit it is `root/name`."""
+    os.makedirs(root, exist_ok=True)
+    temporary = os.path.join(root, TEMPORARY + name)
+    if os.path.exists(temporary):
+        shutil.rmtree(temporary)
+    os.mkdir(temporary)
+    yield temporary
+    for folder, _, names in os.walk(temporary):
+        for path in [*names, "."]:
+            _fsync(os.path.join(folder, path))
+    _publish(root, name)
+
+
+def find_checkpoint(root: str) -> str | None:
+    """The newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
+
+    Damaged folders are passed over with a warning that names them and what is wrong.
+    """
+    if os.path.exists(os.path.join(root, MARKER)):
+        validate(root)
+        return root
+    whole = _whole(root, warn=True)
+    return whole[-1][0] if whole else None
+
+
+def validate(path: str, *, backend: str | None = None) -> Marker:
+    """The marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
+
+    Every file is looked at: it exists, has its size, and (small files) its checksum.
+    """
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path}: no such folder; name a checkpoint such as checkpoints/{step_name(100)}")
+    marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
+    if backend is not None and marker.backend != backend:
+        raise CheckpointError(
+            f"{path}: was saved by the {marker.backend} engine and this is the {backend} engine; "
+            f"set engine.backend to {marker.backend}, or export it to Hugging Face and start from that"
+        )
+    for file, facts in marker.files.items():
+        full = os.path.join(path, file)
+        if not os.path.isfile(full):
+            raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
+        size = os.path.getsize(full)
+        if size != facts["size"]:
+            raise CheckpointError(
+                f"{path}: damaged: {file} has {size} bytes and was saved with {facts['size']}; use another checkpoint"
+            )
+        if "sha256" in facts and _sha256(full) != facts["sha256"]:
+            raise CheckpointError(f"{path}: damaged: the content of {file} has changed; use another checkpoint")
+    return marker
+
+
+def parse_marker(path: str, content: bytes | None) -> Marker:
+    """Parses COMPLETE. path: the checkpoint, for messages. content: None where the file does not exist."""
+    if content is None:
+        raise CheckpointError(f"{path}: not a whole checkpoint of mrl: it has no {MARKER} file; use another checkpoint")
+    try:
+        fields = json.loads(content)
+        known = fields["format"] == FORMAT
+        marker = Marker(
+            fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
+        )
+        sizes = [facts["size"] for facts in marker.files.values()]
+        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *sizes])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: damaged or foreign: {MARKER} cannot be read ({error!r}); use another checkpoint"
+        ) from error
+    if not (known and readable):
+        raise CheckpointError(f"{path}: foreign: {MARKER} is not that of an mrl checkpoint; use another checkpoint")
+    if fields.get("version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: has checkpoint format {fields.get('version')} (mrl {marker.mrl_version}) and this is mrl "
+            f"{mrl.__version__}, which reads format {FORMAT_VERSION}; load it with the mrl that wrote it"
+        )
+    return marker
+
+
+def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
+    """Whole checkpoints in `root`, oldest first.
+
+    A temporary folder that has its marker counts: it was killed between the marker and the rename.
+    """
+    found = []
+    for entry in _listdir(root):
+        temporary = entry.startswith(TEMPORARY)
+        if not entry.removeprefix(TEMPORARY).startswith(PREFIX):
+            continue
+        path = os.path.join(root, entry)
+        if temporary and not os.path.exists(os.path.join(path, MARKER)):
+            continue
+        try:
+            found.append((path, validate(path)))
+        except CheckpointError as error:
+            if warn:
+                logger.warning("passed over %s", error)
+    return sorted(found, key=lambda item: (item[1].serial, item[0]))
+
+
+def _tidy(root: str) -> None:
+    """Ends what a kill interrupted: a whole temporary folder gets its name, other leftovers are removed."""
+    for path, _ in _whole(root):
+        if os.path.basename(path).startswith(TEMPORARY):
+            _publish(root, os.path.basename(path).removeprefix(TEMPORARY))
+    _empty_trash(root)
+    for entry in _listdir(root):
+        if entry.startswith(TEMPORARY):
+            shutil.rmtree(os.path.join(root, entry))
+
+
+def _write_marker(path: str, *, step: int, serial: int, backend: str) -> None:
+    """Puts every file on disk, then COMPLETE."""
+    files = {}
+    for file in _files(path):
+        full = os.path.join(path, file)
+        _fsync(full)
+        files[file] = {"size": os.path.getsize(full)}
+        if files[file]["size"] <= CHECKSUM_LIMIT_BYTES:
+            files[file]["sha256"] = _sha256(full)
+    for folder, _, _ in os.walk(path):
+        _fsync(folder)
+    fields = {
+        "format": FORMAT, "version": FORMAT_VERSION, "step": step, "serial": serial, "backend": backend,
+        "mrl_version": mrl.__version__, "files": files,
+    }  # fmt: skip
+    _replace_file(os.path.join(path, MARKER), json.dumps(fields, indent=1).encode())
+
+
+def _publish(root: str, name: str) -> None:
+    """Gives the temporary folder its final name, then moves `latest`."""
+    final = os.path.join(root, name)
+    if os.path.exists(final):  # the same step, saved again after a resume from an older one
+        _to_trash(root, name)
+    os.rename(os.path.join(root, TEMPORARY + name), final)
+    _fsync(root)
+    _replace_file(os.path.join(root, LATEST), f"{name}\n".encode())
+    _empty_trash(root)
+
+
+def _prune(root: str, keep: int) -> None:
+    """Deletes whole checkpoints but the newest `keep`."""
+    assert keep >= 1, f"keep {keep}"
+    for path, _ in _whole(root)[:-keep]:
+        _to_trash(root, os.path.basename(path))
+    _empty_trash(root)
+
+
+def _to_trash(root: str, name: str) -> None:
+    """Renames a checkpoint away, so that a half deleted one is never taken for a checkpoint."""
+    trash = os.path.join(root, TRASH + name)
+    if os.path.exists(trash):
+        shutil.rmtree(trash)
+    os.rename(os.path.join(root, name), trash)
+
+
+def _empty_trash(root: str) -> None:
+    for entry in _listdir(root):
+        if entry.startswith(TRASH):
+            shutil.rmtree(os.path.join(root, entry))
+
+
+def _replace_file(path: str, content: bytes) -> None:
+    """Writes a file so that readers see the old content or all of the new, also after a power cut."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
+    _fsync(os.path.dirname(path))
+
+
+def _fsync(path: str) -> None:
+    """Puts a file's content, or a folder's list of names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(path: str) -> list[str]:
+    """Relative paths of all files under `path` but the marker, sorted, with forward slashes."""
+    found = []
+    for folder, _, names in os.walk(path):
+        found += [os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/") for name in names]
+    return sorted(file for file in found if file != MARKER)
+
+
+def _listdir(path: str) -> list[str]:
+    return sorted(os.listdir(path)) if os.path.isdir(path) else []
+
+
+def _read_bytes(path: str) -> bytes | None:
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as source:
+        return source.read()
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

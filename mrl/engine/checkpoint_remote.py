@@ -1,0 +1,119 @@
+"""Copies of checkpoints at an fsspec URL (s3, gs, hdfs, file, memory, ...), under the same names and marker.
+
+Object stores have no rename, so wholeness there is the marker alone: it is copied after every other file and
+deleted before any other. Called by one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+import fsspec
+
+from mrl.engine import checkpoint
+from mrl.engine.checkpoint import LATEST, MARKER, PREFIX, Marker
+from mrl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def upload(path: str, url: str, *, keep: int | None = None) -> str:
+    """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
+
+    keep: newest whole checkpoints that stay at the URL, None for all.
+    """
+    marker = checkpoint.validate(path)
+    files, base = _open(url)
+    name = checkpoint.step_name(marker.step)
+    target = f"{base}/{name}"
+    _delete(files, target)
+    for file in marker.files:
+        remote = f"{target}/{file}"
+        files.makedirs(os.path.dirname(remote), exist_ok=True)
+        files.put_file(os.path.join(path, file), remote)
+    _check_sizes(files, target, marker)
+    files.put_file(os.path.join(path, MARKER), f"{target}/{MARKER}")
+    files.pipe_file(f"{base}/{LATEST}", f"{name}\n".encode())
+    if keep is not None:
+        for old, _ in _whole(files, base)[:-keep]:
+            _delete(files, old)
+    return f"{url.rstrip('/')}/{name}"
+
+
+def fetch(url: str, root: str) -> str | None:
+    """Copies the newest whole checkpoint at `url` (or the one that `url` is) into `root`. Returns its folder.
+
+    None where the URL holds no whole checkpoint. One that is already in `root` is not copied again.
+    """
+    files, base = _open(url)
+    files.invalidate_cache()
+    if files.exists(f"{base}/{MARKER}"):
+        marker = checkpoint.parse_marker(url, files.cat_file(f"{base}/{MARKER}"))
+        _check_sizes(files, base, marker)
+        source = base
+    else:
+        whole = _whole(files, base, warn=True)
+        if not whole:
+            return None
+        source, marker = whole[-1]
+    final = os.path.join(root, checkpoint.step_name(marker.step))
+    with contextlib.suppress(CheckpointError):  # a local copy that is absent or damaged is fetched again
+        if checkpoint.validate(final) == marker:
+            return final
+    with checkpoint.replacing(root, checkpoint.step_name(marker.step)) as temporary:
+        for file in [*marker.files, MARKER]:
+            local = os.path.join(temporary, file)
+            os.makedirs(os.path.dirname(local), exist_ok=True)
+            files.get_file(f"{source}/{file}", local)
+        checkpoint.validate(temporary)
+    return final
+
+
+def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a URL and the path in it."""
+    try:
+        files, base = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(
+            f"checkpoint.remote: {url} cannot be opened ({error}); use a URL that fsspec knows, as s3://bucket/folder"
+        ) from error
+    return files, base.rstrip("/")
+
+
+def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
+    """Whole checkpoints under `base`, oldest first."""
+    found = []
+    for path in sorted(files.ls(base, detail=False)) if files.exists(base) else []:
+        path = path.rstrip("/")
+        if not os.path.basename(path).startswith(PREFIX) or not files.exists(f"{path}/{MARKER}"):
+            continue
+        try:
+            marker = checkpoint.parse_marker(path, files.cat_file(f"{path}/{MARKER}"))
+            _check_sizes(files, path, marker)
+        except CheckpointError as error:
+            if warn:
+                logger.warning("passed over %s", error)
+            continue
+        found.append((path, marker))
+    return sorted(found, key=lambda item: (item[1].serial, item[0]))
+
+
+def _check_sizes(files: fsspec.AbstractFileSystem, path: str, marker: Marker) -> None:
+    """Refuses a copy that lacks files or has files of another size."""
+    present = {full[len(path) :].lstrip("/"): facts["size"] for full, facts in files.find(path, detail=True).items()}
+    for file, facts in marker.files.items():
+        if present.get(file) != facts["size"]:
+            raise CheckpointError(
+                f"{path}: damaged: {file} has {present.get(file, 'no')} bytes and was saved with {facts['size']}; "
+                "use another checkpoint"
+            )
+
+
+def _delete(files: fsspec.AbstractFileSystem, path: str) -> None:
+    """Deletes a checkpoint, its marker first."""
+    if files.exists(f"{path}/{MARKER}"):
+        files.rm_file(f"{path}/{MARKER}")
+    if files.exists(path):
+        files.rm(path, recursive=True)

@@ -1,0 +1,280 @@
+"""The checkpoint folder is whole or absent: damaged, foreign, killed at every file operation, copied elsewhere."""
+
+import builtins
+import json
+import logging
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import fsspec
+import pytest
+
+from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine.checkpoint import MARKER, find_checkpoint, validate, writing
+from mrl.errors import CheckpointError
+
+
+def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
+    with writing(str(root), step, backend=backend, rank=0, barrier=lambda: None, keep=keep) as folder:
+        os.makedirs(os.path.join(folder, "model"))
+        for name, data in {"model/shard0": content, "model/shard1": content * 2, "state.json": b"{}"}.items():
+            with open(os.path.join(folder, name), "wb") as out:
+                out.write(data)
+    return os.path.join(str(root), checkpoint.step_name(step))
+
+
+def names(root):
+    return sorted(os.listdir(root))
+
+
+def test_a_save_is_found_and_latest_names_it(tmp_path):
+    assert find_checkpoint(str(tmp_path / "none")) is None
+    path = save(tmp_path, 100)
+    assert find_checkpoint(str(tmp_path)) == path and find_checkpoint(path) == path
+    assert names(tmp_path) == ["latest", "step_00000100"]
+    assert (tmp_path / "latest").read_text() == "step_00000100\n"
+    marker = validate(path, backend="fsdp")
+    assert (marker.step, marker.backend) == (100, "fsdp")
+    assert list(marker.files) == ["model/shard0", "model/shard1", "state.json"]
+
+
+def test_the_last_n_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+
+
+def test_order_is_of_time_not_of_steps(tmp_path):
+    """A run resumed from step 1 after step 9 was saved goes on from its own newest save, and keeps that one."""
+    save(tmp_path, 1), save(tmp_path, 9)
+    newest = save(tmp_path, 2, keep=1)
+    assert find_checkpoint(str(tmp_path)) == newest
+    assert names(tmp_path) == ["latest", "step_00000002"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 5, content=b"old")
+    path = save(tmp_path, 5, content=b"new!")
+    assert (tmp_path / "step_00000005/model/shard0").read_bytes() == b"new!"
+    validate(path)
+
+
+def test_leftovers_of_a_kill_are_removed_by_the_next_save(tmp_path):
+    for name in (".tmp-step_00000003", ".trash-step_00000001"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "shard0").write_bytes(b"half")
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["latest", "step_00000004"]
+
+
+def missing(path):
+    os.remove(path + "/model/shard0")
+
+
+def longer(path):
+    with open(path + "/model/shard0", "ab") as out:
+        out.write(b"x")
+
+
+def truncated(path):
+    os.truncate(path + "/model/shard1", 3)
+
+
+def changed(path):
+    with open(path + "/model/shard0", "wb") as out:
+        out.write(b"WEIGHTS")
+
+
+def no_marker(path):
+    os.remove(f"{path}/{MARKER}")
+
+
+def write_marker(path, content):
+    with open(f"{path}/{MARKER}", "w") as out:
+        out.write(content)
+
+
+def edit_marker(path, **fields):
+    with open(f"{path}/{MARKER}") as source:
+        write_marker(path, json.dumps({**json.load(source), **fields}))
+
+
+DAMAGES = {
+    "missing file": (missing, "damaged: model/shard0 is missing"),
+    "longer file": (longer, "damaged: model/shard0 has 8 bytes and was saved with 7"),
+    "truncated file": (truncated, "damaged: model/shard1 has 3 bytes and was saved with 14"),
+    "changed content": (changed, "damaged: the content of model/shard0 has changed"),
+    "no marker": (no_marker, "not a whole checkpoint of mrl: it has no COMPLETE file"),
+    "empty marker": (lambda p: write_marker(p, ""), "damaged or foreign: COMPLETE cannot be read"),
+    "truncated marker": (lambda p: os.truncate(f"{p}/{MARKER}", 40), "damaged or foreign: COMPLETE cannot be read"),
+    "binary marker": (lambda p: pathlib.Path(p, MARKER).write_bytes(b"\xff\xfe\x00"), "COMPLETE cannot be read"),
+    "foreign marker": (lambda p: write_marker(p, '{"step": 1}'), "damaged or foreign"),
+    "marker is a list": (lambda p: write_marker(p, "[1]"), "damaged or foreign"),
+    "other format": (lambda p: edit_marker(p, format="other"), "foreign: COMPLETE is not that of an mrl checkpoint"),
+    "step is text": (lambda p: edit_marker(p, step="7"), "foreign: COMPLETE"),
+    "newer version": (lambda p: edit_marker(p, version=99), "has checkpoint format 99"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(tmp_path, name, caplog):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    damage, message = DAMAGES[name]
+    damage(bad)
+    with pytest.raises(CheckpointError) as error:
+        validate(bad)
+    assert message in str(error.value) and bad in str(error.value) and "\n" not in str(error.value)
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint(str(tmp_path)) == good
+    assert message in caplog.text and bad in caplog.text
+
+
+def test_the_other_backend_and_a_missing_folder_are_named(tmp_path):
+    path = save(tmp_path, 1, backend="megatron")
+    with pytest.raises(CheckpointError, match="saved by the megatron engine and this is the fsdp engine"):
+        validate(path, backend="fsdp")
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        validate(str(tmp_path / "nowhere"))
+
+
+def test_all_ranks_write_into_one_folder(tmp_path):
+    """Rank 0 alone makes, marks and renames; the marker lists what every rank wrote."""
+    barrier = threading.Barrier(3).wait
+
+    def work(rank):
+        with writing(str(tmp_path), 7, backend="fsdp", rank=rank, barrier=barrier) as folder:
+            pathlib.Path(folder, f"rank{rank}").write_text("x" * rank)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    assert list(validate(str(tmp_path / "step_00000007")).files) == ["rank0", "rank1", "rank2"]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of ours catches it."""
+
+
+class Operations:
+    """Counts file operations and raises `Killed` at number `at` and at every later one, as for a dead process."""
+
+    PATCHED = ("rename", "replace", "mkdir", "remove", "unlink", "rmdir", "fsync")
+
+    def __init__(self, monkeypatch, at):
+        self.count, self.at = 0, at
+        for name in self.PATCHED:
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+        monkeypatch.setattr(builtins, "open", self.counted(builtins.open))
+
+    def counted(self, function):
+        def call(*args, **kwargs):
+            self.count += 1
+            if self.count > self.at:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+
+def test_killed_at_every_file_operation(tmp_path):
+    """Two whole checkpoints, a third save with keep=2 is killed at operation n: what is found is always whole, and
+    never older than the newest before the kill. The save after that works and tidies."""
+    finished, at = False, 0
+    while not finished:
+        root = tmp_path / str(at)
+        save(root, 1), save(root, 2)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Operations(monkeypatch, at)
+            try:
+                save(root, 3, keep=2)
+                finished = True
+            except Killed:
+                pass
+        found = find_checkpoint(str(root))
+        assert validate(found).step in (2, 3), f"killed at operation {at}"
+        after = save(root, 4, keep=2)
+        assert find_checkpoint(str(root)) == after
+        assert [n for n in names(root) if n.startswith(".")] == []
+        assert len(names(root)) == 3
+        shutil.rmtree(root)
+        at += 1
+    assert at > 20
+
+
+def test_killed_while_a_step_is_replaced(tmp_path):
+    """The only checkpoint is saved again under the same step: no moment is without a whole one."""
+    finished, at = False, 0
+    while not finished:
+        root = tmp_path / str(at)
+        save(root, 1, content=b"old")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Operations(monkeypatch, at)
+            try:
+                save(root, 1, content=b"new!", keep=1)
+                finished = True
+            except Killed:
+                pass
+        found = find_checkpoint(str(root))
+        assert found is not None and validate(found).step == 1, f"killed at operation {at}"
+        at += 1
+
+
+@pytest.mark.parametrize("delay_ms", [1, 7, 20])
+def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path, delay_ms):
+    root = tmp_path / "checkpoints"
+    save(root, 0)
+    program = f"""
+        from tests.engine.test_checkpoint import save
+        print("ready", flush=True)
+        for step in range(1, 10**6):
+            save({str(root)!r}, step, content=b"x" * 100000, keep=2)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    threading.Event().wait(0.05 + delay_ms / 1000)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert find_checkpoint(str(root)) is not None
+    save(root, 10**6, keep=1)
+    assert names(root) == ["latest", "step_01000000"]
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_copy_at_a_url_comes_back_equal(tmp_path, scheme):
+    url = f"file://{tmp_path}/remote" if scheme == "file" else f"memory://{tmp_path.name}"
+    for step in (1, 2, 3):
+        checkpoint_remote.upload(save(tmp_path / "a", step), url, keep=2)
+    files, base = fsspec.core.url_to_fs(url)
+    assert [os.path.basename(p.rstrip("/")) for p in sorted(files.ls(base, detail=False))] == [
+        "latest", "step_00000002", "step_00000003",
+    ]  # fmt: skip
+    fetched = checkpoint_remote.fetch(url, str(tmp_path / "b"))
+    assert validate(fetched) == validate(str(tmp_path / "a/step_00000003"))
+    assert find_checkpoint(str(tmp_path / "b")) == fetched
+    assert checkpoint_remote.fetch(url, str(tmp_path / "b")) == fetched
+    one = checkpoint_remote.fetch(f"{url}/step_00000002", str(tmp_path / "b"))
+    assert validate(one).step == 2
+
+
+def test_a_half_copied_checkpoint_at_a_url_is_passed_over(tmp_path, caplog):
+    url = f"file://{tmp_path}/remote"
+    checkpoint_remote.upload(save(tmp_path / "a", 1), url)
+    checkpoint_remote.upload(save(tmp_path / "a", 2), url)
+    checkpoint_remote.upload(save(tmp_path / "a", 3), url)
+    os.remove(tmp_path / "remote/step_00000003" / MARKER)  # killed before its marker
+    os.truncate(tmp_path / "remote/step_00000002/model/shard0", 2)
+    with caplog.at_level(logging.WARNING):
+        fetched = checkpoint_remote.fetch(url, str(tmp_path / "b"))
+    assert validate(fetched).step == 1 and "step_00000002: damaged: model/shard0" in caplog.text
+
+
+def test_an_empty_or_unknown_url(tmp_path):
+    assert checkpoint_remote.fetch(f"file://{tmp_path}/empty", str(tmp_path / "b")) is None
+    with pytest.raises(CheckpointError, match="checkpoint.remote: nosuch://x cannot be opened"):
+        checkpoint_remote.fetch("nosuch://x", str(tmp_path / "b"))
