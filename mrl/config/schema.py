@@ -155,6 +155,11 @@ class TrainConfig:
         True, "check on the first step that every parameter trains, gradients are finite and replicas agree"
     )
 
+    @property
+    def resolved_epochs(self) -> float | None:
+        """Passes over the data; None where the run's length is `steps`."""
+        return None if self.steps is not None else 1.0 if self.epochs is None else self.epochs
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

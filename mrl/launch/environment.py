@@ -1,0 +1,80 @@
+"""Whether some launcher (torchrun, srun) already started this process as one rank of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from mrl.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinedWorld:
+    """This process's place among processes that another launcher started.
+
+    variables: what torch.distributed's `env://` needs, complete; the caller puts it into os.environ.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    variables: Mapping[str, str]
+
+
+def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
+    """What torchrun (RANK, WORLD_SIZE, ...) or srun (SLURM_*) says about this process; None where neither did.
+
+    An srun or sbatch step of a single task counts as none: there is nothing to join, and processes may be started.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _torchrun(environ)
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    if "SLURM_PROCID" in environ and tasks is not None and int(tasks) > 1:
+        return _srun(environ, int(tasks))
+    return None
+
+
+def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in environ]
+    if missing:
+        given = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        raise ConfigError(
+            f"environment: {given} is set but {', '.join(missing)} is not; start through torchrun, or unset them all"
+        )
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    variables = {name: environ[name] for name in names}
+    return JoinedWorld("torchrun", rank, world_size, variables | {"LOCAL_RANK": environ.get("LOCAL_RANK", str(rank))})
+
+
+def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
+    rank = int(environ["SLURM_PROCID"])
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    master = environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
+    if master is None:
+        raise ConfigError(
+            "environment: SLURM_PROCID is set but SLURM_JOB_NODELIST is not; set MASTER_ADDR, or use srun"
+        )
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": master,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ)),
+    }
+    return JoinedWorld("srun", rank, tasks, variables)
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """A port that every task of a job step computes alike and that jobs sharing a node rarely share."""
+    job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
+    return 20000 + (job * 16 + step) % 12000
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `gpu[03-07,11],login1` -> `gpu03`."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    assert match is not None, nodes
+    prefix, first, suffix = match.groups()
+    return prefix + (first or "") + (suffix or "")

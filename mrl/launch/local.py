@@ -1,0 +1,258 @@
+"""Starts and supervises the processes of a run on this machine, through torch elastic.
+
+What holds whatever happens: when the launcher is gone no process is left; when a rank fails all end within seconds
+and its error alone is shown; SIGTERM and SIGUSR1 reach every rank, which saves and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+
+from mrl.config.load import to_dict
+from mrl.config.schema import SFTConfig
+from mrl.errors import Stopped, UserError
+from mrl.launch.worker import Outcome, Task, log_path, read_outcomes
+
+GRACE_S = 5.0
+"""How long the other ranks may clean up after one failed, or all of them after Ctrl-C, before they are killed."""
+
+POLL_S = 0.1
+
+
+class RankFailed(Exception):
+    """A rank ended by a fault of ours or was killed; the message is its traceback or says what killed it."""
+
+
+def run_here(target: Callable[[SFTConfig, str], object], config: SFTConfig, command_line: str) -> None:
+    """Runs `target(config, command_line)` as the only rank, in this process."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    with _environment(place | _unless_set(_loopback())):
+        target(config, command_line)
+
+
+def launch(target: str, config: SFTConfig, command_line: str, nproc: int) -> None:
+    """Runs `target` (`module:function`) in `nproc` processes and waits for them.
+
+    Raises UserError or Stopped where the ranks did, RankFailed with the first failing rank's error, and
+    KeyboardInterrupt after Ctrl-C. No process is left in any case. Call it in the main thread.
+    """
+    log_dir = pathlib.Path(config.output_dir).absolute() / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name:
+        folder = pathlib.Path(name)
+        task = Task(target, to_dict(config), command_line, str(log_dir), os.getpid())
+        (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
+        group = _ProcessGroup(nproc, folder)
+        with _environment(_worker_variables()):
+            result = group.run()
+        _raise_first_failure(read_outcomes(folder), result, log_dir, group.forwarded)
+
+
+class _ProcessGroup:
+    """The worker processes and what the launcher does to them from signal handlers and the watching thread."""
+
+    def __init__(self, nproc: int, folder: pathlib.Path) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        self.folder = folder
+        self.forwarded: int | None = None
+        self.agent = _make_agent(nproc, folder)
+        self.finished = threading.Event()
+
+    def run(self) -> RunResult | None:
+        """The agent's result; None where the agent was told to end by a signal."""
+        watcher = threading.Thread(target=self._end_all_after_failure, daemon=True)
+        try:
+            with _signal_handlers(
+                {signal.SIGTERM: self._forward, signal.SIGUSR1: self._forward, signal.SIGINT: self._interrupt}
+            ):
+                watcher.start()
+                return self.agent.run()
+        except SignalException:
+            return None
+        finally:
+            self.finished.set()
+            self._kill_all()
+            self.agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers; each leads a process group of its own. Empty before they are started."""
+        return [worker.id for worker in self.agent.get_worker_group().workers if isinstance(worker.id, int)]
+
+    def _forward(self, signum: int, frame: object) -> None:
+        pids = self.pids()
+        if not pids:
+            raise SystemExit(128 + signum)
+        self.forwarded = signum
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        """Ctrl-C: the ranks get the same signal and a moment to clean up."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and any(map(_is_running, self.pids())):
+            time.sleep(POLL_S)
+        self._kill_all()
+        if sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a killed progress bar leaves the cursor hidden
+        raise KeyboardInterrupt
+
+    def _end_all_after_failure(self) -> None:
+        """Once a rank failed the others wait for it in vain: they get a grace period and are killed."""
+        while not self.finished.wait(POLL_S):
+            outcomes = {outcome.rank: outcome.kind for outcome in read_outcomes(self.folder)}
+            died = any(not _is_running(pid) and rank not in outcomes for rank, pid in enumerate(self.pids()))
+            if died or any(kind in ("user", "fault") for kind in outcomes.values()):
+                self.finished.wait(GRACE_S)
+                self._kill_all()
+                return
+
+    def _kill_all(self) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _make_agent(nproc: int, folder: pathlib.Path) -> LocalElasticAgent:
+    rendezvous = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="127.0.0.1",
+    )
+    here = "" in sys.path or os.getcwd() in sys.path
+    spec = WorkerSpec(
+        role="mrl",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=(*(() if here else ("-P",)), "-u", "-m", "mrl.launch.worker", str(folder)),
+        rdzv_handler=rendezvous_registry.get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        monitor_interval=POLL_S,
+        local_addr="127.0.0.1",
+    )
+    return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")))
+
+
+def _raise_first_failure(
+    outcomes: list[Outcome], result: RunResult | None, log_dir: pathlib.Path, forwarded: int | None
+) -> None:
+    """Raises what ended the run, if it was not the end of training.
+
+    A UserError is shown before a rank that was killed, and that before a traceback: the ranks left behind fail too,
+    on broken connections.
+    """
+    for outcome in outcomes:
+        if outcome.kind == "user":
+            raise UserError(outcome.text)
+    killed = _killed_ranks(result)
+    if forwarded is not None and set(killed.values()) == {forwarded}:
+        raise SystemExit(128 + forwarded)  # it came before training began: there is nothing to save
+    for rank, signum in killed.items():
+        name = signal.Signals(signum).name
+        memory = " (out of memory?)" if signum == signal.SIGKILL else ""
+        raise RankFailed(f"rank {rank} was killed by {name}{memory}; its log is {log_path(log_dir, rank)}")
+    for outcome in outcomes:
+        if outcome.kind == "fault":
+            raise RankFailed(
+                f"rank {outcome.rank} failed, the others were stopped; logs are in {log_dir}\n{outcome.text}"
+            )
+    if any(outcome.kind == "interrupted" for outcome in outcomes):
+        raise KeyboardInterrupt
+    if result is None or result.is_failed():
+        codes = {} if result is None else {rank: failure.exitcode for rank, failure in result.failures.items()}
+        raise RankFailed(f"the processes ended without saying why (exit codes by rank: {codes}); logs are in {log_dir}")
+    for outcome in outcomes:
+        if outcome.kind == "stopped":
+            raise Stopped(outcome.text)
+
+
+def _killed_ranks(result: RunResult | None) -> dict[int, int]:
+    """Rank -> signal of the ranks that died of one before the others were ended because of them."""
+    if result is None or not result.failures:
+        return {}
+    first = min(failure.timestamp for failure in result.failures.values())
+    return {
+        rank: -failure.exitcode
+        for rank, failure in sorted(result.failures.items())
+        if failure.exitcode < 0 and failure.timestamp <= first + 1
+    }
+
+
+def _worker_variables() -> dict[str, str]:
+    """Defaults for the processes' environment; what the user has set stays."""
+    # Only SIGQUIT is left to torch: the handlers here do better, and SIGHUP must stay ignored under nohup.
+    return _unless_set({"OMP_NUM_THREADS": "1"} | _loopback()) | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
+
+
+def _unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def _loopback() -> dict[str, str]:
+    """gloo on the loopback interface: one machine's host name may resolve to an address that it cannot reach."""
+    names = {name for _, name in socket.if_nameindex()}
+    return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signal_handlers(handlers: Mapping[int, Callable[[int, object], None]]) -> Iterator[None]:
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

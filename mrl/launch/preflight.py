@@ -1,0 +1,141 @@
+"""What a config names must exist: checked in the launcher, before any process starts and anything is written."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import pathlib
+from typing import Any
+
+from mrl.config.checks import check_model, check_world
+from mrl.config.schema import DataConfig, ModelConfig, SFTConfig
+from mrl.errors import ConfigError, DataError, ModelError
+from mrl.parallel import ParallelDims
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
+
+
+def check_files(config: SFTConfig) -> dict[str, Any]:
+    """Raises a UserError where a file or folder that `config` names is missing. Returns the model's config.json."""
+    _check_output_dir(config.output_dir)
+    _check_checkpoint(config)
+    model = read_model_config(config.model)
+    _check_data(config.data)
+    return model
+
+
+def check_layout(config: SFTConfig, model: dict[str, Any], world_size: int) -> ParallelDims:
+    """The layout on `world_size` processes, checked against the batch and the model's config.json."""
+    dims = check_world(config, world_size)
+    check_model(config, dims, model)
+    return dims
+
+
+def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int) -> int:
+    """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs."""
+    if device == "cuda" and gpus == 0:
+        raise ConfigError('engine.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+    if asked is None:
+        return gpus or needed
+    if gpus and asked > gpus:
+        raise ConfigError(f"--nproc: value {asked} is above the {gpus} GPUs of this machine; give at most {gpus}")
+    return asked
+
+
+def read_model_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json of a model folder or hub id."""
+    folder = pathlib.Path(model.path)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ModelError(f"model.path: value {model.path!r} has no config.json; give a Hugging Face model folder")
+        _check_weights(model, folder)
+        return _read_json(path)
+    if folder.exists():
+        raise ModelError(f"model.path: value {model.path!r} is a file; give the folder that holds config.json")
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
+        raise ModelError(
+            f"model.path: value {model.path!r} does not exist; give a Hugging Face model folder or a hub id"
+        )
+    return _read_json(_from_hub(model.path))
+
+
+def _check_weights(model: ModelConfig, folder: pathlib.Path) -> None:
+    if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model.path: value {model.path!r} has no *.safetensors weights; save the model with "
+            "save_pretrained, or set model.init to random to train from scratch"
+        )
+
+
+def _from_hub(hub_id: str) -> pathlib.Path:
+    """config.json of a hub id, from the local cache or downloaded."""
+    import httpx
+    import huggingface_hub
+
+    try:
+        return pathlib.Path(huggingface_hub.hf_hub_download(hub_id, "config.json"))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"model.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason.strip()}); give a "
+            "model folder, or a hub id that is cached or can be downloaded"
+        ) from None
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error}); restore the model's config.json") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds {type(content).__name__}, not an object; restore the model's config.json")
+    return content
+
+
+def _check_data(data: DataConfig) -> None:
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if value is not None and _is_missing(value):
+            raise DataError(
+                f"{key}: value {value!r} does not exist; give a .jsonl or .parquet file, a folder or glob of them, or a hub id"
+            )
+    if data.chat_template is not None and not os.path.isfile(data.chat_template):
+        raise DataError(f"data.chat_template: value {data.chat_template!r} does not exist; give a Jinja file")
+
+
+def _is_missing(path: str) -> bool:
+    """Whether `path` can only be a file, folder or glob, and there is none; a hub id is looked up later."""
+    if os.path.exists(path) or glob.glob(path, recursive=True):
+        return False
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(_DATA_SUFFIXES)
+    return looks_local or any(c in path for c in "*?[") or not path
+
+
+def _check_output_dir(output_dir: str) -> None:
+    if not output_dir:
+        raise ConfigError('output_dir: value "" is empty; give a folder, as in runs/demo')
+    folder = pathlib.Path(output_dir).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output_dir: value {output_dir!r} is a file; give a folder")
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"output_dir: value {output_dir!r} cannot be written ({existing}); give a folder that can")
+
+
+def _check_checkpoint(config: SFTConfig) -> None:
+    resume, remote = config.checkpoint.resume, config.checkpoint.remote
+    if resume not in ("auto", "never") and "://" not in resume and not os.path.isdir(resume):
+        raise ConfigError(
+            f"checkpoint.resume: value {resume!r} is no folder; give auto, never, or the folder of a checkpoint"
+        )
+    if remote is None:
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(fsspec.utils.get_protocol(remote))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"checkpoint.remote: value {remote!r} is of no known file system ({error}); give an fsspec URL, as in file:///backup"
+        ) from None

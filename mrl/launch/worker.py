@@ -1,0 +1,126 @@
+"""One rank that `mrl.launch.local` started: runs the target and leaves its outcome in a file.
+
+`python -m mrl.launch.worker FOLDER`, where FOLDER/task.json says what to run. Rank 0 keeps the terminal; the others
+write to a log each. An error is not printed here: the launcher shows the first one, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, Literal
+
+from mrl.config.load import from_dict
+from mrl.errors import Stopped, UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every rank runs. target: `module:function`, called as `function(config, command_line)`."""
+
+    target: str
+    config: dict[str, Any]
+    command_line: str
+    log_dir: str
+    launcher_pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a rank ended. user: a UserError, text is its message. fault: any other error, text is its traceback."""
+
+    rank: int
+    kind: Literal["done", "stopped", "user", "fault", "interrupted"]
+    text: str
+    time: float
+
+
+def run_task(task: Task, rank: int) -> Outcome:
+    """Runs the target in this process; never raises."""
+    kind, text = "done", ""
+    try:
+        module, _, function = task.target.partition(":")
+        getattr(importlib.import_module(module), function)(from_dict(task.config), task.command_line)
+    except Stopped as stop:
+        kind, text = "stopped", str(stop)
+    except UserError as error:
+        kind, text = "user", str(error)
+    except KeyboardInterrupt:
+        kind = "interrupted"
+    except BaseException:
+        kind, text = "fault", traceback.format_exc()
+    return Outcome(rank, kind, text, time.time())
+
+
+def write_outcome(folder: pathlib.Path, outcome: Outcome) -> None:
+    """Whole or nothing, so that the launcher never reads half a file."""
+    partial = folder / f"outcome_{outcome.rank}.partial"
+    partial.write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+    partial.rename(folder / f"outcome_{outcome.rank}.json")
+
+
+def read_outcomes(folder: pathlib.Path) -> list[Outcome]:
+    """The outcomes written so far, the earliest first."""
+    found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("outcome_*.json")]
+    return sorted(found, key=lambda outcome: outcome.time)
+
+
+def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:
+    return pathlib.Path(log_dir) / f"rank_{rank}.log"
+
+
+def _die_with_launcher(launcher_pid: int) -> None:
+    """Asks the kernel to kill this process when the launcher dies, even by SIGKILL; elsewhere a thread watches."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(launcher_pid,), daemon=True).start()
+    if os.getppid() != launcher_pid:
+        os._exit(1)
+
+
+def _watch_parent(launcher_pid: int) -> None:
+    while os.getppid() == launcher_pid:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _redirect_output(path: pathlib.Path) -> None:
+    """Sends what this process and its libraries print to the end of a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def main() -> None:
+    folder = pathlib.Path(sys.argv[1])
+    task = Task(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
+    rank = int(os.environ["RANK"])
+    _die_with_launcher(task.launcher_pid)
+    if rank > 0:
+        _redirect_output(log_path(task.log_dir, rank))
+    outcome = run_task(task, rank)
+    if outcome.kind == "fault":
+        with log_path(task.log_dir, rank).open("a", encoding="utf-8") as log:
+            log.write(outcome.text)
+    write_outcome(folder, outcome)
+    if outcome.kind in ("user", "fault", "interrupted"):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a normal exit may wait for process groups whose peers are gone
+
+
+if __name__ == "__main__":
+    main()
