@@ -1,0 +1,176 @@
+"""Worlds of processes that run many test cases: each world size starts once in a test session.
+
+A case is "package.module:function" with keyword arguments. Every rank of a world imports and calls it, with a gloo
+process group initialised and RANK, WORLD_SIZE and so on set; rank 0's return value comes back (pickled). A case
+that fails on any rank, crashes or takes too long ends its world, and the next case gets a new one.
+
+    results = run_world(2, [Case("tests.engine.cases:loss", {"family": "llama"})])
+    results[0].get()        # rank 0's value, or an AssertionError with the first failing rank's traceback
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+# Imported once, in the server that the workers are forked from; one that is not installed is passed over there.
+PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "megatron.core")
+OTHERS_GRACE_S = 3.0  # how long the other ranks have after one has failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """function: "package.module:function". kwargs: picklable."""
+
+    function: str
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timeout_s: float = 180.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a case gave. error: None, or the traceback of the first rank that failed."""
+
+    case: Case
+    value: Any = None
+    error: str | None = None
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise AssertionError(f"{self.case.function}({self.case.kwargs}) failed:\n{self.error}")
+        return self.value
+
+
+class World:
+    """`size` processes with a gloo process group, waiting for cases."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.folder = tempfile.TemporaryDirectory(prefix="world")
+        self.pipes, self.processes = [], []
+        port = _free_port()
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, port, os.path.join(self.folder.name, "store"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank} of {size}")
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, case: Case) -> Result:
+        """Runs one case on all ranks. After an error the world is ended and must not be used again."""
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((case.function, case.kwargs)))
+        waiting, value, error = dict(zip(self.pipes, range(self.size), strict=True)), None, None
+        deadline = time.monotonic() + case.timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in multiprocessing.connection.wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)
+                failure, answer = self._receive(pipe, rank)
+                if failure is not None and error is None:
+                    error = failure
+                    deadline = min(deadline, time.monotonic() + OTHERS_GRACE_S)
+                if rank == 0:
+                    value = answer
+        if waiting and error is None:
+            error = f"ranks {sorted(waiting.values())} gave no answer within {case.timeout_s} s"
+        if error is not None:
+            self.close()
+            return Result(case, error=error)
+        return Result(case, value=value)
+
+    def _receive(self, pipe, rank: int) -> tuple[str | None, Any]:
+        """(what went wrong or None, the value) from one rank."""
+        try:
+            return pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(timeout=5)
+            return f"rank {rank} died with exit code {self.processes[rank].exitcode}", None
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(timeout=10)
+        self.pipes, self.processes = [], []
+        self.folder.cleanup()
+
+
+_worlds: dict[int, World] = {}
+
+
+def run_world(world_size: int, cases: Sequence[Case]) -> list[Result]:
+    """Runs the cases in order in the world of that size, which is started where it is not up."""
+    results = []
+    for case in cases:
+        world = _worlds.get(world_size)
+        if world is None or not world.alive:
+            if world is not None:
+                world.close()
+            world = _worlds[world_size] = World(world_size)
+        results.append(world.run(case))
+    return results
+
+
+def run_case(world_size: int, function: str, *, timeout_s: float = 180.0, **kwargs: Any) -> Any:
+    """One case's value from rank 0; its error as an AssertionError."""
+    return run_world(world_size, [Case(function, kwargs, timeout_s)])[0].get()
+
+
+@atexit.register
+def close_worlds() -> None:
+    """Ends all worlds; the session fixture in conftest.py calls it, and so does the interpreter's exit."""
+    for world in _worlds.values():
+        world.close()
+    _worlds.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _serve(rank: int, size: int, port: int, store: str, pipe) -> None:
+    """A worker: joins the process group, then answers cases until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ.update({k: str(v) for k, v in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
+    while True:
+        try:
+            function, kwargs = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            module, name = function.split(":")
+            value = getattr(importlib.import_module(module), name)(**kwargs)
+            answer = pickle.dumps((None, value if rank == 0 else None))
+        except BaseException:
+            answer = pickle.dumps((f"rank {rank} of {size}:\n{traceback.format_exc()}", None))
+        pipe.send_bytes(answer)
