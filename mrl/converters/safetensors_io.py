@@ -1,6 +1,8 @@
-"""Read a Hugging Face model folder: safetensors, checked against their headers and index before any tensor is used.
+"""Hugging Face model folders: read safetensors shard by shard, and write them tensor by tensor.
 
-Nothing is read but the headers until a slice is asked for. Pickle files are refused: loading one runs its code.
+Reading: headers and index are checked before any tensor is used, and nothing else is read until a slice is
+asked for. Pickle files are refused: loading one runs its code. Writing: the folder is laid out beforehand from
+names, shapes and dtypes, so that a tensor goes straight to its place and memory holds no more than one.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +22,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
-from mrl.errors import ModelError
+from mrl.errors import ConfigError, ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.py",
+    "LICENSE*",
+)
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -39,6 +63,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,3 +196,209 @@ class HFReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "5GB", "200MB", "64KB" (powers of ten, as transformers counts) or of a number."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", size.strip(), re.IGNORECASE)
+    if not match:
+        raise ConfigError(f"max_shard_size: {size!r} is not a size; write it as 5GB or 200MB")
+    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2].upper()]
+
+
+def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
+    """What `HFWriter` is told, for tensors that all have one dtype."""
+    return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
+
+
+def copy_companions(
+    source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Copy what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
+
+    Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
+    (in the spelling it has) when the weights are written in another one, and the keys of `changes`.
+    Returns the names of the files copied.
+    """
+    source, out = Path(source), Path(out)
+    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+    for file in files:
+        target = out / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not (target.exists() and target.samefile(file)):
+            shutil.copyfile(file, target)
+    config_file = out / "config.json"
+    if config_file.is_file():
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        wanted = dict(changes or {})
+        if dtype is not None:
+            wanted |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
+        if any(config.get(key) != value for key, value in wanted.items()):
+            config_file.write_text(json.dumps(config | wanted, indent=2) + "\n", encoding="utf-8")
+    return [str(file.relative_to(source)) for file in files]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """One file to write: its header, and the byte offset in the file of each tensor."""
+
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def _lay_out(tensors: Mapping[str, TensorInfo]) -> _Shard:
+    """Header and offsets of a file of `tensors`, in their order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    spans = {}
+    for name, info in tensors.items():
+        spans[name] = at
+        size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
+        entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    header = len(text).to_bytes(8, "little") + text
+    return _Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+
+
+class HFWriter:
+    """Writes the weights of a model folder, each tensor straight to its place in its shard, in any order.
+
+    tensors: every tensor that will come, with dtype and shape, in the order wanted on disk (`tensor_infos`).
+    Shards are cut at `max_shard_size` bytes. companions: a folder for `copy_companions`, with `config_changes`.
+    Files carry a temporary name (`.NAME.part`) until `close`, which checks that every tensor came, removes
+    weights of an earlier export, and gives the file that makes the folder loadable its name last: an
+    interrupted write never looks whole. As a context manager it closes, or after an error removes its parts.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        tensors: Mapping[str, TensorInfo],
+        *,
+        max_shard_size: int | str = "5GB",
+        companions: str | Path | None = None,
+        config_changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.out = Path(out)
+        self.tensors = dict(tensors)
+        self._companions, self._changes = companions, config_changes
+        self._shards = {name: _lay_out(group) for name, group in self._cut(parse_size(max_shard_size)).items()}
+        self._shard_of = {name: file for file, shard in self._shards.items() for name in shard.offsets}
+        self._waiting = set(self.tensors)
+        self.out.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(shard.size for shard in self._shards.values()), shutil.disk_usage(self.out).free
+        if needed > free:
+            raise ModelError(f"{self.out}: the model needs {needed} bytes and {free} are free on that disk; make room")
+        for part in self.out.glob(".model*.part"):
+            part.unlink()
+        self._files: dict[str, int] = {}
+        try:
+            for name, shard in self._shards.items():
+                self._files[name] = os.open(self._part(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                self._write(self._files[name], memoryview(shard.header), 0)
+                os.truncate(self._files[name], shard.size)
+        except OSError:
+            self.abort()
+            raise
+
+    def _cut(self, limit: int) -> dict[str, dict[str, TensorInfo]]:
+        """The tensors of each file; a tensor larger than `limit` has a file of its own."""
+        groups: list[dict[str, TensorInfo]] = [{}]
+        filled = 0
+        for name, info in self.tensors.items():
+            size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
+            if groups[-1] and filled + size > limit:
+                groups.append({})
+                filled = 0
+            groups[-1][name] = info
+            filled += size
+        if len(groups) == 1:
+            return {SINGLE: groups[0]}
+        return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+
+    def _part(self, name: str) -> Path:
+        return self.out / f".{name}.part"
+
+    @staticmethod
+    def _write(file: int, data: memoryview, at: int) -> None:
+        while data:
+            written = os.pwrite(file, data, at)
+            data, at = data[written:], at + written
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, from any device; it is cast to the planned dtype. Each name comes once."""
+        info = self.tensors.get(name)
+        assert info is not None, f"{self.out}: {name} was not announced to the writer"
+        assert name in self._waiting, f"{self.out}: {name} was written before"
+        assert tuple(tensor.shape) == info.shape, f"{self.out}: {name} is {tuple(tensor.shape)}, not {info.shape}"
+        data = tensor.detach().to(device="cpu", dtype=DTYPES[info.dtype]).contiguous().reshape(-1)
+        file = self._shard_of[name]
+        if data.numel():
+            raw = memoryview(data.view(torch.uint8).numpy())
+            self._write(self._files[file], raw, self._shards[file].offsets[name])
+        self._waiting.remove(name)
+
+    def close(self) -> None:
+        """Make the folder whole."""
+        if self._waiting:
+            missing = some(sorted(self._waiting))
+            self.abort()
+            raise AssertionError(f"{self.out}: closed before {missing} came")
+        for file in self._files.values():
+            os.fsync(file)
+            os.close(file)
+        self._files.clear()
+        old = [
+            file for file in self.out.glob("model*.safetensors") if file.name == SINGLE or _SHARD.fullmatch(file.name)
+        ]
+        for file in [self.out / INDEX, *old]:
+            file.unlink(missing_ok=True)
+        if self._companions is not None:
+            dtypes = {info.dtype for info in self.tensors.values()}
+            dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
+            copy_companions(self._companions, self.out, dtype=dtype, changes=self._changes)
+        for name in self._shards:
+            os.replace(self._part(name), self.out / name)
+        if len(self._shards) > 1:
+            self._write_index()
+        self._sync_folder()
+
+    def _write_index(self) -> None:
+        total = sum(math.prod(i.shape) * DTYPES[i.dtype].itemsize for i in self.tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": self._shard_of}
+        part = self._part(INDEX)
+        with part.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(index, indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._sync_folder()  # the shards have their names on disk before the index says so
+        os.replace(part, self.out / INDEX)
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self.out, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def abort(self) -> None:
+        """Remove what was written; weights of an earlier export stay as they were."""
+        for name, file in self._files.items():
+            os.close(file)
+            self._part(name).unlink(missing_ok=True)
+        self._files.clear()
+
+    def __enter__(self) -> "HFWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
