@@ -1,0 +1,192 @@
+"""Tiny random models of every family, uneven batches, and what Hugging Face computes for them on one process.
+
+The reference runs one sequence at a time, so it has neither padding nor packing, divides once by the batch's
+denominator, and reports gradients and weights under the names of the files that transformers writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from mrl.batch import Batch, make_batch
+from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+
+VOCAB = 131  # odd and prime: padded under every tensor-parallel degree
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+# model_type, and what makes the family what it is.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}  # fmt: skip
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0, schedule="linear")
+STEPS = 3
+
+
+def make_model(
+    folder: str,
+    family: str,
+    *,
+    layers: int = 2,
+    tied: bool = False,
+    vocab: int = VOCAB,
+    seed: int = 0,
+    **overrides: Any,
+) -> str:
+    """Saves a random fp32 model of `family` in `folder` and returns it. overrides: fields of its config.
+
+    Norm weights and biases are random too, so that leaving one out shows.
+    """
+    model_type, fields = FAMILIES[family]
+    common = {
+        "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "initializer_range": 0.15, "tie_word_embeddings": tied, "rope_parameters": DEFAULT_ROPE,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **{**common, **fields, **overrides})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def uneven_batch(seed: int = 0, *, sequences: int = 9, longest: int = 24, vocab: int = VOCAB) -> Batch:
+    """A global mini-batch of sequences of 2 to `longest` tokens with holes in their masks, one trained on nowhere."""
+    rng = random.Random(seed)
+    sizes = [longest, 2] + [rng.randint(3, longest) for _ in range(sequences - 2)]
+    rows = [[rng.randrange(3, vocab) for _ in range(size)] for size in sizes]
+    masks = [[float(rng.random() < 0.7) for _ in row] for row in rows]
+    masks[0][-1] = 1.0
+    masks[2] = [0.0] * sizes[2]
+    return make_batch(rows, masks)
+
+
+def role(
+    folder: str,
+    *,
+    backend: str = "fsdp",
+    packing: bool = True,
+    size: int | None = None,
+    tokens: int | None = None,
+    dtype: str = "float32",
+    optimizer: OptimizerConfig | None = OPTIMIZER,
+    total_steps: int = 10,
+    parallel: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **engine: Any,
+) -> RoleConfig:
+    """A role on the model in `folder`. parallel, model, engine: fields of those config sections."""
+    if size is None and tokens is None:
+        tokens = 64
+    return RoleConfig(
+        model=ModelConfig(path=folder, dtype=dtype, **(model or {})),
+        engine=EngineConfig(
+            backend=backend,
+            device="cpu",
+            micro_batch=MicroBatchConfig(size=size, tokens=tokens),
+            parallel=ParallelConfig(**(parallel or {})),
+            **engine,
+        ),
+        optimizer=optimizer,
+        packing=packing,
+        total_steps=total_steps,
+    )
+
+
+@dataclasses.dataclass
+class Reference:
+    """loss: token mean. log_probs: [T] in the batch's order. gradients, weights: by file name, fp32, before clipping
+    and after `STEPS` steps of AdamW on the same batch. grad_norms, losses: of each step."""
+
+    loss: float
+    grad_norm: float
+    log_probs: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def hf_reference(
+    folder: str, batch: Batch, *, optimizer: OptimizerConfig = OPTIMIZER, total_steps: int = 10, steps: int = STEPS
+) -> Reference:
+    """What Hugging Face and torch.optim.AdamW compute in fp32 on one process, one sequence at a time.
+
+    optimizer: `schedule` must be linear without warm-up; its rates are written out here, apart from mrl's.
+    """
+    assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
+    losses, norms, first = [], [], None
+    for step in range(steps):
+        adamw.zero_grad()
+        loss, log_probs = _loss(model, batch)
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad).item()
+        if first is None:
+            first = (log_probs, _file_names(model, gradients))
+        for group in adamw.param_groups:
+            group["lr"] = optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps
+        adamw.step()
+        losses.append(loss), norms.append(norm)
+    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()})
+    return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
+
+
+def _loss(model: torch.nn.Module, batch: Batch) -> tuple[float, Tensor]:
+    """(token mean loss, log-probs [T]); gradients of the loss are left on the model."""
+    total, log_probs = 0.0, []
+    split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
+    for tokens, labels, mask in split:
+        logits = model(input_ids=tokens[None]).logits[0].float()
+        log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
+        loss = -(log_probs[-1] * mask).sum() / batch.denominators["tokens"]
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat(log_probs).detach()
+
+
+def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names and in the shapes of the files (transformers holds experts fused)."""
+    return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero."""
+    difference = (actual.double() - expected.double()).norm().item()
+    return 0.0 if difference == 0 else difference / max(expected.double().norm().item(), 1e-300)
+
+
+def tensor_files(folder: str) -> list[str]:
+    """The safetensors files of a model folder."""
+    return sorted(os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".safetensors"))
