@@ -6,6 +6,7 @@ Keys that the file leaves out get the defaults of the installed transformers' co
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     if raw["model_type"] not in CONFIG_MAPPING:
         return dict(raw)
     try:
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).to_dict()
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
     rope = dict(config.get("rope_parameters") or {})

@@ -1,0 +1,81 @@
+"""Model folders whose experts are stacked, read under the names that the tables know.
+
+transformers 5 holds the experts of a layer as `mlp.experts.gate_up_proj` [experts, 2 * ffn, hidden] and
+`mlp.experts.down_proj` [experts, hidden, ffn]. `save_pretrained` splits them again, unless it is told
+`save_original_format=False`. Export always writes the names of the table.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.table import Family
+
+_STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+
+
+class _Part:
+    """Rows `first` to `first + rows` of one expert in a stacked tensor, as a lazy slice of two dimensions."""
+
+    def __init__(self, source: Any, expert: int, first: int, rows: int) -> None:
+        self.source, self.expert, self.first, self.rows = source, expert, first, rows
+
+    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        start, stop, _ = rows.indices(self.rows)
+        return self.source[self.expert, self.first + start : self.first + stop, columns]
+
+
+class UnstackedReader(HFReader):
+    """An `HFReader` that shows stacked experts (and their router) under the family's names; all else as it is."""
+
+    def __init__(self, reader: HFReader, family: Family) -> None:
+        self.path, self._open = reader.path, reader._open
+        self._stored = reader
+        self.tensors: dict[str, TensorInfo] = {}
+        self._where: dict[str, tuple[str, int, int, int]] = {}
+        router = next(entry for entry in family.sparse if entry.mcore.endswith("router.weight")).hf[0][0]
+        self._routers = {}
+        for name, info in reader.tensors.items():
+            match = _STACKED.fullmatch(name)
+            if match is None or len(info.shape) != 3:
+                self.tensors[name] = info
+                continue
+            layer = int(match[1])
+            self._add(family, name, info, layer=layer, kind="row" if match[2] == "down_proj" else "gate_up")
+            self._routers[router.format(l=layer)] = f"model.layers.{layer}.mlp.gate.weight"
+        for name, stored in self._routers.items():
+            if stored in self.tensors:
+                self.tensors[name] = self.tensors.pop(stored)
+
+    def _add(self, family: Family, stored: str, info: TensorInfo, *, layer: int, kind: str) -> None:
+        entry = next(entry for entry in family.sparse if entry.of_expert and entry.kind == kind)
+        experts, all_rows, columns = info.shape
+        rows = all_rows // len(entry.hf)
+        for expert in range(experts):
+            for i, (pattern, _) in enumerate(entry.hf):
+                name = pattern.format(l=layer, e=expert)
+                self.tensors[name] = TensorInfo(info.dtype, (rows, columns), info.file)
+                self._where[name] = (stored, expert, i * rows, rows)
+
+    def __call__(self, name: str) -> Any:
+        """A lazy slice of tensor `name`."""
+        if name in self._where:
+            stored, expert, first, rows = self._where[name]
+            return _Part(self._stored(stored), expert, first, rows)
+        return self._stored(self._routers.get(name, name))
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on CPU."""
+        return self(name)[:] if name in self._where else self._stored.tensor(self._routers.get(name, name))
+
+
+def unstacked(reader: HFReader, family: Family) -> HFReader:
+    """`reader` itself, or a view of it where it holds stacked experts and the family's tables do not."""
+    if family.sparse and any(_STACKED.fullmatch(name) for name in reader.tensors):
+        return UnstackedReader(reader, family)
+    return reader
