@@ -1,0 +1,309 @@
+"""The Megatron engine: GPTModel through megatron's schedules, optimizer and checkpoints, in any layout."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
+from mrl.converters.accounting import check_model
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.random_weights import RandomWeights
+from mrl.converters.rules import expected_hf_names, padded_vocab
+from mrl.converters.safetensors_io import HFReader
+from mrl.engine.base import BaseEngine, Ctx, GradNorm, Predictions
+from mrl.engine.microbatch import balanced_shards, plan_micro_batches
+from mrl.engine.schedule import learning_rate
+from mrl.errors import ConfigError
+from mrl.mcore_models import platform
+
+platform.prepare()  # before anything below imports megatron
+
+from megatron.core import parallel_state  # noqa: E402
+
+from mrl.engine.megatron import offload, optim, step, weights  # noqa: E402
+from mrl.engine.megatron.groups import MegatronState, init_process_group  # noqa: E402
+from mrl.mcore_models import layers  # noqa: E402
+from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
+from mrl.parallel import ParallelDims  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def installed(method):
+    """Runs a method with megatron's globals set to this engine's (see groups.py)."""
+
+    @functools.wraps(method)
+    def inside(self: "MegatronEngine", *args: Any, **kwargs: Any):
+        with self.state.installed():
+            return method(self, *args, **kwargs)
+
+    return inside
+
+
+class MegatronEngine(BaseEngine):
+    """One model over all ranks, in the layout of `config.engine.parallel`."""
+
+    def __init__(self, config: RoleConfig) -> None:
+        super().__init__(config)
+        if config.engine.device == "cuda" and not platform.has_gpu():
+            raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
+        init_process_group()
+        parallel = config.engine.parallel
+        self.dims = ParallelDims(
+            world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
+            ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
+        )  # fmt: skip
+        self.dtype = DTYPES[config.model.dtype]
+        self.hf = read_hf_config(config.model.path)
+        self.family = family_for(self.hf)
+        self.model_config = transformer_config(
+            self.hf, self.dims, dtype=self.dtype, recompute=config.engine.recompute, aux_loss=config.engine.moe.aux_loss,
+            z_loss=config.engine.moe.z_loss,
+        )  # fmt: skip
+        self.state = MegatronState(self.dims, config.seed)
+        self.coords = self.state.coords
+        self.spec = "te" if layers.use_transformer_engine() else "local"
+        self.setup = step.Setup(
+            dims=self.dims, coords=self.coords, packed=config.packing, thd=self.spec == "te", head=config.head,
+            vocab_size=self.hf["vocab_size"],
+        )  # fmt: skip
+        self.optimizer: Any = None
+        self.schedule_step = 0
+        self._reduced = False
+        self._on_device = True
+
+    # -- where and who ------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return platform.device()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.coords.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.dims.dp
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def init_model(self) -> None:
+        with self.state.installed():
+            self.state.check()
+            config, head = self.config, self.config.head
+            self.rules = weights.rules_here(self.family, self.hf, self.dims, self.coords, spec=self.spec, head=head)
+            models = build_chunks(
+                self.model_config, self.hf, dims=self.dims, chunks=weights.plans_here(self.hf, self.dims, self.coords),
+                padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
+            )  # fmt: skip
+            self._load_weights(models)
+            self.models = models
+            self.chunks: list[Any] = models
+            if config.optimizer is not None:
+                self.chunks = optim.wrap(models, self.model_config)
+                self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
+            else:
+                for model in models:
+                    model.requires_grad_(False)
+            self.offload = offload.Offload(config.engine.offload, self.chunks, self.optimizer)
+
+    def _load_weights(self, models: Sequence[Any]) -> None:
+        path, head = self.config.model.path, self.config.head
+        if self.config.model.init == "random":
+            shapes = expected_hf_names(self.family, self.hf, head=head)
+            weights.load(
+                models,
+                self.rules,
+                RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02),
+            )
+            return
+        with HFReader(path) as reader:
+            absent = check_model(
+                reader, self.family, self.hf, head=head, may_lack=["score.weight"] if head == "value" else []
+            )
+            zeros = {"score.weight": torch.zeros(1, self.hf["hidden_size"])}
+            weights.load(models, self.rules, lambda name: zeros[name] if name in absent else reader(name))
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Iterator[None]:
+        with self.state.installed():
+            self.offload.bring(gradients=True, optimizer=True)
+            for model in self.models:
+                model.train()
+            try:
+                yield
+            finally:
+                self.offload.put_back()
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        with self.state.installed(), torch.no_grad():
+            self.offload.bring(gradients=False, optimizer=False)
+            for model in self.models:
+                model.eval()
+            try:
+                yield
+            finally:
+                self.offload.put_back()
+
+    @installed
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        self.offload.move(device, model=model, optimizer=optimizer)
+
+    # -- a mini-batch -------------------------------------------------------------------------------------------------
+
+    @installed
+    def forward_backward_step(
+        self,
+        batch: Batch,
+        ctx: Ctx | None = None,
+        forward_only: bool = False,
+        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
+        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+        assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
+        assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
+        ctx = dict(ctx or {})
+        order = self._plan(batch)
+        micro_batches = [
+            step.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
+        ]
+        call = self._call(batch, forward_only, postprocess_fn)
+        with torch.set_grad_enabled(not forward_only):
+            step.run(self.chunks, self.model_config, micro_batches, self.setup, call)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        payload = None
+        if last:
+            group = (
+                parallel_state.get_data_parallel_group_gloo()
+                if self.dims.dp > 1
+                else parallel_state.get_data_parallel_group()
+            )
+            payload = (step.add_over(step.totals(micro_batches), group), step.collect(micro_batches, order, batch))
+        sums, predictions = step.from_last_stage(payload, self.device)
+        metrics = {
+            name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items() if name != "loss"
+        }
+        ctx["metrics"] = metrics
+        loss = sums.get("loss", 0.0) / call.denominator
+        if forward_only:
+            return predictions, ctx | ({"loss": loss} if call.loss_fn is not None else {})
+        return predictions, loss, ctx
+
+    def _plan(self, batch: Batch) -> list[list[int]]:
+        """The sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
+        micro = self.config.engine.micro_batch
+        size, tokens = micro.size, micro.tokens
+        if size is None and tokens is None:
+            tokens = max(4096, batch.max_length)
+
+        def most(count: int) -> int:
+            if self.dims.dp == 1:
+                return count
+            highest = torch.tensor([count], device=self.device)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+            return int(highest)
+
+        multiple = self.dims.pp if self.dims.vpp > 1 else 1
+        return plan_micro_batches(
+            batch.lengths.tolist(),
+            size=size,
+            tokens=tokens,
+            packed=self.config.packing,
+            multiple_of=multiple,
+            agree=most,
+        )
+
+    def _call(self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None) -> step.Call:
+        denominator = float(batch.denominators.get(self.loss_denominator, 0.0)) or 1.0
+        share = 1.0
+        if not forward_only and (self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss):
+            mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
+            dist.all_reduce(mine, group=parallel_state.get_data_parallel_group())
+            share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
+        return step.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
+
+    def shard_data(self, batch: Batch) -> Batch:
+        return batch.select(balanced_shards(batch.lengths.tolist(), self.dims.dp)[self.dims_rank()])
+
+    def dims_rank(self) -> int:
+        return self.coords.dp_rank
+
+    @installed
+    def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
+        shares = balanced_shards(batch.lengths.tolist(), self.dims.dp)
+        starts = batch.cu_seqlens.tolist()
+        group = parallel_state.get_data_parallel_group()
+        sizes = [sum(int(batch.lengths[i]) for i in share) for share in shares]
+        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for share in shares for i in share]).to(self.device)
+        whole = {}
+        for name, value in predictions.items():
+            parts = [value.new_empty((size, *value.shape[1:])) for size in sizes]
+            if group.size() > 1:
+                padded = value.new_zeros((max(sizes), *value.shape[1:]))
+                padded[: value.shape[0]] = value
+                gathered = [torch.empty_like(padded) for _ in sizes]
+                dist.all_gather(gathered, padded, group=group)
+                parts = [g[:size] for g, size in zip(gathered, sizes, strict=True)]
+            else:
+                parts = [value]
+            out = value.new_empty((batch.num_tokens, *value.shape[1:]))
+            out[at] = torch.cat(parts)
+            whole[name] = out
+        return whole
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    @installed
+    def optimizer_zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._reduced = False
+
+    def _reduce(self) -> None:
+        if not self._reduced:
+            optim.reduce_gradients(self.chunks)
+            self._reduced = True
+
+    @installed
+    def optimizer_step(self) -> GradNorm:
+        with self.offload.used(gradients=True, optimizer=True):
+            self._reduce()
+            optim.set_learning_rate(self.optimizer, self._learning_rate())
+            return optim.step(self.optimizer, self.config.optimizer.clip_grad)
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
+
+    def lr_scheduler_step(self) -> float:
+        lr = self._learning_rate()
+        self.schedule_step += 1
+        return lr
+
+    # -- weights out --------------------------------------------------------------------------------------------------
+
+    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed():
+            yield from weights.stream(
+                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec, head=self.config.head
+            )
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._stream(lambda parameter: parameter.data)
+
+    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed():
+            self._reduce()
+            optim.whole_gradients(self.chunks)
+        return self._stream(lambda parameter: parameter.main_grad)

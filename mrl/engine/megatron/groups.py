@@ -1,0 +1,139 @@
+"""Process groups of a layout, and megatron's process-wide state kept per engine.
+
+megatron-core keeps its groups, its RNG tracker and some counters in module globals. An engine owns a `MegatronState` and
+works inside `with state.installed():`, so engines with different layouts share a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe import moe_utils
+
+from mrl.mcore_models import platform
+from mrl.parallel import Coordinates, ParallelDims
+
+_groups_of_layout: dict[tuple, dict[str, Any]] = {}
+"""Groups cost file descriptors and seconds; engines of one layout share them (they hold no state)."""
+
+
+def init_process_group() -> None:
+    """Joins the processes of RANK / WORLD_SIZE / MASTER_ADDR / MASTER_PORT, or makes a world of one. Idempotent."""
+    if dist.is_initialized():
+        return
+    if platform.has_gpu():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(platform.backend())
+    else:
+        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+class MegatronState:
+    """One engine's share of megatron's globals: parallel_state, RNG states."""
+
+    def __init__(self, dims: ParallelDims, seed: int) -> None:
+        self.dims = dims
+        self.coords: Coordinates = dims.coordinates(dist.get_rank())
+        self._globals = self._layout_globals(dims)
+        self._rng: tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None = None
+        self._depth = 0
+        with self.installed():
+            # Megatron's rule: pipeline stages draw differently; within one, tensor-parallel ranks draw
+            # differently in tp regions and alike elsewhere
+            torch.manual_seed(seed + 100 * self.coords.pp_rank)
+            tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.coords.pp_rank)
+
+    @staticmethod
+    def _layout_globals(dims: ParallelDims) -> dict[str, Any]:
+        key = (dims.world_size, dims.tp, dims.pp, dims.vpp, dims.cp, dims.ep, dims.etp)
+        if key not in _groups_of_layout:
+            before = _snapshot()
+            _restore(_pristine)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=dims.tp, pipeline_model_parallel_size=dims.pp,
+                virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None, context_parallel_size=dims.cp,
+                expert_model_parallel_size=dims.ep, expert_tensor_parallel_size=dims.etp, create_gloo_process_groups=True,
+            )  # fmt: skip
+            _groups_of_layout[key] = _snapshot()
+            _restore(before)
+        return dict(_groups_of_layout[key])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """megatron's globals are this engine's inside. May be nested."""
+        if self._depth:
+            yield
+            return
+        outside, outside_rng = _snapshot(), _rng_snapshot()
+        _restore(self._globals)
+        if self._rng is not None:
+            _rng_restore(self._rng)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._globals, self._rng = _snapshot(), _rng_snapshot()
+            _restore(outside)
+            _rng_restore(outside_rng)
+            _forget_router_logs()
+
+    def rng_state(self) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        """(tracker states, default CPU generator, default device generator) as they are inside `installed()`."""
+        return _rng_snapshot()
+
+    def set_rng_state(self, state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
+        _rng_restore(state)
+
+    def check(self) -> None:
+        """The groups are laid out as `mrl.parallel` computes: a wrong picture would train on scrambled shards."""
+        have = Coordinates(
+            parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank(),
+            parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )  # fmt: skip
+        assert have == self.coords, f"megatron places rank {dist.get_rank()} at {have}, mrl.parallel at {self.coords}"
+
+
+def _snapshot() -> dict[str, Any]:
+    skip = (types.ModuleType, types.FunctionType, type)
+    return {
+        k: v
+        for k, v in vars(parallel_state).items()
+        if k.startswith("_") and not k.startswith("__") and not isinstance(v, skip)
+    }
+
+
+def _restore(state: dict[str, Any]) -> None:
+    vars(parallel_state).update(state)
+
+
+_pristine = _snapshot()
+
+
+def _rng_snapshot() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    return dict(tracker.get_states()), torch.get_rng_state(), torch.cuda.get_rng_state()
+
+
+def _rng_restore(state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> None:
+    tracker, host, device = state
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(tracker))
+    torch.set_rng_state(host)
+    torch.cuda.set_rng_state(device)
+
+
+def _forget_router_logs() -> None:
+    """megatron adds every router loss to a process-wide table that only its own training loop empties."""
+    tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", None)
+    if tracker is not None and tracker():
+        tracker().clear()

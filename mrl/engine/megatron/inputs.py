@@ -1,0 +1,86 @@
+"""Step one and three of a micro-batch: from sequences to what the model takes, and from its outputs back.
+
+Dimensions: `S` sequences, `T` real tokens, `P` places of the micro-batch with padding, over all context-parallel ranks.
+
+Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a multiple
+of what sequence parallelism splits. "Padded" micro-batches give every sequence the same number of places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.mcore_models.attention import PackedLayout, zigzag_inverse, zigzag_places
+from mrl.parallel import Coordinates, ParallelDims
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInputs:
+    """What one rank feeds the model.
+
+    tokens, labels: [P/cp] int64, 0 in padding. padding: [P/cp] bool, True there. layout: which places belong together.
+    places: [T] the place of each real token among all P. order: [P] index that undoes the zigzag, None without cp.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    padding: Tensor
+    layout: PackedLayout
+    places: Tensor
+    order: Tensor | None
+
+
+def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> list[int]:
+    """Places of each sequence. An empty micro-batch gets one sequence that is all padding."""
+    unit = 2 * dims.cp if dims.cp > 1 else 1
+    whole = dims.cp * math.lcm(2 if dims.cp > 1 else 1, dims.tp if dims.sp else 1)
+    if not lengths:
+        return [whole]
+    if not packed:
+        return [-(-max(lengths) // whole) * whole] * len(lengths)
+    padded = [-(-n // unit) * unit for n in lengths]
+    padded[-1] += -sum(padded) % whole
+    return padded
+
+
+def prepare(
+    batch: Batch, dims: ParallelDims, coords: Coordinates, *, packed: bool, device: torch.device, thd: bool
+) -> ModelInputs:
+    """Lays the sequences of a micro-batch out for this rank. thd: for transformer-engine's attention."""
+    lengths = batch.lengths.tolist()
+    padded = padded_lengths(lengths, dims, packed=packed)
+    starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
+    places = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    total = sum(padded)
+    tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    padding = torch.ones(total, dtype=torch.bool)
+    tokens[places], labels[places], padding[places] = batch.tokens.cpu(), batch.labels.cpu(), False
+    positions = torch.cat([torch.arange(n) for n in padded])
+    order = None
+    if dims.cp > 1:
+        mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
+        tokens, labels, padding, positions = (t[mine] for t in (tokens, labels, padding, positions))
+        order = zigzag_inverse(tuple(padded), dims.cp).to(device)
+    layout = PackedLayout.make(
+        lengths or padded, padded, positions=positions.to(device), qkv_format="thd" if thd else "sbhd"
+    )
+    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), layout, places.to(device), order)
+
+
+def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:
+    """[P/cp, K] outputs of this rank -> [T, K] of the micro-batch, in its order, on every context-parallel rank.
+
+    Every rank then computes the whole loss, and the backward pass hands each rank the gradient of its own places
+    alone: over the group they add up to the gradient of one loss.
+    """
+    if inputs.order is not None:
+        outputs = gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=cp_group)
+        outputs = outputs[inputs.order]
+    return outputs[inputs.places]

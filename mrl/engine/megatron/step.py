@@ -1,0 +1,195 @@
+"""A mini-batch through megatron's pipeline schedules, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.engine.base import Ctx, LossFn, Predictions
+from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.megatron import inputs as model_inputs
+from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
+from mrl.mcore_models import platform
+from mrl.parallel import Coordinates, ParallelDims
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What every micro-batch of an engine shares."""
+
+    dims: ParallelDims
+    coords: Coordinates
+    packed: bool
+    thd: bool
+    head: str
+    vocab_size: int
+
+
+@dataclasses.dataclass
+class MicroBatch:
+    """One micro-batch with its own metadata. results: filled on the last pipeline stage."""
+
+    data: Batch
+    ctx: Ctx
+    inputs: model_inputs.ModelInputs
+    predictions: Predictions | None = None
+    loss: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of `forward_backward_step`: how its losses are made."""
+
+    loss_fn: LossFn | None
+    denominator: float
+    share: float
+    forward_only: bool
+    postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
+
+
+def make_micro_batch(batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: Setup) -> MicroBatch:
+    """Step one. `ctx` is copied: what a hook changes for one micro-batch changes nothing for the next."""
+    ctx = {**ctx, "metrics": {}}
+    if preprocess_fn is not None and batch.num_sequences:
+        batch, ctx = preprocess_fn(batch, ctx)
+    device = platform.device()
+    inputs = model_inputs.prepare(batch, setup.dims, setup.coords, packed=setup.packed, device=device, thd=setup.thd)
+    return MicroBatch(batch.to(device), ctx, inputs)
+
+
+def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch], setup: Setup, call: Call) -> None:
+    """Forward, and backward unless `call.forward_only`; fills the micro-batches' results on the last stage."""
+    config.grad_scale_func = megatron_scale(call.share)
+    forward_backward = get_forward_backward_func()
+    iterators = [iter(micro_batches) for _ in chunks]
+    forward_backward(
+        forward_step_func=functools.partial(_forward_step, setup=setup, call=call, count=len(micro_batches)),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].inputs.tokens.numel(),  # megatron asks each stage for the true one
+        micro_batch_size=1,
+        forward_only=call.forward_only,
+    )
+
+
+def _forward_step(iterator, chunk, *, setup: Setup, call: Call, count: int):
+    """Step two: the model. Returns its output and the function that megatron calls on the last stage."""
+    micro_batch = next(iterator)
+    model = chunk.module if hasattr(chunk, "module") else chunk
+    while hasattr(model, "module"):
+        model = model.module
+    ins = micro_batch.inputs
+    if model.post_process and setup.head == "lm":
+        model.output_layer.project = functools.partial(_log_probs, setup=setup, ins=ins, ctx=micro_batch.ctx)
+    padding = ins.padding if model.config.num_moe_experts else None
+    output = chunk(ins.tokens, ins.layout, padding)
+    return output, functools.partial(_loss, micro_batch, setup, call, count)
+
+
+def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
+    """[P/cp, 1 or 2] fp32: log-probs of the labels, and entropies where `ctx["entropy"]` asks for them."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    shard = VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
+    mode = ctx.get("entropy", "none")
+    log_probs, entropy = log_probs_from_hidden(
+        hidden,
+        weight,
+        ins.labels,
+        shard=shard,
+        temperature=ctx.get("temperature", 1.0),
+        entropy=mode,
+        reduce_hidden_grad=not setup.dims.sp,
+    )
+    return torch.stack([log_probs] if entropy is None else [log_probs, entropy], dim=-1)
+
+
+def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output: Tensor) -> tuple[Tensor, dict]:
+    """Step three: outputs back in order, the hook, the loss as megatron wants it (see scaling.py)."""
+    cp_group = parallel_state.get_context_parallel_group()
+    columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group).unbind(-1)
+    names = ["values"] if setup.head == "value" else ["log_probs", "entropy"][: len(columns)]
+    predictions: Predictions = dict(zip(names, columns, strict=True))
+    nothing = output.sum() * 0.0  # keeps every rank's backward pass the same, also for an empty micro-batch
+    loss = nothing
+    if micro_batch.data.num_sequences:
+        if call.postprocess_fn is not None:
+            predictions, micro_batch.ctx = call.postprocess_fn(micro_batch.data, predictions, micro_batch.ctx)
+        if call.loss_fn is not None:
+            loss, micro_batch.ctx = call.loss_fn(micro_batch.data, predictions, micro_batch.ctx)
+            micro_batch.loss = loss.detach().double()
+            loss = loss + nothing
+    micro_batch.predictions = {name: value.detach() for name, value in predictions.items()}
+    scaled = megatron_loss(loss, denominator=call.denominator, micro_batches=count, dp=setup.dims.dp, share=call.share)
+    return scaled, {}
+
+
+def collect(micro_batches: Sequence[MicroBatch], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
+    """Predictions of the micro-batches in the order of `batch`, on the last stage. order: its sequences in each."""
+    starts = batch.cu_seqlens.tolist()
+    names = micro_batches[0].predictions.keys()
+    where = [torch.arange(starts[i], starts[i + 1]) for indices in order for i in indices]
+    at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
+    result = {}
+    for name in names:
+        values = torch.cat([mb.predictions[name] for mb in micro_batches])
+        out = torch.empty_like(values)
+        out[at.to(out.device)] = values
+        result[name] = out
+    return result
+
+
+def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+    """This rank's sums over its micro-batches: "loss" and each metric, as Python floats (fp64)."""
+    sums: dict[str, float] = {}
+    for mb in micro_batches:
+        if mb.loss is not None:
+            sums["loss"] = sums.get("loss", 0.0) + float(mb.loss)
+        for name, value in mb.ctx["metrics"].items():
+            sums["metrics/" + name] = sums.get("metrics/" + name, 0.0) + float(value)
+    return sums
+
+
+def add_over(sums: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Sums of all ranks of `group`, in rank order (the same float on each), whatever names each of them has."""
+    if group.size() == 1:
+        return sums
+    everyone: list[dict[str, float]] = [{}] * group.size()
+    dist.all_gather_object(everyone, sums, group=group)
+    result: dict[str, float] = {}
+    for part in everyone:
+        for name, value in part.items():
+            result[name] = result.get(name, 0.0) + value
+    return result
+
+
+def from_last_stage(
+    payload: tuple[dict[str, float], Predictions] | None, device: torch.device
+) -> tuple[dict[str, float], Predictions]:
+    """Hands the last pipeline stage's results to every stage of the replica."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    source = dist.get_process_group_ranks(group)[-1]
+    if group.size() == 1:
+        return payload
+    described: list[Any] = [None]
+    if payload is not None:
+        described = [(payload[0], [(name, tuple(t.shape), t.dtype) for name, t in payload[1].items()])]
+    dist.broadcast_object_list(described, src=source, group=group)
+    sums, shapes = described[0]
+    predictions: Predictions = {}
+    for name, shape, dtype in shapes:
+        tensor = (
+            payload[1][name].contiguous() if payload is not None else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(tensor, src=source, group=group)
+        predictions[name] = tensor
+    return sums, predictions

@@ -1,0 +1,106 @@
+"""Weights and gradients between Hugging Face names and this rank's shards, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
+from mrl.converters.table import Family
+from mrl.mcore_models.build import Model
+from mrl.parallel import Coordinates, ParallelDims
+
+
+def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]) -> None:
+    """Fills the model chunks from `read` (HF name -> tensor or lazy slice); each rank reads its own entries."""
+    for model, of_chunk in zip(models, rules, strict=True):
+        parameters = dict(model.named_parameters())
+        unknown, unfilled = sorted(set(of_chunk) - set(parameters)), sorted(set(parameters) - set(of_chunk))
+        assert not unknown and not unfilled, f"the model has no {unknown}; the table does not fill {unfilled}"
+        with torch.no_grad():
+            for name, rule in of_chunk.items():
+                parameters[name].copy_(rule.load(read))
+
+
+def rules_here(
+    family: Family, hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, spec: str, head: str
+) -> list[dict[str, Rule]]:
+    """The rules of this rank's chunks, by parameter name."""
+    plans = plans_here(hf, dims, coords)
+    return [param_map(family, hf, layout=dims, coords=coords, chunk=plan, spec=spec, head=head) for plan in plans]
+
+
+def plans_here(hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates) -> list[ChunkPlan]:
+    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp)
+    return [plans[coords.pp_rank, v] for v in range(dims.vpp)]
+
+
+def stream(
+    models: Sequence[Model],
+    value: Callable[[torch.nn.Parameter], Tensor],
+    family: Family,
+    hf: Mapping[str, Any],
+    dims: ParallelDims,
+    coords: Coordinates,
+    *,
+    spec: str,
+    head: str,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor on the host) of every parameter, in one order, on rank 0; other ranks yield nothing.
+
+    `value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time.
+    """
+    parameters = [dict(model.named_parameters()) for model in models]
+    for owned in export_order(
+        family, hf, layout=dims, chunks=chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp), spec=spec, head=head
+    ):
+        rule = owned.rule
+        holders = _holders(dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
+        mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
+        shard = value(parameters[owned.chunk][rule.mcore]).detach() if mine else None
+        shards = _to_rank_0(shard, holders, rule)
+        if dist.get_rank() == 0:
+            yield from rule.merge(shards).items()
+
+
+def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:
+    """The lowest global rank for each shard of a parameter."""
+    holders: list[int | None] = [None] * degree
+    for rank in range(dims.world_size):
+        at = dims.coordinates(rank)
+        if at.pp_rank != pp_rank or (ep_rank is not None and at.ep_rank != ep_rank):
+            continue
+        place = {"tp": at.tp_rank, "etp": at.etp_rank, None: 0}[axis]
+        if holders[place] is None:
+            holders[place] = rank
+    return holders
+
+
+def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list[Tensor]:
+    """The shards on the host of rank 0, in order; [] elsewhere. Point to point, over gloo."""
+    rank = dist.get_rank()
+    if rank != 0:
+        for holder in holders:
+            if holder == rank:
+                header = torch.tensor([_DTYPES.index(shard.dtype)])
+                dist.send(header, 0)
+                dist.send(shard.cpu().contiguous(), 0)
+        return []
+    shards = []
+    for place, holder in enumerate(holders):
+        if holder == 0:
+            shards.append(shard.cpu())
+            continue
+        header = torch.zeros(1, dtype=torch.int64)
+        dist.recv(header, holder)
+        tensor = torch.empty(rule.shape(place), dtype=_DTYPES[int(header)])
+        dist.recv(tensor, holder)
+        shards.append(tensor)
+    return shards
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -1,0 +1,187 @@
+"""HF config and layout -> TransformerConfig and this rank's chunks of GPTModel.
+
+`platform.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the layout's
+groups before `build_chunks` is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.converters.rules import ChunkPlan
+from mrl.errors import ConfigError
+from mrl.mcore_models import layers
+from mrl.mcore_models.attention import CacheLayout, PackedLayout
+from mrl.mcore_models.families import fields_of
+from mrl.mcore_models.head import LanguageHead, ValueHead
+from mrl.parallel import ParallelDims, stage_layers
+
+
+class Model(GPTModel):
+    """megatron's GPTModel with our layouts, head and rotary embedding. The one place that names GPTModel."""
+
+    def forward(self, tokens: Tensor, layout: PackedLayout | CacheLayout, padding: Tensor | None = None) -> Tensor:
+        """tokens [T] (ignored past the first stage), padding [T] bool or None: True where no token is.
+
+        Returns hidden states [T (/tp), 1, H] for the next stage, or the head's output [1, T, K] on the last one.
+        """
+        self.rotary_pos_emb.positions = None if layout.qkv_format == "thd" else layout.positions
+        if padding is not None and self.config.sequence_parallel and not self.pre_process:
+            # GPTModel scatters the mask on the first stage alone; later stages get their part from here
+            padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+        return super().forward(
+            input_ids=tokens[None], position_ids=layout.positions[None], attention_mask=None, packed_seq_params=layout,
+            padding_mask=None if padding is None else padding[None],
+        )  # fmt: skip
+
+
+def transformer_config(
+    hf: Mapping[str, Any],
+    dims: ParallelDims,
+    *,
+    dtype: torch.dtype,
+    recompute: Literal["none", "selective", "full"] = "none",
+    aux_loss: float = 0.0,
+    z_loss: float = 0.0,
+) -> TransformerConfig:
+    """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
+    fields = fields_of(dict(hf))
+    check_layout(fields, dims)
+    fields |= _layout_fields(fields["num_layers"], dims) | _recompute_fields(fields["num_layers"], recompute, dims)
+    if "num_moe_experts" in fields:
+        fields |= {
+            "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+            "moe_aux_loss_coeff": aux_loss,
+            "moe_z_loss_coeff": z_loss or None,
+            "moe_grouped_gemm": layers.use_transformer_engine(),
+        }
+    return TransformerConfig(
+        **fields,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        init_method_std=hf.get("initializer_range") or 0.02,
+        # fused kernels that need apex or transformer-engine
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+    )
+
+
+def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.etp,
+        "sequence_parallel": dims.sp,
+    }
+    if dims.pp > 1:
+        stages = [["decoder"] * len(stage) for stage in stage_layers(num_layers, dims.pp, dims.vpp)]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        fields |= {
+            "pipeline_model_parallel_layout": stages,
+            "variable_seq_lengths": True,  # packed micro-batches differ in length
+            "moe_token_dispatcher_type": "alltoall",  # dense models too: megatron checks it beside variable lengths
+            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross: gradients
+            # are wrong in silence. Separate sends, each with its own tag order, are right.
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": dims.vpp > 1,
+        }
+        if dims.vpp > 1:
+            fields["virtual_pipeline_model_parallel_size"] = dims.vpp
+    return fields
+
+
+def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Refuses layouts that the model's sizes do not allow, by key."""
+
+    def divides(key: str, degree: int, name: str, count: int) -> None:
+        if count % degree:
+            fits = [d for d in range(1, degree) if count % d == 0]
+            raise ConfigError(
+                f"engine.parallel.{key}: {degree} does not divide the model's {count} {name}; use one of {fits}"
+            )
+
+    divides("tp", dims.tp, "attention heads", fields["num_attention_heads"])
+    groups = fields["num_query_groups"]
+    if groups % dims.tp and dims.tp % groups:
+        raise ConfigError(
+            f"engine.parallel.tp: {dims.tp} and the model's {groups} key/value heads do not divide one another; use a divisor or multiple of {groups}"
+        )
+    divides("tp", dims.tp, "feed-forward channels", fields["ffn_hidden_size"])
+    stage_layers(fields["num_layers"], dims.pp, dims.vpp)
+    if "num_moe_experts" in fields:
+        divides("ep", dims.ep, "experts", fields["num_moe_experts"])
+        divides("etp", dims.etp, "expert channels", fields["moe_ffn_hidden_size"])
+        if dims.tp > 1 and not dims.sp:
+            raise ConfigError(
+                "engine.parallel.sp: false with tp above 1 is not possible for a mixture-of-experts model; set sp to auto or true"
+            )
+    elif dims.ep > 1:
+        raise ConfigError(f"engine.parallel.ep: {dims.ep} needs a mixture-of-experts model; set ep to 1")
+
+
+def build_chunks(
+    config: TransformerConfig,
+    hf: Mapping[str, Any],
+    *,
+    dims: ParallelDims,
+    chunks: Sequence[ChunkPlan],
+    padded_vocab: int,
+    head: Literal["lm", "value"],
+) -> list[Model]:
+    """This rank's model chunks, with weights as megatron initialises them, on the device."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    inverse = layers.inverse_frequencies(config.kv_channels, float(hf["rope_theta"]), hf.get("rope_scaling"))
+    tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
+    models = []
+    with _no_deprecation_notice():
+        for v, chunk in enumerate(chunks):
+            if dims.vpp > 1:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(v)
+            model = Model(
+                config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)), vocab_size=padded_vocab,
+                max_sequence_length=hf.get("max_position_embeddings") or 0, pre_process=chunk.has_embedding,
+                post_process=chunk.has_output, share_embeddings_and_output_weights=tied, position_embedding_type="rope",
+                pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
+            )  # fmt: skip
+            model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
+            if chunk.has_output:
+                replaced = (
+                    LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
+                )
+                model.output_layer = replaced
+            models.append(model.to(device=layers.platform.device()))
+    return models
+
+
+class _no_deprecation_notice:
+    """0.19 logs at every build that GPTModel gives way to HybridModel; 0.16 has nothing else."""
+
+    def __enter__(self) -> None:
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *exc: object) -> None:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,187 @@
+"""What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from mrl.errors import ModelError
+
+NEUTRAL = frozenset(
+    [
+        "architectures",
+        "attn_implementation",
+        "_attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_position_embeddings",
+        "max_length",
+        "model_type",
+        "_name_or_path",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config_removed",
+        "return_dict",
+        "rope_interleaved",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "task_specific_params",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "use_cache",
+        "vocab_size",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "classifier_dropout",
+        "use_bfloat16",
+        "mlp_bias_removed",
+        "min_length",
+        "do_sample",
+    ]
+)
+"""Fields that no family has to read: names, tokens, outputs, training hints, and those that the loader handles itself."""
+
+DENSE = frozenset(
+    [
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "attention_dropout",
+        "attention_bias",
+        "mlp_bias",
+        "partial_rotary_factor",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+    ]
+)
+"""Fields that `dense_fields` reads."""
+
+
+def harmless(value: Any) -> bool:
+    """A field that is off: None, False, 0, or empty."""
+    return not value
+
+
+def dense_fields(hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+    """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not supported."""
+    require(hf, "hidden_act", ("silu",))
+    require(hf, "mlp_bias", (False, None))
+    require(hf, "partial_rotary_factor", (1.0, 1, None))
+    if not qkv_bias:
+        require(hf, "attention_bias", (False, None))
+    check_rope(hf)
+    heads = hf["num_attention_heads"]
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "attention_dropout": hf.get("attention_dropout") or 0.0,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+    } | window_fields(hf)
+
+
+def window_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Sliding window: `sliding_window` tokens are seen, the own one included; megatron counts those to the left."""
+    window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
+    if not window or not hf.get("use_sliding_window", True):
+        return {}
+    types = hf.get("layer_types")
+    if types is None:
+        types = [
+            "full_attention" if i < (hf.get("max_window_layers") or 0) else "sliding_attention" for i in range(layers)
+        ]
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != layers:
+        raise ModelError(
+            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; got {unknown or len(types)}"
+        )
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(t == "sliding_attention") for t in types]}
+
+
+def moe_fields(hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normalise: bool) -> dict[str, Any]:
+    """Fields of a top-k router over SwiGLU experts; `sparse` has 1 for each MoE layer. The router computes in fp32.
+
+    `normalise`: the weights of the chosen experts sum to 1, which is a softmax over the chosen logits alone.
+    """
+    experts, topk = hf["num_experts"], hf["num_experts_per_tok"]
+    if topk < 2 and normalise:
+        raise ModelError(
+            f"config.json: num_experts_per_tok = {topk} with normalised weights leaves the router without a gradient; 2 or more are supported"
+        )
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_layer_freq": sparse,
+        "moe_router_pre_softmax": not normalise,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def check_rope(hf: dict[str, Any]) -> None:
+    """Refuses rotary scalings that `inverse_frequencies` does not compute."""
+    scaling = hf.get("rope_scaling")
+    if scaling is None:
+        return
+    needed = {
+        "linear": ["factor"],
+        "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+    }
+    kind = scaling.get("rope_type")
+    if kind not in needed:
+        raise ModelError(
+            f"config.json: rope_scaling type {kind!r} is not supported by the megatron engine; supported: default, {', '.join(needed)}"
+        )
+    missing = [k for k in needed[kind] if k not in scaling]
+    if missing:
+        raise ModelError(f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}")
+
+
+def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
+    if name in hf and hf[name] not in allowed:
+        raise ModelError(
+            f"config.json: {name} = {hf[name]!r} is not supported by the megatron engine; supported: {', '.join(map(repr, allowed))}"
+        )

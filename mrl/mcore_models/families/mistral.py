@@ -1,0 +1,11 @@
+"""Mistral: Llama's layers with a sliding window in every layer."""
+
+from typing import Any
+
+from mrl.mcore_models.families.common import DENSE, dense_fields
+
+READ = DENSE
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    return dense_fields(hf)

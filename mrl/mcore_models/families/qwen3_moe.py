@@ -1,0 +1,27 @@
+"""Qwen3-MoE: Qwen3's attention; a layer is sparse unless `mlp_only_layers` or `decoder_sparse_step` says it is dense."""
+
+from typing import Any
+
+from mrl.mcore_models.families.common import DENSE, dense_fields, moe_fields
+
+READ = DENSE | {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
+}  # fmt: skip
+
+
+def sparse_layers(hf: dict[str, Any]) -> list[int]:
+    """1 for each sparse layer, as transformers' Qwen3MoeDecoderLayer decides it."""
+    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
+    return [
+        int(i not in dense and hf["num_experts"] > 0 and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])
+    ]
+
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    moe = moe_fields(
+        hf,
+        expert_ffn=hf["moe_intermediate_size"],
+        sparse=sparse_layers(hf),
+        normalise=bool(hf.get("norm_topk_prob", False)),
+    )
+    return dense_fields(hf, qk_norm=True) | moe

@@ -1,0 +1,61 @@
+"""Output heads of the last pipeline stage: next-token logits, which need never be whole, or one value per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.mcore_models import platform
+
+Project = Callable[[Tensor, Tensor], Tensor]
+"""`project(hidden [T, H], weight [V/tp, H]) -> [T, K]`: what the head gives for each token. hidden is whole on every
+tensor-parallel rank; its gradient is reduced by `project` unless the model is sequence-parallel."""
+
+
+class LanguageHead(ColumnParallelLinear):
+    """The output layer; hands hidden states and its local weight to `project`, so that whoever runs the model decides
+    what becomes of them (log-probs of labels chunk by chunk, or logits) and the logits need not exist at once."""
+
+    project: Project
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        """input_ [T (/tp under sequence parallelism), 1, H]; returns ([T, 1, K], None)."""
+        hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group) if self.sequence_parallel else input_
+        return self.project(hidden.squeeze(1), self.weight if weight is None else weight).unsqueeze(1), None
+
+    @classmethod
+    def replacing(cls, layer: ColumnParallelLinear, config: TransformerConfig) -> "LanguageHead":
+        """A head that takes over the weight and parallel attributes of GPTModel's own output layer."""
+        head = cls(
+            layer.input_size, layer.output_size, config=config, init_method=config.init_method, bias=False,
+            skip_weight_param_allocation=True, tp_group=layer.tp_group,
+        )  # fmt: skip
+        if layer.weight is not None:
+            head.weight = layer.weight
+        return head
+
+
+class ValueHead(torch.nn.Module):
+    """value_t = w . h_t, with w replicated on every tensor-parallel rank. Not tied to anything (a tied model unties)."""
+
+    def __init__(self, config: TransformerConfig, tp_group) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
+        self.weight.sequence_parallel = self.sequence_parallel = config.sequence_parallel
+        self.tp_group = tp_group
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        """input_ [T (/tp), 1, H]; returns ([T, 1, 1] fp32, None)."""
+        values = torch.nn.functional.linear(input_, self.weight).float()
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return values, None

@@ -1,0 +1,123 @@
+"""Norms, rotary embedding and layer specs for megatron's GPTModel.
+
+Two specs build the same model. `te` uses transformer-engine's fused modules, where it is installed and there is a GPU.
+`local` uses megatron's own linear layers with the norms here and `SdpaAttention`; it runs on any machine and is what the
+tests compare against Hugging Face. Parameter names of both are in mrl/converters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.mcore_models import platform
+from mrl.mcore_models.attention import SdpaAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019), in fp32 inside; marks its weight for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
+    """[head_dim / 2] fp32 RoPE frequencies; `scaling` is Hugging Face's: None, linear, or llama3 (with any values)."""
+    inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if scaling is None:
+        return inverse
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return inverse / factor
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    original = scaling["original_max_position_embeddings"]
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inverse / factor + smooth * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, inverse)
+    return torch.where((wavelength <= original / low) & (wavelength >= original / high), between, scaled)
+
+
+class Rotary(RotaryEmbedding):
+    """Megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
+
+    positions: [T] of the micro-batch at hand, set by the model before each forward; None for 0, 1, 2, ... (what
+    transformer-engine's packed rotary embedding indexes for each sequence).
+    """
+
+    def __init__(self, inverse: Tensor, cp_group) -> None:
+        super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
+        self.inv_freq = inverse.to(platform.device())
+        self.positions: Tensor | None = None
+
+    def forward(self, max_seq_len: int, offset: int = 0, **_) -> Tensor:
+        """[T, 1, 1, head_dim] angles in fp32."""
+        if self.positions is None:
+            return self.get_emb(max_seq_len, offset)
+        angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def use_transformer_engine() -> bool:
+    """The spec from transformer-engine is used where it is installed and there is a GPU."""
+    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+    """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
+    if use_transformer_engine():
+        return _te_block_spec(config, layers)
+    moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[_local_layer(config, experts=config.num_moe_experts if moe[i] else None) for i in layers],
+        layer_norm=RMSNorm,
+    )
+
+
+def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    attention = spec.submodules.self_attention
+    norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
+    spec.submodules = dataclasses.replace(
+        spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
+    )
+    return spec
+
+
+def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
+
+    known = inspect.signature(te_layer).parameters
+
+    def layer(experts: int | None) -> ModuleSpec:
+        wanted = {"num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm}
+        return te_layer(**{k: v for k, v in wanted.items() if k in known})
+
+    moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    return TransformerBlockSubmodules(
+        layer_specs=[layer(config.num_moe_experts if moe[i] else None) for i in layers], layer_norm=TENorm
+    )

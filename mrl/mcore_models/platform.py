@@ -1,0 +1,227 @@
+"""Lets megatron-core run where there is no GPU. Where there is one, `prepare()` does nothing.
+
+megatron-core takes a GPU for granted: it creates tensors on `torch.cuda.current_device()` or "cuda", asks for CUDA
+streams, events, RNG states and memory figures, and checks tensor types by their CUDA names. `prepare()` answers
+these requests with CPU objects, once per process and before megatron-core is imported. The collectives that gloo lacks
+or restricts are completed here too. Nothing outside this module asks whether there is a GPU for megatron's sake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+_MODULES = tuple(
+    f"megatron.core.{name}"
+    for name in (
+        "parallel_state", "models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer", "optimizer",
+        "distributed", "pipeline_parallel", "dist_checkpointing", "inference.contexts",
+    )
+)  # fmt: skip
+_prepared = False
+
+
+def has_gpu() -> bool:
+    """Whether megatron-core computes on CUDA in this process."""
+    return torch.cuda.is_available()
+
+
+def prepare() -> None:
+    """Makes `import megatron.core` and everything in it usable on this machine. Idempotent."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    if not has_gpu():
+        _replace_cuda_runtime()
+        _replace_tensor_creation()
+        _complete_gloo()
+    with _quiet(), contextlib.nullcontext() if has_gpu() else _eager():
+        for name in _MODULES:
+            importlib.import_module(name)
+    if not has_gpu():
+        _mend_megatron()
+
+
+def device() -> torch.device:
+    """Where models live in this process: the current CUDA device, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
+
+
+def backend() -> str:
+    """Backend of the default process group: CPU tensors (checkpoints, metadata) always go over gloo."""
+    return "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps megatron's notices about absent optional packages out of the user's terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """megatron wraps small functions in torch.compile as it is imported: on a CPU that costs a C++ compiler run per
+    shape and saves nothing, so they stay as they are written."""
+    compiled = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+class _Stream:
+    """A CUDA stream or event on a machine that runs everything in order: each request is done when it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        return 0.0
+
+    def _done(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = _done
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or _Stream()
+
+
+def _replace_cuda_runtime() -> None:
+    cuda = torch.cuda
+    stream = _Stream()
+
+    def answer(value: Any):  # a new function each time: torch.compile's tables refuse one object under two names
+        return lambda *args, **kwargs: value
+
+    get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
+    answers = {
+        "current_device": answer(CPU), "device": lambda *a, **k: contextlib.nullcontext(), "device_count": answer(1),
+        "Stream": _Stream, "Event": _Stream, "current_stream": answer(stream), "default_stream": answer(stream),
+        "stream": lambda s: contextlib.nullcontext(),
+        "get_rng_state": lambda *a, **k: get_rng(), "set_rng_state": lambda state, *a, **k: set_rng(state),
+        "manual_seed": lambda seed: seed_host(seed), "manual_seed_all": lambda seed: None,  # torch.manual_seed calls it
+        "memory_stats": lambda *a, **k: {}, "get_device_capability": answer((0, 0)),
+    }  # fmt: skip
+    answers |= {
+        name: answer(None)
+        for name in ("set_device", "synchronize", "empty_cache", "set_stream", "reset_peak_memory_stats")
+    }
+    answers |= {
+        name: answer(0)
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    }
+    for name, function in answers.items():
+        setattr(cuda, name, function)
+    random = sys.modules["torch.cuda.random"]
+    random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.nvtx = types.SimpleNamespace(
+        range_push=answer(None), range_pop=answer(None), range=lambda *a, **k: contextlib.nullcontext()
+    )
+
+
+def _is_cuda(where: Any) -> bool:
+    return (isinstance(where, str) and where.startswith("cuda")) or (
+        isinstance(where, torch.device) and where.type == "cuda"
+    )
+
+
+def _replace_tensor_creation() -> None:
+    def on_cpu(make):
+        @functools.wraps(make)
+        def create(*args: Any, **kwargs: Any):
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return make(*args, **kwargs)
+
+        return create
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    tensor = torch.Tensor
+    to, type_name = tensor.to, tensor.type
+
+    def move(self, *args: Any, **kwargs: Any):
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    def named(self, *args: Any, **kwargs: Any):
+        """`t.type()` is compared with "torch.cuda.FloatTensor" and the like by megatron's optimizers."""
+        result = type_name(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    tensor.to, tensor.type = move, named
+    tensor.cuda = lambda self, *a, **k: self
+    tensor.pin_memory = lambda self, *a, **k: self
+    torch.nn.Module.cuda = lambda self, *a, **k: self
+
+
+def _complete_gloo() -> None:
+    """gloo's all_gather wants equal sizes; expert dispatch under tensor parallelism gathers unequal ones: pad and slice."""
+    all_gather = dist.all_gather
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        sizes = [t.shape[0] if t.dim() else None for t in tensor_list]
+        if async_op or len(set(sizes)) <= 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        longest = max(sizes)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        whole = [torch.empty_like(padded) for _ in tensor_list]
+        all_gather(whole, padded, group=group)
+        for out, got, size in zip(tensor_list, whole, sizes, strict=True):
+            out.copy_(got[:size])
+        return None
+
+    dist.all_gather = gather
+    dist.distributed_c10d.all_gather = gather
+
+
+def _mend_megatron() -> None:
+    """Places of megatron-core that break for want of a GPU even when its CUDA calls are answered."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without transformer-engine
+
+    def to_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+        """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
