@@ -1,0 +1,249 @@
+"""From the content of a row to token ids and the mask of those that train; never by guessing.
+
+A *conversation* goes through the tokenizer's chat template. What trains (`data.loss_on`: every assistant turn, the last
+one, or everything) is found in one of two ways:
+
+- The template has `{% generation %}` markers: they say it. There must be one marked span per assistant turn.
+- Otherwise the conversation is rendered up to each assistant turn (with the generation prompt: what the model will be
+  given) and to its end, and both must agree, token by token, with the rendering of the whole. Where a template rewrites
+  earlier turns (some drop the reasoning of all but the last) they do not agree; that is an error that shows the
+  difference.
+
+An assistant turn trains from the first token after the generation prompt up to and with its end-of-turn token, the last
+special token of the turn. White space that a template puts after it ("\\n" after <|im_end|>) does not train, since
+generation has stopped by then; inside generation markers it does. A turn whose end-of-turn token would not train is
+an error: that model would not learn to stop.
+
+A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn where the tokenizer has a chat
+template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL; a template file of
+`{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}` gives the
+same on a tokenizer that has its own. The prompt must keep its tokens when the completion follows it. loss_on: assistant and last train the completion.
+
+A *text* trains whole and ends with EOS. The tokenizer's BOS comes first exactly once: templates write their own, and a
+text or prompt that begins with it gets no second one. *Token ids* stay as they are; without labels or mask all train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+from typing import Any, Literal
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from mrl.data.files import BadRow, one_line
+from mrl.data.formats import Chat, Pair, Text, Tokens
+from mrl.errors import DataError, ModelError
+
+LossOn = Literal["assistant", "last", "all"]
+
+# transformers compiles a chat template once per process and keeps the positions of its generation markers on the
+# compiled object while it renders, so two threads must not render at once.
+_RENDERING = threading.Lock()
+
+NO_TEMPLATE = (
+    "the tokenizer has no chat template, which a conversation needs; name a Jinja file in data.chat_template, "
+    "or use the tokenizer of the model's instruct version"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Token ids of one sequence, and 1 for each that trains (not shifted: `mask[i]` belongs to `ids[i]`)."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+class Encoder:
+    """Turns parsed rows into tokens. Raises BadRow for a row's fault and DataError for the template's or tokenizer's."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
+        self.tokenizer = tokenizer
+        self.loss_on = loss_on
+        self.has_template = tokenizer.chat_template is not None
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids = frozenset(special | set(tokenizer.all_special_ids))
+        probe = tokenizer("x")["input_ids"]
+        self.bos = [probe[0]] if tokenizer.bos_token_id is not None and probe[0] == tokenizer.bos_token_id else []
+
+    def encode(self, content: Chat | Pair | Text | Tokens) -> Encoded:
+        match content:
+            case Chat():
+                return self.chat(content)
+            case Pair() if self.has_template:
+                turns = [
+                    {"role": "user", "content": content.prompt},
+                    {"role": "assistant", "content": content.completion},
+                ]
+                return self.chat(Chat(turns, given=1))
+            case Pair():
+                return self.pair(content)
+            case Text():
+                ids = self._end(self._begin(self._tokenize(content.text)))
+                return Encoded(ids, [1] * len(ids))
+            case Tokens():
+                return self.tokens(content)
+        raise AssertionError(f"content {type(content).__name__}")
+
+    # ------------------------------------------------------------------------------------------------ strings, ids
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        return ids if ids[:1] == self.bos else self.bos + ids
+
+    def _end(self, ids: list[int]) -> list[int]:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise ModelError(
+                "the tokenizer has no EOS token, so a text has no end to learn; set eos_token in tokenizer_config.json"
+            )
+        return ids if ids[-1:] == [eos] else [*ids, eos]
+
+    def pair(self, pair: Pair) -> Encoded:
+        """Prompt and completion joined as strings, then EOS; the completion trains."""
+        before = self._begin(self._tokenize(pair.plain_prompt))
+        ids = self._begin(self._tokenize(pair.plain_prompt + pair.completion))
+        if ids[: len(before)] != before:
+            here, there = self._difference(before, ids)
+            raise BadRow(
+                f"the prompt's last tokens change when the completion follows ({here} becomes {there}); "
+                "end the prompt with the colon or newline and begin the completion with the space"
+            )
+        ids = self._end(ids)
+        trained = 0 if self.loss_on == "all" else len(before)
+        return Encoded(ids, [int(i >= trained) for i in range(len(ids))])
+
+    def tokens(self, row: Tokens) -> Encoded:
+        size = len(self.tokenizer)
+        for i, token in enumerate(row.ids):
+            if not 0 <= token < size:
+                raise BadRow(
+                    f"input_ids[{i}] is {token}, but the tokenizer has {size} tokens; tokenize with the model's own tokenizer"
+                )
+        everything = row.mask is None or self.loss_on == "all"
+        return Encoded(list(row.ids), [1] * len(row.ids) if everything else list(row.mask))
+
+    # ------------------------------------------------------------------------------------------------ conversations
+
+    def chat(self, chat: Chat) -> Encoded:
+        """A conversation through the chat template; see the top of this file for what trains."""
+        if not self.has_template:
+            raise DataError(NO_TEMPLATE)
+        turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        if self.loss_on == "all":
+            ids, _ = self._render(chat, chat.messages)
+            return Encoded(ids, [1] * len(ids))
+        wanted = [i for i in (turns[-1:] if self.loss_on == "last" else turns) if i >= chat.given]
+        if not wanted:
+            where = "the completion" if chat.given else "the conversation"
+            raise BadRow(f"has nothing to train on: {where} has no assistant turn; add one, or set data.loss_on to all")
+        if self._has_markers(chat):
+            ids, spans = self._marked_spans(chat, turns, wanted)
+        else:
+            ids, _ = self._render(chat, chat.messages)
+            spans = [self._verified_span(chat, turn, ids) for turn in wanted]
+        mask = [0] * len(ids)
+        for start, end in spans:
+            mask[start:end] = [1] * (end - start)
+        return Encoded(ids, mask)
+
+    def _render(
+        self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of `messages` (with the generation prompt where `prompt`), and the template's marks where asked."""
+        try:
+            with _RENDERING:
+                out = self.tokenizer.apply_chat_template(
+                    messages, tools=chat.tools, add_generation_prompt=prompt, tokenize=True, return_dict=True,
+                    return_assistant_tokens_mask=marks, **chat.template_kwargs,
+                )  # fmt: skip
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+            raise BadRow(
+                f"the chat template cannot render the conversation ({type(e).__name__}: {one_line(e)}); "
+                "put the turns in the order it wants, or name another in data.chat_template"
+            ) from e
+        return list(out["input_ids"]), list(out["assistant_masks"]) if marks else []
+
+    def _has_markers(self, chat: Chat) -> bool:
+        template = self.tokenizer.get_chat_template(None, chat.tools)
+        return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+
+    def _marked_spans(self, chat: Chat, turns: list[int], wanted: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The whole rendering, and where its marked spans of the turns `wanted` start and end."""
+        ids, marks = self._render(chat, chat.messages, marks=True)
+        edges = [i for i in range(len(marks) + 1) if (marks[i] if i < len(marks) else 0) != (marks[i - 1] if i else 0)]
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        if len(spans) != len(turns):
+            raise DataError(
+                f"the chat template's generation markers give {len(spans)} spans for {len(turns)} assistant turns; "
+                "mark each assistant turn once in data.chat_template, or remove the markers to compare prefixes"
+            )
+        chosen = [spans[turns.index(turn)] for turn in wanted]
+        for turn, (start, end) in zip(wanted, chosen, strict=True):
+            if self._end_of_turn(ids, start, end) is None:
+                following = self._show(ids[end : end + 1]) if end < len(ids) else "nothing"
+                raise DataError(
+                    f"messages[{turn}]: the chat template's generation markers end with {self._show(ids[max(start, end - 3) : end])}, "
+                    f"before the end-of-turn token ({following} follows), so the model would not learn to stop; "
+                    "put {% endgeneration %} after that token"
+                )
+        return ids, chosen
+
+    def _verified_span(self, chat: Chat, turn: int, whole: list[int]) -> tuple[int, int]:
+        """Where the assistant message `turn` starts and ends in `whole`, which holds all messages."""
+        if turn == 0:
+            raise BadRow(
+                "messages[0] is an assistant turn, before which there is nothing to render; begin with a user turn"
+            )
+        before, _ = self._render(chat, chat.messages[:turn], prompt=True)
+        start = len(before)
+        if whole[:start] != before:
+            raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
+        is_last = turn == len(chat.messages) - 1
+        after = whole if is_last else self._render(chat, chat.messages[: turn + 1])[0]
+        common = next(
+            (i for i, (a, b) in enumerate(zip(after, whole, strict=False)) if a != b), min(len(after), len(whole))
+        )
+        # Templates may end a rendering in their own way (Phi-3: EOS after the last turn): that is no part of the turn.
+        if not all(self._is_blank(t) or t in self.special_ids for t in after[common:]):
+            raise self._rewritten(chat, turn, "to its end", after, whole)
+        end = self._end_of_turn(whole, start, common)
+        if end is None:
+            raise DataError(
+                f"messages[{turn}]: the chat template ends the assistant turn with "
+                f"{self._show(whole[max(start, common - 3) : common])}, which is no special token, so the model would not "
+                "learn to stop; write {{ eos_token }} after the content in data.chat_template, or mark its end token special"
+            )
+        return start, end
+
+    def _end_of_turn(self, ids: list[int], start: int, end: int) -> int | None:
+        """The position after the last special token of ids[start:end], if only white space follows it."""
+        while end > start and ids[end - 1] not in self.special_ids and self._is_blank(ids[end - 1]):
+            end -= 1
+        return end if end > start and ids[end - 1] in self.special_ids else None
+
+    def _is_blank(self, token: int) -> bool:
+        return not self.tokenizer.decode([token]).strip()
+
+    def _show(self, ids: list[int]) -> str:
+        return repr(self.tokenizer.decode(ids))
+
+    def _difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
+        """The texts around the first token in which two sequences differ."""
+        at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
+        return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
+
+    def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
+        here, there = self._difference(part, whole)
+        later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
+        instead = "last (with one row per answer) or all" if later else "all"
+        return DataError(
+            f"messages[{turn}]: the conversation rendered {extent} has {here} where the whole conversation has {there}: the "
+            "chat template rewrites turns, so which tokens train cannot be told; put {% generation %} markers around the "
+            f"assistant's text in data.chat_template, or set data.loss_on to {instead}"
+        )

@@ -1,0 +1,297 @@
+"""One data file as rows by index: JSON lines through a byte-offset index, Parquet through a memory-mapped Arrow copy.
+
+No row is held in memory: a JSON-lines file of a million rows costs 8 MB (one offset per row) and one pass at the
+start. Compressed files and Parquet, which have no random access to a row, are converted once into
+`<the cache of datasets>/mrl` (moved with HF_DATASETS_CACHE). The copy's name is made from the source's path, size and
+modification time, so a changed source gets a new copy; a source that changes under an open index is an error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from filelock import FileLock
+
+from mrl.errors import DataError
+
+JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed in ("", ".gz", ".zst"))
+SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
+BLOCK = 8 << 20  # bytes read at a time while indexing
+ENDS = 1 << 20  # bytes hashed at each end of a file that is not read whole
+ARROW_ROWS = 1024  # rows in a record batch of an Arrow copy
+
+
+class BadRow(DataError):
+    """A row that cannot be used: "what is wrong; what would work". Whoever knows the file and line puts them in front."""
+
+
+class Source(Protocol):
+    """Rows by index."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row as a fresh dict. Raises BadRow."""
+
+    def where(self, index: int) -> str:
+        """`file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """{"name", "rows", "size", "hash"}: what the content is, without modification times."""
+
+    def close(self) -> None:
+        """Gives back the file handle; the next read opens it again."""
+
+
+def open_file(path: str) -> Source:
+    """The rows of one file, by its suffix."""
+    try:
+        if path.endswith(JSONL_SUFFIXES):
+            return JsonlFile(path)
+        return ParquetFile(path)
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({one_line(e)}); check the file and its permissions") from e
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """The text of an exception on one line."""
+    return " ".join(str(error).split())[:limit]
+
+
+# ---------------------------------------------------------------------------------------------- the cache of copies
+
+
+def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> str:
+    """A converted copy of `path`, made by `write(path, target)` unless there is one of this path, size and time.
+
+    Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
+    """
+    stat = os.stat(path)
+    key = hashlib.sha256(f"{os.path.realpath(path)}|{stat.st_size}|{stat.st_mtime_ns}|1".encode()).hexdigest()[:20]
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "mrl"
+    target = folder / f"{Path(path).name}-{key}{suffix}"
+    if target.exists():
+        return str(target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):
+            if not target.exists():
+                unfinished = f"{target}.{os.getpid()}.tmp"
+                try:
+                    write(path, unfinished)
+                    now = os.stat(path)
+                    if (now.st_size, now.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns):
+                        raise DataError(
+                            f"{path}: the file changed while it was converted; start again when it is written"
+                        )
+                    os.replace(unfinished, target)
+                finally:
+                    Path(unfinished).unlink(missing_ok=True)
+    except (PermissionError, FileNotFoundError) as e:
+        raise DataError(
+            f"{path}: its copy cannot be written to {folder} ({one_line(e)}); set HF_DATASETS_CACHE to a folder with room"
+        ) from e
+    return str(target)
+
+
+def _decompress(path: str, target: str) -> None:
+    try:
+        with _decompressed(path) as stream, open(target, "wb") as out:
+            shutil.copyfileobj(stream, out, BLOCK)
+    except OSError as e:
+        if e.errno is not None:  # the disk's error, as a full one; a codec's error has no number
+            raise
+        raise _undecompressed(path, e) from e
+    except (EOFError, zlib.error, pyarrow.ArrowException) as e:
+        raise _undecompressed(path, e) from e
+
+
+def _decompressed(path: str) -> Any:
+    return gzip.open(path) if path.endswith(".gz") else pyarrow.input_stream(path, compression="zstd")
+
+
+def _undecompressed(path: str, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: cannot be decompressed ({one_line(error)}); the file is cut off or damaged, copy it again"
+    )
+
+
+def _parquet_to_arrow(path: str, target: str) -> None:
+    try:
+        parquet = pyarrow.parquet.ParquetFile(path)
+        # An Arrow file holds one dictionary per column; a Parquet file may have one per row group.
+        fields = [
+            pyarrow.field(f.name, f.type.value_type if pyarrow.types.is_dictionary(f.type) else f.type)
+            for f in parquet.schema_arrow
+        ]
+        schema = pyarrow.schema(fields)
+        with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+            for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
+                writer.write_batch(batch.cast(schema))
+    except pyarrow.ArrowException as e:
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({one_line(e)}); the file is damaged, write it again"
+        ) from e
+
+
+# -------------------------------------------------------------------------------------------------------- JSON lines
+
+
+class JsonlFile:
+    """A JSON-lines file, plain or compressed (.gz, .zst). Blank lines are no rows, but count as lines."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        self._path = path if path.endswith((".jsonl", ".json")) else cached_copy(path, ".jsonl", _decompress)
+        self._file: BinaryIO | None = None
+        with open(self._path, "rb") as file:
+            self._stat = _identity(file)
+            self._starts, self._lines, self._crc = _index_lines(file)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def where(self, index: int) -> str:
+        line = index if self._lines is None else int(self._lines[index])
+        return f"{self.name}:{line + 1}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            row = json.loads(self._read(index).decode("utf-8"))
+        except UnicodeDecodeError as e:
+            raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
+        except (json.JSONDecodeError, RecursionError) as e:
+            raise BadRow(self._why_not_json(index, one_line(e))) from None
+        if not isinstance(row, dict):
+            raise BadRow(self._why_not_json(index, f"the line is a JSON {type(row).__name__}"))
+        return row
+
+    def _read(self, index: int) -> bytes:
+        if self._file is None:
+            self._file = open(self._path, "rb")  # noqa: SIM115  kept open between reads; see close()
+        if _identity(self._file) != self._stat:
+            raise DataError("the file changed while it was in use; start again with the new file")
+        start, end = int(self._starts[index]), int(self._starts[index + 1])
+        # `end` is where the next row starts, so blank lines between the two come along; JSON ignores them.
+        return os.pread(self._file.fileno(), end - start, start)
+
+    def _why_not_json(self, index: int, problem: str) -> str:
+        with open(self._path, "rb") as file:
+            head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+        if head[:1] == b"[":
+            return "the file is one JSON array; write one object per line: jq -c '.[]' in.json > out.jsonl"
+        if head.rstrip() in (b"{", b"") or head[:2] in (b"{\n", b"{\r"):
+            return "a JSON object is spread over several lines; write one object per line: jq -c . in.json > out.jsonl"
+        return f'is not a JSON object ({problem}); each line must be one object, as {{"messages": [...]}}'
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, "rows": len(self), "size": self._stat[0], "hash": f"crc32:{self._crc:08x}"}
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _identity(file: BinaryIO) -> tuple[int, int]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Where rows start, in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line, CRC-32)."""
+    ends, position, crc = [], 0, 0
+    while block := file.read(BLOCK):
+        crc = zlib.crc32(block, crc)
+        ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + position + 1)
+        position += len(block)
+    line_ends = np.concatenate([*ends, np.array([position])]) if ends else np.zeros(0, dtype=np.int64)
+    if len(line_ends) > 1 and line_ends[-1] == line_ends[-2]:  # the file ends with a newline
+        line_ends = line_ends[:-1]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), line_ends])
+    file.seek(0)
+    if file.read(3) == b"\xef\xbb\xbf":  # a byte-order mark is no part of the first row
+        starts[0] = 3
+    rows, lines = starts[:-1], None
+    short = np.flatnonzero(np.diff(starts) <= 2)
+    blank = [
+        i for i in short.tolist() if not os.pread(file.fileno(), int(starts[i + 1] - starts[i]), int(starts[i])).strip()
+    ]
+    if blank:
+        lines = np.delete(np.arange(len(rows), dtype=np.int64), blank)
+        rows = rows[lines]
+    return np.append(rows, position), lines, crc
+
+
+# ------------------------------------------------------------------------------------------------------------ Arrow
+
+
+def without_nulls(value: Any) -> Any:
+    """A row of an Arrow table without its null fields, at every depth.
+
+    Arrow gives every struct of a column the fields of all of them, null where a row had none; without this a message
+    would carry `tool_calls: None` because another row has tool calls.
+    """
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [without_nulls(v) if isinstance(v, dict | list) else v for v in value]
+    return value
+
+
+class ParquetFile:
+    """A Parquet file, through an Arrow copy that is memory-mapped."""
+
+    def __init__(self, path: str) -> None:
+        self.name = path
+        stat = os.stat(path)
+        self._size = stat.st_size
+        self._path = cached_copy(path, ".arrow", _parquet_to_arrow)
+        self._reader: pyarrow.ipc.RecordBatchFileReader | None = None
+        counts = [batch.num_rows for batch in self._batches()]
+        self._starts = np.cumsum([0, *counts])
+
+    def _open(self) -> pyarrow.ipc.RecordBatchFileReader:
+        if self._reader is None:
+            self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(self._path))
+        return self._reader
+
+    def _batches(self) -> Iterator[pyarrow.RecordBatch]:
+        reader = self._open()
+        return (reader.get_batch(i) for i in range(reader.num_record_batches))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch = self._open().get_batch(number)
+        return without_nulls(batch.slice(index - int(self._starts[number]), 1).to_pylist()[0])
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:row {index}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The hash covers both ends of the file; the footer holds sizes and statistics of every column chunk."""
+        with open(self.name, "rb") as file:
+            head = file.read(ENDS)
+            file.seek(max(0, self._size - ENDS))
+            crc = zlib.crc32(file.read(), zlib.crc32(head))
+        return {"name": self.name, "rows": len(self), "size": self._size, "hash": f"crc32:{crc:08x}"}
+
+    def close(self) -> None:
+        self._reader = None

@@ -1,0 +1,276 @@
+"""The forms a row may have, and what each becomes: a conversation, a prompt with its answer, a text, or token ids.
+
+    format              fields                                         becomes
+    messages            messages: [{role, content, ...}, ...]          Chat
+                        optional: tools, chat_template_kwargs
+    prompt_completion   prompt, completion: message lists              Chat, of which the completion trains
+                        prompt, completion: strings                    Pair
+    alpaca              instruction, output, optional input            Pair (two blank-line separated parts as prompt)
+    text                text                                           Text
+    tokenized           input_ids, optional one of labels (-100: not   Tokens
+                        trained), loss_mask, assistant_masks,
+                        completion_mask (1: trained)
+
+Fields that a format does not know are left alone. What a Pair becomes in tokens is told in `mrl.data.encode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.data.files import BadRow
+from mrl.errors import DataError
+
+Row = dict[str, Any]
+
+REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "tokenized": ("input_ids",),
+}
+MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation. The first `given` messages are the prompt and never train."""
+
+    messages: list[dict[str, Any]]
+    given: int = 0
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A prompt and its answer. `plain_prompt` is the prompt for a tokenizer that has no chat template."""
+
+    prompt: str
+    completion: str
+    plain_prompt: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Token ids, and which of them train (None: the row does not say)."""
+
+    ids: list[int]
+    mask: list[int] | None
+
+
+def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
+    """The row with the fields of `data.columns` renamed; a field that is missing or in the way is a bad row."""
+    if not columns:
+        return row
+    for old, new in columns.items():
+        if old not in row:
+            raise BadRow(f"has no field {old!r}, which data.columns renames to {new!r}; it has {_fields(row)}")
+        if new in row and new not in columns:
+            raise BadRow(
+                f"has a field {new!r} already, to which data.columns renames {old!r}; "
+                f"rename that one too, as {{{new}: {new}_unused}}"
+            )
+    return {columns.get(name, name): value for name, value in row.items()}
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Raises DataError where two fields would get one name."""
+    targets = list(columns.values())
+    for new in targets:
+        if targets.count(new) > 1:
+            raise DataError(
+                f"data.columns: renames {' and '.join(k for k, v in columns.items() if v == new)} both to {new!r}; "
+                "give each field its own name"
+            )
+
+
+def detect_format(row: Row) -> str:
+    """The one format whose fields the row has. None or several is a DataError: the user names it then."""
+    fits = [name for name, fields in REQUIRED_FIELDS.items() if all(field in row for field in fields)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        raise DataError(
+            f"the fields {_fields(row)} fit the formats {' and '.join(fits)}; set data.format to one of them"
+        )
+    known = "; ".join(f"{name}: {', '.join(fields)}" for name, fields in REQUIRED_FIELDS.items())
+    hint = "rename fields with data.columns, as {question: prompt, answer: completion}"
+    if "conversations" in row:
+        hint = "rename it with data.columns: {conversations: messages}, with role and content in each message"
+    raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
+
+
+def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
+    """The content of a row that is in `format`. Raises BadRow."""
+    missing = [field for field in REQUIRED_FIELDS[format] if field not in row]
+    if missing:
+        raise BadRow(
+            f"has no field {missing[0]!r}, which the format {format} needs; it has {_fields(row)}: "
+            "rename with data.columns, or set data.format"
+        )
+    match format:
+        case "messages":
+            return _chat(row, _messages(row["messages"], "messages"), given=0)
+        case "prompt_completion":
+            return _prompt_completion(row)
+        case "alpaca":
+            return _alpaca(row)
+        case "text":
+            return Text(_string(row["text"], "text", empty=False))
+        case "tokenized":
+            return _tokens(row)
+    raise AssertionError(f"format {format!r}")
+
+
+def _fields(row: Row) -> str:
+    return ", ".join(row) or "none"
+
+
+# ---------------------------------------------------------------------------------------------------- conversations
+
+
+def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
+    tools = row.get("tools")
+    if isinstance(tools, str):  # Parquet has no type for schemas of any shape, so they come as JSON text
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as e:
+            raise BadRow(f"tools is a string that is not JSON ({e}); give a list of function schemas") from None
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"tools is {_kind(tools)}; give a list of function schemas")
+    kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise BadRow(f'chat_template_kwargs is {_kind(kwargs)}; give an object, as {{"enable_thinking": false}}')
+    return Chat(messages, given, tools or None, kwargs)
+
+
+def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{field} is {_kind(value)}; give a list of at least one {{role, content}}")
+    return [_message(message, f"{field}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise BadRow(f"{name} is {_kind(message)}; give an object with role and content")
+    if "role" not in message and "from" in message:
+        raise BadRow(f"{name} has from and value (ShareGPT); write them as role (system, user, assistant) and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadRow(f"{name}.role is {_kind(role)}; give system, user, assistant or tool")
+    if role in ("human", "gpt", "bot", "model"):
+        raise BadRow(f"{name}.role is {role!r}; write {'user' if role == 'human' else 'assistant'}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
+    if isinstance(content, list):
+        raise BadRow(f"{name}.content is a list of parts; only text trains: join its text parts into one string")
+    says_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
+    _string(content, f"{name}.content", empty=role != "assistant" or says_more)
+    return message
+
+
+def _prompt_completion(row: Row) -> Chat | Pair:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given = _messages(prompt, "prompt")
+        answer = _messages(completion, "completion")
+        return _chat(row, given + answer, given=len(given))
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise BadRow(
+            f"prompt is {_kind(prompt)} and completion {_kind(completion)}; give two strings or two message lists"
+        )
+    prompt = _string(prompt, "prompt")
+    return Pair(prompt, _string(completion, "completion", empty=False), prompt)
+
+
+def _alpaca(row: Row) -> Pair:
+    instruction = _string(row["instruction"], "instruction", empty=False)
+    more = _string(row.get("input") or "", "input")
+    output = _string(row["output"], "output", empty=False)
+    # The prompt of Stanford Alpaca (Taori et al., 2023), which plain models of this format are trained and used with.
+    if more:
+        plain = (
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+            f"response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{more}"
+            "\n\n### Response:\n"
+        )
+        return Pair(f"{instruction}\n\n{more}", output, plain)
+    plain = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+    )
+    return Pair(instruction, output, plain)
+
+
+# -------------------------------------------------------------------------------------------------- strings and ids
+
+
+def _string(value: Any, name: str, *, empty: bool = True) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is {_kind(value)}; give a string")
+    if not empty and not value:
+        raise BadRow(f"{name} is empty; give the text to train on, or remove the row")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise BadRow(f"{name} has half of a UTF-16 pair at character {e.start}; write the text as UTF-8") from None
+    return value
+
+
+def _tokens(row: Row) -> Tokens:
+    ids = _integers(row["input_ids"], "input_ids")
+    given = [name for name in ("labels", *MASK_FIELDS) if row.get(name) is not None]
+    if len(given) > 1:
+        raise BadRow(f"has {' and '.join(given)}; keep the one that says which tokens train")
+    if not given:
+        return Tokens(ids, None)
+    values = _integers(row[given[0]], given[0])
+    if len(values) != len(ids):
+        raise BadRow(f"{given[0]} has {len(values)} entries and input_ids {len(ids)}; give one per token")
+    if given[0] in MASK_FIELDS:
+        for i, value in enumerate(values):
+            if value not in (0, 1):
+                raise BadRow(f"{given[0]}[{i}] is {value}; give 1 where a token trains and 0 elsewhere")
+        return Tokens(ids, [int(v) for v in values])
+    for i, (token, label) in enumerate(zip(ids, values, strict=True)):
+        if label not in (token, -100):
+            raise BadRow(
+                f"labels[{i}] is {label} and input_ids[{i}] is {token}; labels are not shifted here: "
+                "give each token itself, or -100 where it does not train"
+            )
+    return Tokens(ids, [int(label != -100) for label in values])
+
+
+def _integers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{name} is {_kind(value)}; give a list of integers")
+    for i, x in enumerate(value):
+        if not isinstance(x, int) or (isinstance(x, bool) and name not in MASK_FIELDS):
+            raise BadRow(f"{name}[{i}] is {_kind(x)}; give a list of integers")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """What a wrong value is, for messages: short, with the value where that helps."""
+    match value:
+        case None:
+            return "missing or null"
+        case [] | {} | "":
+            return f"an empty {type(value).__name__}"
+        case list() | dict():
+            return f"a {type(value).__name__}"
+        case _:
+            text = repr(value)
+            return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,224 @@
+"""Rows of a data set by index, wherever they are: files, a folder or glob of files, a saved data set, a hub id.
+
+    rows = open_rows("data/*.jsonl.gz", split=None, part="train")
+    len(rows); rows[7]; rows.where(7)            # 'data/a.jsonl.gz:8'
+
+A folder gives its data files in the order of their names (other files are left alone, sub-folders need a glob); it may
+not hold several splits. `split` names a split of a saved data set or hub id. A hub id may carry a configuration:
+`openai/gsm8k:main`.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+
+from mrl.data.files import SUFFIXES, Source, one_line, open_file, without_nulls
+from mrl.errors import DataError
+
+Part = Literal["train", "eval"]
+
+FORMS = ".jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved datasets folder, or a hub id"
+DEFAULT_SPLITS: Mapping[str, tuple[str, ...]] = {"train": ("train",), "eval": ("test", "validation")}
+OPEN_FILES = 64  # file handles held at a time; a data set may have thousands of files
+END_ROWS = 64  # rows hashed at each end of a `datasets` data set
+
+
+class Rows:
+    """The rows of several sources, one after the other. Reads are not thread-safe."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._starts = np.cumsum([0, *(len(s) for s in self._sources)])
+        self._open: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _find(self, index: int) -> tuple[int, int]:
+        assert 0 <= index < len(self), f"row {index} of {len(self)}"
+        source = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return source, index - int(self._starts[source])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row as a fresh dict. Raises BadRow where it is no JSON object."""
+        source, row = self._find(index)
+        self._open[source] = None
+        self._open.move_to_end(source)
+        if len(self._open) > OPEN_FILES:
+            self._sources[self._open.popitem(last=False)[0]].close()
+        return self._sources[source][row]
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
+        source, row = self._find(index)
+        return self._sources[source].where(row)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """{"name", "rows", "size", "hash"} of each source."""
+        return [source.fingerprint() for source in self._sources]
+
+
+def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
+    """The rows at `path`; `part` says which of data.train and data.eval it is. Raises DataError; empty is an error."""
+    local = os.path.expanduser(path)
+    if _is_saved_dataset(local):
+        sources: list[Source] = [_load_saved(local, split, part)]
+    elif files := _data_files(local, part):
+        if split is not None and part == "train":
+            raise DataError(
+                f"data.split: {split!r}, but data.{part} ({path}) is files, which have no splits; "
+                "remove data.split and name the files of that split"
+            )
+        sources = [open_file(file) for file in files]
+        for source in sources:
+            source.close()  # reads open again what they need
+    else:
+        sources = [_load_hub(path, split, part)]
+    rows = Rows(sources)
+    if not len(rows):
+        raise DataError(f"data.{part}: {path}: the data set is empty; at least one row is needed")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def _data_files(path: str, part: Part) -> list[str]:
+    """The files that `path` means, sorted; none where it looks like a hub id."""
+    if os.path.isdir(path):
+        return _folder_files(path, part)
+    if os.path.exists(path):
+        if not path.endswith(SUFFIXES):
+            raise DataError(f"data.{part}: {path}: the suffix is not known; use {', '.join(SUFFIXES)}")
+        return [path]
+    if glob.has_magic(path):
+        found = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+        if not found:
+            raise DataError(
+                f"data.{part}: {path}: no file matches; a glob looks like data/*.jsonl or data/**/*.parquet"
+            )
+        if other := [f for f in found if not f.endswith(SUFFIXES)]:
+            raise DataError(
+                f"data.{part}: {path}: matches {other[0]}, whose suffix is not known; use {', '.join(SUFFIXES)}"
+            )
+        return found
+    if (
+        path.endswith(SUFFIXES)
+        or path.startswith(("/", ".", "~"))
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path)
+    ):
+        raise DataError(f"data.{part}: {path}: there is no such file or folder (from {os.getcwd()}); give {FORMS}")
+    return []
+
+
+def _folder_files(path: str, part: Part) -> list[str]:
+    names = sorted(n for n in os.listdir(path) if n.endswith(SUFFIXES) and not n.startswith("."))
+    if not names:
+        raise DataError(
+            f"data.{part}: {path}: the folder holds no data file ({', '.join(SUFFIXES)}) and no saved data set; "
+            f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl"
+        )
+    training = [n for n in names if re.match(r"train\b|train_", n)]
+    held_out = [n for n in names if re.match(r"(test|valid|validation|eval|dev|val)(\b|_)", n)]
+    if training and held_out:
+        raise DataError(
+            f"data.{part}: {path}: the folder holds several splits ({training[0]}, {held_out[0]}); "
+            f"name one file or give a glob, as {path.rstrip('/')}/train*"
+        )
+    return [os.path.join(path, n) for n in names]
+
+
+# ------------------------------------------------------------------------------------------------------ `datasets`
+
+
+class DatasetRows:
+    """Rows of a `datasets.Dataset`, which maps its Arrow files into memory."""
+
+    def __init__(self, name: str, dataset: datasets.Dataset) -> None:
+        self.name = name
+        self._dataset = dataset.with_format(None)
+
+    def __len__(self) -> int:
+        return self._dataset.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return without_nulls(self._dataset[index])
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:row {index}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The hash covers the column types and the rows at both ends."""
+        n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
+        for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
+            digest.update(json.dumps(self._dataset[i], sort_keys=True, default=str).encode())
+        return {
+            "name": self.name,
+            "rows": n,
+            "size": self._dataset.data.nbytes,
+            "hash": f"sha256:{digest.hexdigest()[:16]}",
+        }
+
+    def close(self) -> None:
+        pass
+
+
+def _is_saved_dataset(path: str) -> bool:
+    """Whether `datasets.save_to_disk` wrote the folder, for one data set or for several splits."""
+    folder = Path(path)
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def _load_saved(path: str, split: str | None, part: Part) -> DatasetRows:
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as e:  # the library raises whatever its parsers raise; all of it means a damaged folder
+        raise DataError(
+            f"data.{part}: {path}: the saved data set cannot be loaded ({one_line(e)}); save it again"
+        ) from e
+    return _choose_split(path, loaded, split, part)
+
+
+def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
+    name, _, configuration = path.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, configuration or None)
+    except Exception as e:  # no network, no such id, a broken file: the library has no common error
+        raise DataError(
+            f"data.{part}: {path}: is no file or folder here, and datasets cannot load it as a hub id "
+            f"({type(e).__name__}: {one_line(e)}); give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main"
+        ) from e
+    return _choose_split(path, loaded, split, part)
+
+
+def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> DatasetRows:
+    """One data set out of what `datasets` loaded. `data.split` is for the training rows; evaluation has its defaults."""
+    if isinstance(loaded, datasets.Dataset):
+        if split is not None and part == "train" and split != str(loaded.split):
+            raise DataError(f"data.split: {split!r}, but {path} holds a data set without splits; remove data.split")
+        return DatasetRows(path, loaded)
+    wanted = (split,) if split is not None and part == "train" else DEFAULT_SPLITS[part]
+    for name in wanted:
+        if name in loaded:
+            return DatasetRows(f"{path}[{name}]", loaded[name])
+    what_works = (
+        "set data.split to one of them"
+        if part == "train"
+        else "save the split you mean with save_to_disk and give its folder"
+    )
+    raise DataError(
+        f"data.{part}: {path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}: {what_works}"
+    )

@@ -1,0 +1,83 @@
+"""Loading the tokenizer of a Hugging Face folder, with errors that say what the folder lacks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mrl.data.files import one_line
+from mrl.errors import DataError, ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in the folder (or of the hub id) `path`, with the chat template in the file `chat_template` if given.
+
+    Raises ModelError (no such folder, no tokenizer in it, a broken one) or DataError (the template). A tokenizer
+    without a chat template is fine here: `SFTDataset` says so if the data needs one.
+    """
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        has_code = trust_remote_code and (Path(folder) / "tokenizer_config.json").is_file()
+        if not has_code and not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelError(
+                f"{path}: the folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+                "copy the tokenizer's files beside config.json, or use tokenizer.save_pretrained"
+            )
+    elif os.path.exists(folder):
+        raise ModelError(f"{path}: is a file; give the model's folder")
+    elif path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise ModelError(
+            f"{path}: there is no such folder (from {os.getcwd()}); give a Hugging Face model folder or hub id"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as e:  # transformers, tokenizers and the hub client have no common error
+        where = (
+            "the tokenizer cannot be loaded" if os.path.isdir(folder) else "is no folder here, and no hub id that loads"
+        )
+        hint = (
+            ""
+            if trust_remote_code or "trust_remote_code" not in str(e)
+            else "; model.trust_remote_code: true allows it"
+        )
+        raise ModelError(f"{path}: {where} ({type(e).__name__}: {one_line(e)}){hint}") from e
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    check_chat_template(tokenizer)
+    return tokenizer
+
+
+def read_chat_template(path: str) -> str:
+    """The text of a Jinja chat template. Raises DataError."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataError(
+            f"data.chat_template: {path}: cannot be read ({one_line(e)}); give a file with a Jinja template"
+        ) from e
+    if not text.strip():
+        raise DataError(f"data.chat_template: {path}: is empty; give a file with a Jinja template")
+    return text
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError where the tokenizer's chat template is not valid Jinja."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as e:
+        raise DataError(
+            f"the chat template is not valid Jinja (line {e.lineno}: {one_line(e.message)}); "
+            "correct it, or name another file in data.chat_template"
+        ) from e
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError):
+        pass  # it wants another conversation than this; the rows will tell
