@@ -10,14 +10,17 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.errors import UserError
 
+T = TypeVar("T")
 Ctx = dict[str, Any]
 Predictions = dict[str, Tensor]
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
@@ -72,6 +75,37 @@ class BaseEngine(abc.ABC):
         self.loss_fn, self.loss_denominator = fn, denominator
 
     @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all: one of them does."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def on_main(self, fn: Callable[[], T]) -> T:
+        """Calls `fn` on the main process only and returns its result on every rank, after it is done.
+
+        A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
+        """
+        if not dist.is_initialized():
+            return fn()
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome[0] = fn()
+            except UserError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def max_over_ranks(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks, the same on every rank."""
+        if not dist.is_initialized():
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    @property
     @abc.abstractmethod
     def device(self) -> torch.device:
         """Where the model computes."""
@@ -122,6 +156,18 @@ class BaseEngine(abc.ABC):
     @abc.abstractmethod
     def optimizer_step(self) -> GradNorm:
         """Clips by the global norm and updates the parameters; a gradient that is not finite updates nothing and the result says so."""
+
+    @abc.abstractmethod
+    def guard_before_step(self) -> Any:
+        """Remembers parameters and gradients just before an `optimizer_step`, for `guard_after_step` (see engine/guards.py)."""
+
+    @abc.abstractmethod
+    def guard_after_step(self, token: Any) -> list[str]:
+        """What went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing did.
+
+        One message for each parameter that has no gradient or one that is not finite, that did not change, or whose
+        replicas differ; the same messages on every rank.
+        """
 
     @abc.abstractmethod
     def lr_scheduler_step(self) -> float:

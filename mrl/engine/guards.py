@@ -1,0 +1,156 @@
+"""Checks of one optimizer step: what should train does, gradients are finite, replicas are equal.
+
+An engine hands over its local tensors before and after the step; nothing here knows how they are split. A tensor is
+compared by a 64-bit checksum of its bits, so no second copy of the weights is held.
+
+A parameter counts as unchanged where no rank's piece of it changed. That is a fault only where its gradient, seen from
+any rank, would have moved it: Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the
+rounding of `w` (a long warm-up, a norm weight of 1) staying put is right. Rows that never occur in an embedding are
+pieces of a parameter; an expert that got no token has a zero gradient and may stay as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK = 2**22
+ROUNDING_MARGIN = 8.0
+"""How many roundings of a weight an update must be before it has to show: leaves room for clipping, which makes
+gradients smaller and Adam's eps weigh more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """One trainable parameter as this rank holds it, just before the step.
+
+    weight: the local piece of what the optimizer updates: the fp32 master where there is one. gradient: what it will
+    be updated with, of the same shape, or None where there is none. may_be_idle: a zero gradient is no fault
+    (experts, which see only the tokens routed to them).
+    """
+
+    name: str
+    weight: Tensor
+    gradient: Tensor | None
+    may_be_idle: bool = False
+
+
+@dataclasses.dataclass
+class Finding:
+    """What one rank knows of its piece of a parameter; has_gradient to should_change are from before the step."""
+
+    checksum: int
+    has_gradient: bool
+    finite: bool
+    nonzero: bool
+    should_change: bool
+    may_be_idle: bool
+    changed: bool = False
+
+
+@torch.no_grad()
+def inspect(parameters: Iterable[Watched], *, lr: float, eps: float) -> dict[str, Finding]:
+    """This rank's findings before a step with rate `lr` and AdamW's `eps`; for `problems` afterwards."""
+    findings = {}
+    for p in parameters:
+        g = p.gradient
+        assert g is None or g.shape == p.weight.shape, f"{p.name}: gradient {g.shape}, weight {p.weight.shape}"
+        assert p.name not in findings, f"{p.name} twice"
+        findings[p.name] = Finding(
+            checksum=checksum(p.weight),
+            has_gradient=g is not None,
+            finite=g is None or bool(torch.isfinite(g).all()),
+            nonzero=g is not None and bool(g.any()),
+            should_change=g is not None and _would_move(p.weight, g, lr, eps),
+            may_be_idle=p.may_be_idle,
+        )
+    return findings
+
+
+@torch.no_grad()
+def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """A message for each parameter that failed, the same list on every rank. Collective over the default group.
+
+    weights: names and local pieces as in `inspect`, after the step.
+    """
+    for name, weight in weights:
+        findings[name].changed = checksum(weight) != findings[name].checksum
+    ranks: list[dict[str, Finding]] = [findings]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, findings)
+    messages = []
+    for name in sorted({name for rank in ranks for name in rank}):
+        found = [rank[name] for rank in ranks if name in rank]
+        if message := _fault(found):
+            messages.append(f"{name}: {message}")
+    return messages
+
+
+def _fault(found: list[Finding]) -> str | None:
+    """What is wrong with one parameter, from every rank that holds a piece of it."""
+    if not all(f.finite for f in found):
+        return "its gradient is not finite"
+    if not any(f.has_gradient for f in found):
+        return "it has no gradient"
+    if not any(f.nonzero for f in found):
+        return None if all(f.may_be_idle for f in found) else "its gradient is zero"
+    if any(f.should_change for f in found) and not any(f.changed for f in found):
+        return "it has a gradient but the step did not change it"
+    return None
+
+
+@torch.no_grad()
+def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[str]:
+    """A message for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
+
+    Collective over `group`, whose ranks give the same names in the same order. Join the lists of all groups with `union`.
+    """
+    named = list(parameters)
+    if not named or dist.get_world_size(group) == 1:
+        return []
+    sums = torch.tensor([checksum(t) for _, t in named], dtype=torch.int64, device=named[0][1].device)
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+    differ = (low != high).tolist()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return [f"{n}: its replicas on ranks {ranks} differ" for (n, _), d in zip(named, differ, strict=True) if d]
+
+
+def union(messages: list[str]) -> list[str]:
+    """The messages of all ranks, each once, sorted. Collective over the default group."""
+    ranks = [messages]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, messages)
+    return sorted({message for rank in ranks for message in rank})
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> int:
+    """64 bits that almost surely differ where any bit of `tensor` does, computed chunk by chunk."""
+    flat = tensor.detach().reshape(-1)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        chunk = flat[start : start + CHUNK].view(bits).to(torch.int64)
+        position = torch.arange(start, start + chunk.numel(), device=flat.device)
+        total += ((chunk + position * 0x9E3779B1) * (2 * position + 0x2545F491)).sum()  # wraps around, as it may
+    return int(total)
+
+
+def _would_move(weight: Tensor, gradient: Tensor, lr: float, eps: float) -> bool:
+    """Whether some element's update is far above the rounding of its weight."""
+    w, g = weight.detach().reshape(-1), gradient.detach().reshape(-1)
+    rounding = ROUNDING_MARGIN * torch.finfo(w.dtype).eps
+    for start in range(0, w.numel(), CHUNK):
+        size = g[start : start + CHUNK].float().abs()
+        update = lr * size / (size + eps)
+        if bool((update > rounding * w[start : start + CHUNK].float().abs()).logical_and(update > 0).any()):
+            return True
+    return False

@@ -1,0 +1,215 @@
+"""Metrics of a run: `metrics.jsonl`, and wandb and tensorboard when asked.
+
+A step's metrics are one flat dict made anew for that step; nothing is kept from one step to the next.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import netrc
+import os
+import pathlib
+import secrets
+import socket
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mrl.config.schema import LogConfig, WandbConfig
+from mrl.errors import ConfigError
+
+METRICS: dict[str, str] = {
+    "step": "optimizer steps made, from 1",
+    "train/loss": "mean negative log-likelihood of the global mini-batch's trained tokens, before the step",
+    "train/grad_norm": "global L2 norm of the gradient before clipping",
+    "train/lr": "learning rate that the step was made with",
+    "train/tokens": "trained tokens (sum of the loss mask) since the start of the run",
+    "perf/step_s": "seconds the step took, without evaluation and saving",
+    "perf/tokens_per_s": "tokens in the global mini-batch, trained or not, without padding, per second over all ranks",
+    "perf/mfu": "model FLOPs of the step over what the GPUs' dense bf16 peak allows; absent where that is not known",
+    "perf/memory_gb": "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none",
+    "eval/loss": "mean negative log-likelihood of the evaluation set's trained tokens, after the step",
+}
+"""Name -> meaning, the same on every backend and layout."""
+
+ONLINE_CHECK_S = 2.0
+
+
+class Sink(Protocol):
+    """Somewhere else that metrics go."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """`metrics.jsonl`, one object per optimizer step, and the sinks beside it.
+
+    path: None writes nothing anywhere (every process but the main one).
+    """
+
+    def __init__(self, path: pathlib.Path | None, sinks: Sequence[Sink] = ()) -> None:
+        self._file = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
+        self._sinks = list(sinks) if path is not None else []
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one step's line, whole and flushed. Floats are written so that equal text means equal bits."""
+        unknown = sorted(set(metrics) - set(METRICS))
+        assert not unknown, f"metrics without a meaning in mrl.metrics.METRICS: {unknown}"
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def sync(self) -> None:
+        """Puts what was written on disk: before a checkpoint, so that no checkpoint is ahead of its metrics."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Ends the file and the sinks. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close()
+        self._file, self._sinks = None, []
+
+
+def rewind(path: pathlib.Path, step: int) -> None:
+    """Drops the lines after `step`, and a last line that a kill tore; the file is replaced at once or not at all."""
+    if not path.exists():
+        return
+    kept = []
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break  # only the last line of a killed run can be torn
+            if line.endswith("\n") and row["step"] <= step:
+                kept.append(line)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as out:
+        out.writelines(kept)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
+
+
+def read(path: pathlib.Path) -> list[dict[str, float]]:
+    """The steps of a metrics.jsonl, oldest first."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_packages(log: LogConfig) -> None:
+    """Raises ConfigError where a key of `log` needs a package that is not installed."""
+    if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "log.tensorboard: value true needs the package tensorboard; pip install 'mrl[tensorboard]', or set it to false"
+        )
+    if log.wandb.project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f'log.wandb.project: value "{log.wandb.project}" needs the package wandb; pip install wandb, or set it to null'
+        )
+
+
+def new_run_id() -> str:
+    """An id by which wandb knows a run again after a resume."""
+    return secrets.token_hex(4)
+
+
+def open_metrics(
+    output_dir: pathlib.Path,
+    log: LogConfig,
+    *,
+    step: int,
+    config: Mapping[str, Any],
+    run_id: str,
+    enabled: bool,
+) -> MetricsLog:
+    """Opens the log of a run that has made `step` steps; what an interrupted run wrote after them is dropped.
+
+    config: the resolved config, for wandb's page. enabled: False on every process but one.
+    """
+    if not enabled:
+        return MetricsLog(None)
+    path = output_dir / "metrics.jsonl"
+    rewind(path, step)
+    sinks: list[Sink] = []
+    if log.wandb.project is not None:
+        sinks.append(WandbSink(output_dir, log.wandb, config=config, run_id=run_id))
+    if log.tensorboard:
+        sinks.append(TensorboardSink(output_dir / "tb", step=step))
+    return MetricsLog(path, sinks)
+
+
+class WandbSink:
+    """A Weights & Biases run under output_dir/wandb; a resumed run goes on with the same id."""
+
+    def __init__(self, output_dir: pathlib.Path, wandb: WandbConfig, *, config: Mapping[str, Any], run_id: str) -> None:
+        import wandb as client
+
+        mode = wandb.mode if wandb.mode != "auto" else ("online" if _wandb_reachable(client) else "offline")
+        self._run = client.init(
+            project=wandb.project,
+            name=wandb.name or output_dir.resolve().name,
+            id=run_id,
+            dir=str(output_dir),
+            mode=mode,
+            resume="allow",
+            config=dict(config),
+            settings=client.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        # steps come with the metrics: wandb's own counter refuses the steps that a resumed run makes again
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorboardSink:
+    """Event files under output_dir/tb; steps after `step` that an interrupted run wrote are purged."""
+
+    def __init__(self, path: pathlib.Path, *, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(path), purge_step=step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _wandb_reachable(client: Any) -> bool:
+    """Whether somebody is logged in to wandb and its server answers; decided in seconds, never with a prompt."""
+    settings = client.setup().settings
+    url = urllib.parse.urlsplit(settings.base_url)
+    logged_in = settings.api_key or _in_netrc(url.hostname or "")
+    if os.environ.get("WANDB_MODE", "online") != "online" or not logged_in:
+        return False
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname, port), timeout=ONLINE_CHECK_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _in_netrc(host: str) -> bool:
+    """Whether `wandb login` left a key for `host`: it writes to the user's netrc file."""
+    path = pathlib.Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
