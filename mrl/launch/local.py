@@ -179,9 +179,11 @@ def _raise_first_failure(
         if outcome.kind == "user":
             raise UserError(outcome.text)
     killed = _killed_ranks(result)
-    if forwarded is not None and set(killed.values()) == {forwarded}:
+    if forwarded is not None and forwarded in killed.values():
         raise SystemExit(128 + forwarded)  # it came before training began: there is nothing to save
     for rank, signum in killed.items():
+        if signum == signal.SIGTERM:
+            continue  # how torch elastic ends the ranks that are left
         name = signal.Signals(signum).name
         memory = " (out of memory?)" if signum == signal.SIGKILL else ""
         raise RankFailed(f"rank {rank} was killed by {name}{memory}; its log is {log_path(log_dir, rank)}")
@@ -201,7 +203,7 @@ def _raise_first_failure(
 
 
 def _killed_ranks(result: RunResult | None) -> dict[int, int]:
-    """Rank -> signal of the ranks that died of one before the others were ended because of them."""
+    """Rank -> signal, of the ranks that a signal ended at once or nearly so; later it is our own SIGKILL."""
     if result is None or not result.failures:
         return {}
     first = min(failure.timestamp for failure in result.failures.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
@@ -71,16 +72,20 @@ def _check_weights(model: ModelConfig, folder: pathlib.Path) -> None:
 
 def _from_hub(hub_id: str) -> pathlib.Path:
     """config.json of a hub id, from the local cache or downloaded."""
-    import httpx
     import huggingface_hub
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
     try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return pathlib.Path(huggingface_hub.hf_hub_download(hub_id, "config.json", local_files_only=True))
+        # One request that is not repeated: offline, the download below would retry for half a minute.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(hub_id, "config.json"), timeout=10)
         return pathlib.Path(huggingface_hub.hf_hub_download(hub_id, "config.json"))
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except (OSError, ValueError, HTTPError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"model.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason.strip()}); give a "
-            "model folder, or a hub id that is cached or can be downloaded"
+            f"model.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason}); give a model "
+            "folder, or a hub id that is cached or can be downloaded"
         ) from None
 
 

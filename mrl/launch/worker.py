@@ -1,7 +1,8 @@
 """One rank that `mrl.launch.local` started: runs the target and leaves its outcome in a file.
 
-`python -m mrl.launch.worker FOLDER`, where FOLDER/task.json says what to run. Rank 0 keeps the terminal; the others
-write to a log each. An error is not printed here: the launcher shows the first one, once.
+`python -m mrl.launch.worker FOLDER`, where FOLDER/task.json says what to run. What Python prints on rank 0 goes to the
+terminal; the other ranks, and what C++ libraries say on rank 0, go to a log each. An error is not printed here: the
+launcher shows the first one, once.
 """
 
 from __future__ import annotations
@@ -96,10 +97,13 @@ def _watch_parent(launcher_pid: int) -> None:
     os._exit(1)
 
 
-def _redirect_output(path: pathlib.Path) -> None:
-    """Sends what this process and its libraries print to the end of a file."""
+def _redirect_output(path: pathlib.Path, *, keep_terminal: bool) -> None:
+    """Sends what this process and its libraries print to the end of a file; `keep_terminal` spares sys.stdout and sys.stderr."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
+    if keep_terminal:
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors=sys.stderr.errors)
+    else:
+        os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
 
@@ -109,8 +113,7 @@ def main() -> None:
     task = Task(**json.loads((folder / "task.json").read_text(encoding="utf-8")))
     rank = int(os.environ["RANK"])
     _die_with_launcher(task.launcher_pid)
-    if rank > 0:
-        _redirect_output(log_path(task.log_dir, rank))
+    _redirect_output(log_path(task.log_dir, rank), keep_terminal=rank == 0)
     outcome = run_task(task, rank)
     if outcome.kind == "fault":
         with log_path(task.log_dir, rank).open("a", encoding="utf-8") as log:

@@ -1,0 +1,54 @@
+"""What torchrun and srun say about a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.errors import ConfigError
+from mrl.launch.environment import first_host, joined_world
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "77"}  # fmt: skip
+
+
+def test_nothing_to_join():
+    assert joined_world({"PATH": "/bin"}) is None
+    assert joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_torchrun():
+    joined = joined_world(TORCHRUN)
+    assert (joined.launcher, joined.rank, joined.world_size) == ("torchrun", 5, 8)
+    assert joined.variables == TORCHRUN
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_environment_is_refused(missing):
+    with pytest.raises(ConfigError, match=f"{missing} is not"):
+        joined_world({k: v for k, v in TORCHRUN.items() if k != missing})
+
+
+def test_srun_derives_what_torch_needs():
+    joined = joined_world(SRUN)
+    assert (joined.launcher, joined.rank, joined.world_size) == ("srun", 5, 8)
+    assert joined.variables["MASTER_ADDR"] == "gpu03"
+    assert joined.variables["LOCAL_RANK"] == "1"
+    assert 20000 <= int(joined.variables["MASTER_PORT"]) < 32000
+    assert joined_world(SRUN | {"SLURM_PROCID": "6"}).variables["MASTER_PORT"] == joined.variables["MASTER_PORT"]
+
+
+def test_srun_keeps_what_is_set():
+    variables = joined_world(SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}).variables
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("head", "1234")
+
+
+def test_torchrun_inside_a_slurm_job_wins():
+    assert joined_world(SRUN | TORCHRUN).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("a", "a"), ("a,b", "a"), ("gpu[03-07,11],login1", "gpu03"), ("gpu[7]", "gpu7"), ("n[1-2]-ib,n3", "n1-ib")],
+)
+def test_first_host(nodes, host):
+    assert first_host(nodes) == host

@@ -1,0 +1,181 @@
+"""The local launcher, run as a process of its own; the ranks run tests/launch/targets.py."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from mrl.config.load import from_dict
+from mrl.launch import local
+
+REPO = pathlib.Path(__file__).parents[2]
+TIMEOUT_S = 90
+
+
+def start(target: str, output_dir: pathlib.Path, nproc: int = 2) -> subprocess.Popen[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GLOO_", "SLURM_"))}
+    command = [sys.executable, "-m", "tests.launch.run_target", "run", target, str(output_dir), str(nproc)]
+    return subprocess.Popen(
+        command,
+        cwd=REPO,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def run(target: str, output_dir: pathlib.Path, nproc: int = 2) -> tuple[int, str, str]:
+    return finish(start(target, output_dir, nproc))
+
+
+def notes(output_dir: pathlib.Path, name: str) -> list[str]:
+    return [path.read_text() for path in sorted((output_dir / "notes").glob(f"{name}_*"))]
+
+
+def wait_for_pids(output_dir: pathlib.Path, nproc: int = 2) -> list[int]:
+    """Process ids of all ranks and their children, once they run."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = [text for text in notes(output_dir, "pid") if text]
+        if len(found) == nproc:
+            return [int(pid) for text in found for pid in text.split()]
+        time.sleep(0.05)
+    raise TimeoutError("the ranks did not start")
+
+
+def are_gone(pids: list[int], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
+    code, out, err = run("environment", tmp_path)
+    assert (code, out, err) == (0, "printed by rank 0\n", "")
+    places = [text.split() for text in notes(tmp_path, "env")]
+    assert [p[:3] for p in places] == [["0", "2", "0"], ["1", "2", "1"]]
+    assert places[0][3:] == places[1][3:], "ranks must agree on where they meet"
+    assert places[0][5:] == ["1", "mrl", "sft", "c.yaml"], "OMP_NUM_THREADS is 1, then the command line"
+    assert (tmp_path / "logs" / "rank_1.log").read_text() == "printed by rank 1\n"
+
+
+def test_ranks_reach_each_other(tmp_path):
+    code, _, err = run("all_reduce", tmp_path)
+    assert code == 0, err
+    assert notes(tmp_path, "sum") == ["3.0", "3.0"]
+
+
+@pytest.mark.parametrize("target", ["user_error_on_rank_1", "user_error_everywhere"])
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path, target):
+    code, out, err = run(target, tmp_path)
+    assert (code, out) == (2, "")
+    assert err == "mrl: rows.jsonl:3: is not an object; give one JSON object a line\n"
+    assert {path.name for path in tmp_path.iterdir()} <= {"logs", "notes"}
+    assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
+
+
+def test_a_fault_is_shown_once_and_not_what_it_did_to_the_others(tmp_path):
+    code, out, err = run("fault_on_rank_1", tmp_path)
+    assert (code, out) == (1, "")
+    assert err.count("Traceback") == 1
+    assert err.count("ZeroDivisionError: the one true error") == 1
+    assert err.startswith("mrl: rank 1 failed")
+    assert "ZeroDivisionError" in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+def test_a_killed_rank_ends_all_and_is_named(tmp_path):
+    code, _, err = run("killed_on_rank_1", tmp_path)
+    assert code == 1
+    assert err.startswith("mrl: rank 1 was killed by SIGKILL (out of memory?)")
+    assert len(err.splitlines()) == 1
+    assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
+
+
+def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
+    started = time.monotonic()
+    code, _, err = run("ignore_terminate_after_failure", tmp_path)
+    assert code == 1
+    assert "the one true error" in err
+    assert time.monotonic() - started < 25, "torch elastic alone would wait 30 s"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
+    process = start("stop_on_signal", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    process.send_signal(signum)
+    code, _, err = finish(process)
+    assert (code, err) == (75, "mrl: stopped after step 3; run the same command again to go on\n")
+    assert notes(tmp_path, "saved") == [signum.name] * 2
+    assert are_gone(pids)
+
+
+def test_a_stop_signal_before_training_kills(tmp_path):
+    process = start("wait_forever", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, err) == (128 + signal.SIGTERM, "")
+    assert are_gone(pids)
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path):
+    process = start("wait_forever", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    code, _, err = finish(process)
+    assert (code, err) == (130, "mrl: interrupted\n")
+    assert are_gone(pids)
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
+    process = start("wait_forever", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    ranks, children = pids[::2], pids[1::2]
+    process.kill()
+    process.wait(timeout=TIMEOUT_S)
+    try:
+        assert are_gone(ranks)
+    finally:
+        for pid in children:  # what a rank started itself is its own to end
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_S)
+
+
+def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    seen = {}
+
+    def target(config, command_line):
+        seen.update(os.environ, pid=os.getpid(), command_line=command_line)
+
+    raw = {
+        "output_dir": str(tmp_path),
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "train": {"global_batch_size": 8},
+    }
+    local.run_here(target, from_dict(raw), "mrl sft c.yaml")
+    assert seen["pid"] == os.getpid()
+    assert [seen[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == ["0", "1", "0", "127.0.0.1"]
+    assert int(seen["MASTER_PORT"]) > 0
+    assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ
