@@ -1,0 +1,51 @@
+# make quickstart   a venv, the install, and a first training run: about five minutes
+# make test         the tests that run on every change (the long tier is `.venv/bin/python -m pytest -m slow`)
+# make lint         ruff, as CI runs it
+# make parity       the table of layouts against Hugging Face
+# make docs         docs/config.md from the config schema
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+# Versions are pinned by the file for the Python that makes the venv.
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS := constraints-$(PYTHON_VERSION).txt
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: quickstart test test-slow lint parity docs venv clean
+
+quickstart: $(STAMP)
+	$(BIN)/python examples/arithmetic/quickstart.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+parity: $(STAMP)
+	$(BIN)/python -m tests.parity
+
+docs: $(STAMP)
+	$(BIN)/python -m mrl.config.docs > docs/config.md
+
+venv: $(STAMP)
+
+# torch comes first and alone, pinned, so that the build which is installed suits the machine and nothing replaces it.
+$(STAMP): setup.py $(wildcard $(CONSTRAINTS))
+	@test -f $(CONSTRAINTS) || { echo "Python $(PYTHON_VERSION) has no constraints file; use PYTHON=python3.11 or python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

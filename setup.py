@@ -1,0 +1,44 @@
+"""Packaging of mrl. The sets of versions that are known to work are in constraints-3.11.txt and constraints-3.12.txt."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+HERE = pathlib.Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mrl" / "__init__.py").read_text(encoding="utf-8"), re.M)[1]
+
+setup(
+    name="mrl",
+    version=VERSION,
+    description="A trainer for language models built on Megatron-Core",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["mrl", "mrl.*"]),
+    install_requires=[
+        "megatron-core>=0.16.1",
+        "torch>=2.13",
+        "transformers>=5",
+        "click>=8.1",
+        "wandb>=0.20",
+        "datasets>=4",  # `datasets` folders and hub ids
+        "fsspec",  # remote checkpoints
+        "huggingface_hub",
+        "jinja2",  # chat templates
+        "numpy",
+        "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher
+        "pyarrow",  # Parquet
+        "pyyaml>=6",
+        "rich>=13",
+        "safetensors>=0.4",
+        "zstandard",  # .jsonl.zst
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]"],
+        "tensorboard": ["tensorboard"],
+        "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard"],
+    },
+    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+)
