@@ -77,7 +77,7 @@ class SFTDataset:
         try:
             with self._lock:
                 encoded = self._encoder.encode(parse_row(self._row(index), self.format))
-                return self._fit(encoded)
+                return self._fit(index, encoded)
         except BadRow as e:
             why = f"{self.where(index)}: {e}"
             if self.config.on_bad_row == "skip":
@@ -89,7 +89,7 @@ class SFTDataset:
     def _row(self, index: int) -> dict[str, Any]:
         return rename_fields(self._rows[index], self.config.columns)
 
-    def _fit(self, encoded: Encoded) -> Example | Rejected:
+    def _fit(self, index: int, encoded: Encoded) -> Example | Rejected:
         """The sequence within max_length, by the truncation policy."""
         ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
         too_long = len(ids) > limit
@@ -99,7 +99,7 @@ class SFTDataset:
                 case "error":
                     raise DataError(f"{what}; raise data.max_length, or set data.truncation to right, left or drop")
                 case "drop":
-                    return Rejected("dropped", what)
+                    return Rejected("dropped", f"{self.where(index)}: {what}")
                 case "right":
                     ids, mask = ids[:limit], mask[:limit]
                 case "left":

@@ -68,8 +68,8 @@ def open_file(path: str) -> Source:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The text of an exception on one line."""
-    return " ".join(str(error).split())[:limit]
+    """The text of an exception on one line, without control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())[:limit]
 
 
 # ---------------------------------------------------------------------------------------------- the cache of copies
@@ -80,10 +80,11 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
 
     Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
     """
-    stat = os.stat(path)
+    with open(path, "rb") as file:  # one that cannot be read is not the copy's fault
+        stat = os.fstat(file.fileno())
     key = hashlib.sha256(f"{os.path.realpath(path)}|{stat.st_size}|{stat.st_mtime_ns}|1".encode()).hexdigest()[:20]
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "mrl"
-    target = folder / f"{Path(path).name}-{key}{suffix}"
+    target = folder / f"{Path(path).name[:80]}-{key}{suffix}"
     if target.exists():
         return str(target)
     try:
@@ -101,7 +102,7 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                     os.replace(unfinished, target)
                 finally:
                     Path(unfinished).unlink(missing_ok=True)
-    except (PermissionError, FileNotFoundError) as e:
+    except OSError as e:
         raise DataError(
             f"{path}: its copy cannot be written to {folder} ({one_line(e)}); set HF_DATASETS_CACHE to a folder with room"
         ) from e
@@ -112,22 +113,21 @@ def _decompress(path: str, target: str) -> None:
     try:
         with _decompressed(path) as stream, open(target, "wb") as out:
             shutil.copyfileobj(stream, out, BLOCK)
-    except OSError as e:
-        if e.errno is not None:  # the disk's error, as a full one; a codec's error has no number
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as e:
+        if _is_from_the_disk(e):
             raise
-        raise _undecompressed(path, e) from e
-    except (EOFError, zlib.error, pyarrow.ArrowException) as e:
-        raise _undecompressed(path, e) from e
+        raise DataError(
+            f"{path}: cannot be decompressed ({one_line(e)}); the file is cut off or damaged, copy it again"
+        ) from e
 
 
 def _decompressed(path: str) -> Any:
     return gzip.open(path) if path.endswith(".gz") else pyarrow.input_stream(path, compression="zstd")
 
 
-def _undecompressed(path: str, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: cannot be decompressed ({one_line(error)}); the file is cut off or damaged, copy it again"
-    )
+def _is_from_the_disk(error: Exception) -> bool:
+    """Whether reading or writing failed (a full disk has an error number), not the codec (its OSError has none)."""
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def _parquet_to_arrow(path: str, target: str) -> None:
@@ -142,7 +142,9 @@ def _parquet_to_arrow(path: str, target: str) -> None:
         with pyarrow.OSFile(target, "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
             for batch in parquet.iter_batches(batch_size=ARROW_ROWS):
                 writer.write_batch(batch.cast(schema))
-    except pyarrow.ArrowException as e:
+    except (OSError, pyarrow.ArrowException) as e:
+        if _is_from_the_disk(e):
+            raise
         raise DataError(
             f"{path}: cannot be read as Parquet ({one_line(e)}); the file is damaged, write it again"
         ) from e

@@ -1,0 +1,250 @@
+"""Wrong data files, rows and options: one line each, with file and line (or the key) and what would work."""
+
+import gzip
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mrl.data.batches import BatchSource
+from mrl.data.dataset import Example, SFTDataset
+from mrl.errors import DataError
+from tests.data import kit
+from tests.data.kit import turns
+
+GOOD = {"messages": turns("hello", "fox")}
+
+
+def messages(*given, **more):
+    return {"messages": list(given), **more}
+
+
+USER = {"role": "user", "content": "hello"}
+
+# The second row (line 2) is bad; the first one is good and sets the format.
+BAD_ROWS = [
+    ("not JSON", "{oops", "is not a JSON object (Expecting property name", 'each line must be one object, as {"messages": [...]}'),
+    ("a JSON number", "5", "the line is a JSON int", "each line must be one object"),
+    ("a line cut off", json.dumps(GOOD)[:-9], "is not a JSON object", "each line must be one object"),
+    ("another format", {"text": "x"}, "has no field 'messages', which the format messages needs; it has text", "rename with data.columns"),
+    ("messages null", {"messages": None}, "messages is missing or null", "give a list of at least one {role, content}"),
+    ("messages empty", {"messages": []}, "messages is an empty list", "give a list of at least one"),
+    ("messages a string", {"messages": "hello"}, "messages is 'hello'", "give a list of at least one"),
+    ("a message a string", messages("hello"), "messages[0] is 'hello'", "give an object with role and content"),
+    ("no role", messages({"content": "x"}), "messages[0].role is missing or null", "give system, user, assistant or tool"),
+    ("ShareGPT", messages({"from": "human", "value": "x"}), "messages[0] has from and value (ShareGPT)", "write them as role"),
+    ("role gpt", messages(USER, {"role": "gpt", "content": "x"}), "messages[1].role is 'gpt'", "write assistant"),
+    ("role human", messages({"role": "human", "content": "x"}), "messages[0].role is 'human'", "write user"),
+    ("no content", messages(USER, {"role": "assistant"}), "messages[1].content is missing or null", "give a string"),
+    ("content a number", messages(USER, {"role": "assistant", "content": 4}), "messages[1].content is 4", "give a string"),
+    ("empty answer", messages(USER, {"role": "assistant", "content": ""}), "messages[1].content is empty", "give the text to train on"),
+    ("parts", messages({"role": "user", "content": [{"type": "text", "text": "x"}]}), "messages[0].content is a list of parts", "join its text parts"),
+    ("no assistant turn", messages(USER), "has nothing to train on: the conversation has no assistant turn", "set data.loss_on to all"),
+    ("assistant first", messages({"role": "assistant", "content": "x"}, USER), "messages[0] is an assistant turn", "begin with a user turn"),
+    ("tools a number", {**GOOD, "tools": 5}, "tools is 5", "give a list of function schemas"),
+    ("tools no JSON", {**GOOD, "tools": "{"}, "tools is a string that is not JSON", "give a list of function schemas"),
+    ("template arguments", {**GOOD, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list", "give an object"),
+    ("half a character", '{"messages": [{"role": "user", "content": "a\\ud800"}]}', "messages[0].content has half of a UTF-16 pair at character 1", "write the text as UTF-8"),
+    ("refused by the template", messages(USER, USER, {"role": "assistant", "content": "x"}), "the chat template cannot render the conversation (TemplateError: roles must alternate)", "put the turns in the order it wants"),
+    ("too long", {"messages": turns("hello " * 600, "fox")}, "tokens and data.max_length is 512", "raise data.max_length, or set data.truncation to right, left or drop"),
+]  # fmt: skip
+
+STRICT = kit.CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if loop.previtem and loop.previtem.role == m.role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}",
+    1,
+)
+
+# (first row, second row, what is wrong, what would work)
+OTHER_FORMATS = [
+    ({"prompt": "a", "completion": "b"}, {"prompt": 5, "completion": "b"}, "prompt is 5", "give a string"),
+    ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "completion is empty", "remove the row"),
+    ({"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": "b"}, "prompt is a list and completion 'b'", "two strings or two message lists"),
+    ({"prompt": "a", "completion": "b"}, {"prompt": [USER], "completion": [USER]}, "the completion has no assistant turn", "add one"),
+    ({"instruction": "a", "output": "b"}, {"instruction": "", "output": "b"}, "instruction is empty", "give the text"),
+    ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": 5}, "input is 5", "give a string"),
+    ({"text": "a"}, {"text": ["a"]}, "text is a list", "give a string"),
+    ({"text": "a"}, {"text": ""}, "text is empty", "remove the row"),
+    ({"input_ids": [5, 6]}, {"input_ids": []}, "input_ids is an empty list", "give a list of integers"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6.5]}, "input_ids[1] is 6.5", "give a list of integers"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 99999]}, "input_ids[1] is 99999, but the tokenizer has", "the model's own tokenizer"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5]}, "none of its 1 tokens trains", "remove the row"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "loss_mask": [1, 0]}, "none of its 2 tokens trains (the first never does)", "remove the row"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [-100, -100]}, "has nothing to train on", "remove the row"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [6, 7]}, "labels[0] is 6 and input_ids[0] is 5; labels are not shifted here", "-100 where it does not train"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [6]}, "labels has 1 entries and input_ids 2", "give one per token"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask[1] is 2", "give 1 where a token trains"),
+    ({"input_ids": [5, 6]}, {"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [5, 6]}, "has labels and loss_mask", "keep the one"),
+]  # fmt: skip
+
+
+def check(path, wrong, works, *, template=STRICT, place=":2: ", **keys):
+    """`load(1)` and `next()` stop with one line that names the place, what is wrong and what would work."""
+    dataset = SFTDataset(kit.config(path, **keys), kit.make_tokenizer(template))
+    with pytest.raises(DataError) as error:
+        dataset.load(1)
+    message = str(error.value)
+    assert message.startswith(f"{path}{place}") and wrong in message and works in message, message
+    assert "\n" not in message and len(message) < 600
+    with pytest.raises(DataError) as again:
+        BatchSource(dataset, global_batch_size=2, seed=0).next()
+    assert str(again.value) == message
+    return dataset
+
+
+@pytest.mark.parametrize("name, row, wrong, works", BAD_ROWS, ids=[r[0] for r in BAD_ROWS])
+def test_bad_messages(tmp_path, name, row, wrong, works):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [GOOD, row])
+    check(path, wrong, works)
+    if name == "too long":
+        return  # it can be read: data.truncation decides, not data.on_bad_row
+    skipping = SFTDataset(kit.config(path, on_bad_row="skip"), kit.make_tokenizer(STRICT))
+    assert isinstance(skipping.load(0), Example) and skipping.load(1).outcome == "skipped"
+
+
+@pytest.mark.parametrize("first, row, wrong, works", OTHER_FORMATS, ids=[r[2][:40] for r in OTHER_FORMATS])
+def test_bad_rows_of_other_formats(tmp_path, first, row, wrong, works):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [first, row])
+    check(path, wrong, works)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "jsonl.gz"])
+def test_bad_rows_elsewhere_are_named_too(tmp_path, kind):
+    rows, path = [{"text": "a"}, {"text": ""}], tmp_path / f"a.{kind}"
+    match kind:
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(b'{"text": "a"}\n{"text": ""}\n'))
+    check(path, "text is empty", "remove the row", place=":2: " if kind == "jsonl.gz" else ":row 1: ")
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    check(path, "is not UTF-8 (byte 10 of the line)", "save the file as UTF-8")
+
+
+def test_a_prompt_that_merges_with_its_completion(tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "the quick ", "completion": "brown fox"}]
+    path = kit.write_jsonl(tmp_path / "a.jsonl", rows)
+    check(
+        path,
+        "the prompt's last tokens change when the completion follows",
+        "begin the completion with the space",
+        template=None,
+    )
+
+
+@pytest.mark.parametrize("policy", ["right", "left"])
+def test_truncation_that_leaves_nothing_to_train(tmp_path, policy):
+    long = {"right": turns("hello " * 50, "fox"), "left": turns("hello", "fox", "hello " * 50)}[policy]
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [GOOD, {"messages": long}])
+    check(path, f"truncation {policy} to 20 of ", "set data.truncation to drop", truncation=policy, max_length=20)
+
+
+def test_columns_that_do_not_fit_a_row(tmp_path):
+    columns = {"q": "prompt", "a": "completion"}
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"q": "x", "a": "y"}, {"q": "x"}])
+    check(path, "has no field 'a', which data.columns renames to 'completion'", "it has q", columns=columns)
+    path = kit.write_jsonl(tmp_path / "b.jsonl", [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "prompt": "z"}])
+    check(path, "has a field 'prompt' already", "as {prompt: prompt_unused}", columns=columns)
+
+
+def text_file(content):
+    return lambda p: p.write_text(content)
+
+
+def damaged_parquet(path):
+    pq.write_table(pa.table({"text": [str(i) * 50 for i in range(1000)]}), path)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\xff" * 2000 + content[2004:])
+
+
+# (what is at PATH, its suffix, config keys, what the message begins with after PATH's key, what is in it)
+WHOLE = [
+    ("nothing there", None, "/a.jsonl", {}, "data.train: PATH: there is no such file or folder", "a folder or glob of them"),
+    ("empty file", text_file(""), ".jsonl", {}, "data.train: PATH: the data set is empty", "at least one row is needed"),
+    ("blank lines", text_file("\n\n"), ".jsonl", {}, "data.train: PATH: the data set is empty", "at least one row is needed"),
+    ("suffix", text_file("a,b"), ".csv", {}, "data.train: PATH: the suffix is not known", ".jsonl.zst, "),
+    ("empty folder", lambda p: p.mkdir(), "", {}, "data.train: PATH: the folder holds no data file", "give a glob, as PATH/**/*.jsonl"),
+    ("glob", None, "/*.jsonl", {}, "data.train: PATH: no file matches", "a glob looks like"),
+    ("folder of splits", lambda p: (p.mkdir(), text_file("{}")(p / "train.jsonl"), text_file("{}")(p / "test.jsonl")), "", {},
+     "data.train: PATH: the folder holds several splits (train.jsonl, test.jsonl)", "as PATH/train*"),
+    ("JSON array", text_file('[\n{"text": "a"}\n]'), ".json", {}, "PATH:1: the file is one JSON array", "jq -c '.[]'"),
+    ("pretty-printed", text_file('{\n  "text": "a"\n}'), ".json", {}, "PATH:1: a JSON object is spread over several lines", "jq -c ."),
+    ("gz damaged", lambda p: p.write_bytes(gzip.compress(b"{}" * 99)[:-9]), ".jsonl.gz", {}, "PATH: cannot be decompressed", "copy it again"),
+    ("gz that is none", text_file("{}"), ".jsonl.gz", {}, "PATH: cannot be decompressed", "copy it again"),
+    ("zst that is none", text_file("{}"), ".jsonl.zst", {}, "PATH: cannot be decompressed", "copy it again"),
+    ("parquet that is none", text_file("{}"), ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
+    ("parquet damaged", damaged_parquet, ".parquet", {}, "PATH: cannot be read as Parquet", "write it again"),
+    ("fits no format", text_file('{"a": 1}'), ".jsonl", {}, "PATH:1: the fields a fit no format", "rename fields with data.columns"),
+    ("conversations", text_file('{"conversations": []}'), ".jsonl", {}, "PATH:1: the fields conversations fit no format", "{conversations: messages}"),
+    ("fits two formats", text_file('{"text": "a", "messages": []}'), ".jsonl", {}, "PATH:1: the fields text, messages fit the formats messages and text", "set data.format"),
+    ("no row readable", text_file("{x\n5\n"), ".jsonl", {"on_bad_row": "skip"}, "data.train: PATH: none of its 2 rows can be read", "check the first"),
+    ("split of files", text_file('{"text": "a"}'), ".jsonl", {"split": "train"}, "data.split: 'train', but data.train (PATH) is files", "remove data.split"),
+    ("last without turns", text_file('{"text": "a"}'), ".jsonl", {"loss_on": "last"}, "data.loss_on: 'last', but text rows have no turns", "set assistant or all"),
+    ("two columns to one", text_file('{"text": "a"}'), ".jsonl", {"columns": {"a": "text", "b": "text"}}, "data.columns: renames a and b both to 'text'", "its own name"),
+    ("no template file", text_file('{"text": "a"}'), ".jsonl", {"chat_template": "/none.jinja"}, "data.chat_template: /none.jinja: cannot be read", "give a file"),
+    ("hub id", None, None, {"train": "nobody/nothing"}, "data.train: nobody/nothing: is no file or folder here, and datasets cannot load it", "as openai/gsm8k:main"),
+    ("damaged saved data", lambda p: (p.mkdir(), text_file("{")(p / "state.json"), text_file("{")(p / "dataset_info.json")), "", {},
+     "data.train: PATH: the saved data set cannot be loaded", "save it again"),
+    ("saved without splits", lambda p: datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(p), "", {"split": "train"}, "data.split: 'train', but PATH holds a data set without splits", "remove data.split"),
+    ("no such split", lambda p: datasets.DatasetDict({"fit": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(p), "", {}, "data.train: PATH: has no split train; it has fit", "set data.split to one of them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, make, suffix, keys, begins, works", WHOLE, ids=[w[0] for w in WHOLE])
+def test_data_that_cannot_be_used_at_all(tmp_path, monkeypatch, name, make, suffix, keys, begins, works):
+    def offline(*args):
+        raise ConnectionError("cannot reach\nthe hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    path = tmp_path / f"it{suffix or ''}"
+    if make:
+        make(path)
+    with pytest.raises(DataError) as error:
+        SFTDataset(kit.config(**{"train": path, **keys}), kit.make_tokenizer())
+    message = str(error.value)
+    assert message.startswith(begins.replace("PATH", str(path))), message
+    assert works.replace("PATH", str(path)) in message and "\n" not in message
+
+
+def test_messages_without_a_chat_template_are_one_error_at_the_start(tmp_path):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    with pytest.raises(
+        DataError, match=r"data.train: .*a.jsonl: the tokenizer has no chat template.*data.chat_template"
+    ):
+        SFTDataset(kit.config(path, on_bad_row="skip"), kit.make_tokenizer(None))
+
+
+def test_a_fault_of_the_template_is_not_the_rows_to_skip(tmp_path):
+    long = {"messages": turns("hello", "<think>\nhm\n</think>\n\n4", "hello", "fox")}
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [GOOD, long])
+    check(
+        path, "the chat template rewrites turns", "{% generation %}", template=kit.STRIPS_REASONING, on_bad_row="skip"
+    )
+
+
+def test_no_evaluation_rows_named(tmp_path):
+    with pytest.raises(DataError, match="data.eval: is null; name the rows to evaluate on"):
+        SFTDataset(kit.config(tmp_path), kit.make_tokenizer(), part="eval")
+
+
+def test_an_evaluation_split_that_does_not_exist(tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "d")
+    with pytest.raises(DataError, match=r"data.eval: .* has no split test or validation; it has train: save the split"):
+        SFTDataset(kit.config(tmp_path / "d", eval=str(tmp_path / "d")), kit.make_tokenizer(), part="eval")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "file"))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
+    with pytest.raises(DataError, match=r"a.jsonl.gz: its copy cannot be written .*set HF_DATASETS_CACHE"):
+        SFTDataset(kit.config(tmp_path / "a.jsonl.gz"), kit.make_tokenizer())

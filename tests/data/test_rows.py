@@ -1,0 +1,186 @@
+"""Reading rows by index: every kind of file and folder gives the same rows, in bounded memory, never stale."""
+
+import gzip
+import json
+import os
+import tracemalloc
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+import mrl.data.files
+from mrl.data.dataset import SFTDataset
+from mrl.data.files import open_file
+from mrl.data.rows import open_rows
+from mrl.errors import DataError
+from tests.data import kit
+
+ROWS = [{"text": f"row {i} é"} for i in range(7)]
+
+
+def read(path, split=None, part="train"):
+    rows = open_rows(str(path), split=split, part=part)
+    return [rows[i] for i in range(len(rows))], [rows.where(i) for i in range(len(rows))]
+
+
+def write(folder, kind):
+    """The rows in a file or folder of one kind; returns what to open and where its row 2 is."""
+    text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in ROWS).encode()
+    path = folder / f"a.{kind}"
+    match kind:
+        case "jsonl" | "json":
+            path.write_bytes(text)
+        case "jsonl.gz":
+            path.write_bytes(gzip.compress(text[:30]) + gzip.compress(text[30:]))  # two members
+        case "jsonl.zst":
+            path.write_bytes(zstandard.compress(text[:30]) + zstandard.compress(text[30:]))  # two frames
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
+            return path, f"{path}:row 2"
+        case "saved":
+            datasets.Dataset.from_list(ROWS).save_to_disk(path)
+            return path, f"{path}:row 2"
+        case "splits":
+            splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+            datasets.DatasetDict(splits).save_to_disk(path)
+            return path, f"{path}[train]:row 2"
+    return path, f"{path}:3"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "parquet", "saved", "splits"])
+def test_every_kind_gives_the_same_rows_in_any_order(tmp_path, kind):
+    path, where = write(tmp_path, kind)
+    found, places = read(path)
+    assert found == ROWS and places[2] == where
+    rows = open_rows(str(path), split=None, part="train")
+    assert [rows[i] for i in (6, 0, 3)] == [ROWS[6], ROWS[0], ROWS[3]]
+
+
+def test_a_folder_and_a_glob_give_the_files_in_order_and_other_files_are_left_alone(tmp_path):
+    kit.write_jsonl(tmp_path / "b.jsonl", ROWS[3:])
+    kit.write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    (tmp_path / "README.md").write_text("about")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        found, places = read(path)
+        assert found == ROWS and places[3] == f"{tmp_path}/b.jsonl:1"
+
+
+def test_many_files_hold_few_handles(tmp_path, monkeypatch):
+    monkeypatch.setattr("mrl.data.rows.OPEN_FILES", 3)
+    for i in range(20):
+        kit.write_jsonl(tmp_path / f"{i:02}.jsonl", [{"text": str(i)}])
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    rows = open_rows(str(tmp_path), split=None, part="train")
+    assert [rows[i]["text"] for i in range(20)] == [str(i) for i in range(20)]
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+@pytest.mark.parametrize(
+    "content, rows, lines",
+    [
+        (b'{"a": 1}\n{"a": 2}\n', [1, 2], [1, 2]),
+        (b'{"a": 1}\n{"a": 2}', [1, 2], [1, 2]),
+        (b'\n\n{"a": 1}\r\n\r\n \n{"a": 2}\n\n', [1, 2], [3, 6]),
+        (b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n', [1, 2], [1, 2]),
+        (b'{"a":\n', None, None),
+    ],
+)
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_line_index(tmp_path, monkeypatch, content, rows, lines, block):
+    monkeypatch.setattr(mrl.data.files, "BLOCK", block)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    file = open_file(str(path))
+    if rows is None:
+        assert len(file) == 1
+        return
+    assert [file[i]["a"] for i in range(len(file))] == rows
+    assert [file.where(i) for i in range(len(file))] == [f"{path}:{line}" for line in lines]
+
+
+def test_a_million_rows_take_a_few_bytes_each(tmp_path):
+    path = tmp_path / "big.jsonl"
+    line = b'{"text": "the quick brown fox jumps over the lazy dog"}\n'
+    with open(path, "wb") as file:
+        for _ in range(1000):
+            file.write(line * 1000)
+    tracemalloc.start()
+    rows = open_rows(str(path), split=None, part="train")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(rows) == 1_000_000 and rows.where(999_999) == f"{path}:1000000"
+    assert rows[999_999]["text"].endswith("lazy dog")
+    assert peak < 64 << 20  # 8 MB of offsets, a block, and what joins them; the rows as objects take over 300 MB
+
+
+def test_a_row_of_parquet_has_no_null_fields(tmp_path):
+    rows = [{"messages": kit.turns("a", "b")}, {"messages": [{"role": "user", "content": "c", "tool_calls": "x"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet")[0] == rows
+
+
+def test_parquet_with_a_dictionary_per_row_group(tmp_path):
+    tables = [pa.table({"text": pa.array(t).dictionary_encode()}) for t in (["a", "b"], ["c", "a"])]
+    with pq.ParquetWriter(tmp_path / "a.parquet", tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    assert [r["text"] for r in read(tmp_path / "a.parquet")[0]] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_changed_file_gets_a_new_index_and_a_new_copy(tmp_path, kind, monkeypatch):
+    path, _ = write(tmp_path, kind)
+    first = open_rows(str(path), split=None, part="train").fingerprint()
+    monkeypatch.setattr("tests.data.test_rows.ROWS", [{"text": "new"}])
+    write(tmp_path, kind)
+    assert read(path)[0] == [{"text": "new"}]
+    assert open_rows(str(path), split=None, part="train").fingerprint() != first
+
+
+def test_a_copy_is_made_once(tmp_path, monkeypatch):
+    path, _ = write(tmp_path, "jsonl.gz")
+    read(path)
+    monkeypatch.setattr(mrl.data.files, "_decompress", lambda *_: pytest.fail("decompressed again"))
+    assert read(path)[0] == ROWS
+
+
+def test_a_file_that_changes_under_its_index_is_an_error(tmp_path):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = SFTDataset(kit.config(path), kit.make_tokenizer())
+    dataset.load(0)
+    kit.write_jsonl(path, ROWS[1:])
+    with pytest.raises(DataError, match=r"a.jsonl:2: the file changed while it was in use"):
+        dataset.load(1)
+
+
+def test_splits(tmp_path):
+    path, _ = write(tmp_path, "splits")
+    assert len(read(path, split="test")[0]) == 2
+    assert len(read(path, part="eval")[0]) == 2  # test is the default of evaluation
+    assert len(read(path, split="train", part="eval")[0]) == 2  # data.split is for the training rows
+
+
+def test_a_hub_id_goes_to_datasets_with_its_configuration(monkeypatch):
+    asked = []
+
+    def load_dataset(*args):
+        asked.append(args)
+        return datasets.DatasetDict(
+            {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read("openai/gsm8k:main")[1][0] == "openai/gsm8k:main[train]:row 0"
+    assert len(read("ag_news", part="eval")[0]) == 7
+    assert asked == [("openai/gsm8k", "main"), ("ag_news", None)]
+
+
+def test_eval_reads_the_evaluation_rows(tmp_path):
+    train = kit.write_jsonl(tmp_path / "train.jsonl", ROWS)
+    held_out = kit.write_jsonl(tmp_path / "eval.jsonl", ROWS[:2])
+    dataset = SFTDataset(kit.config(train, eval=held_out), kit.make_tokenizer(), part="eval")
+    assert len(dataset) == 2 and dataset.where(1) == f"{held_out}:2"

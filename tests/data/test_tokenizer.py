@@ -1,0 +1,91 @@
+"""Loading tokenizers, and what is said when that fails."""
+
+import pytest
+
+from mrl.data.tokenizer import load_tokenizer
+from mrl.errors import DataError, ModelError
+from tests.data.kit import CHATML, make_tokenizer, turns
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_gives_its_tokenizer_and_template(folder):
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.chat_template == CHATML and tokenizer("fox")["input_ids"] == make_tokenizer()("fox")["input_ids"]
+
+
+def test_the_template_file_replaces_the_tokenizers(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("MY {{ messages[0].content }}")
+    tokenizer = load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))
+    assert tokenizer.apply_chat_template(turns("fox"), tokenize=False) == "MY fox"
+
+
+def test_trust_remote_code_reaches_transformers(folder, monkeypatch):
+    seen = []
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(path, trust_remote_code):
+            seen.append(trust_remote_code)
+            return make_tokenizer()
+
+    monkeypatch.setattr("mrl.data.tokenizer.AutoTokenizer", Loader)
+    load_tokenizer(str(folder)), load_tokenizer(str(folder), trust_remote_code=True)
+    assert seen == [False, True]
+
+
+def test_a_template_that_refuses_some_conversations_is_fine(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('system first') }}")
+    load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))
+
+
+@pytest.mark.parametrize(
+    "make, path, message",
+    [
+        (None, "{tmp}/none", "{tmp}/none: there is no such folder .*give a Hugging Face model folder or hub id"),
+        (None, "a/b/c", "a/b/c: there is no such folder"),
+        (lambda p: p.write_text("x"), "{tmp}/it", "{tmp}/it: is a file; give the model's folder"),
+        (lambda p: p.mkdir(), "{tmp}/it", "{tmp}/it: the folder holds no tokenizer .*copy the tokenizer's files"),
+        (
+            lambda p: (p.mkdir(), (p / "tokenizer.json").write_text("{")),
+            "{tmp}/it",
+            "{tmp}/it: the tokenizer cannot be loaded",
+        ),
+    ],
+)
+def test_bad_folders(tmp_path, make, path, message):
+    if make:
+        make(tmp_path / "it")
+    with pytest.raises(ModelError, match=message.replace("{tmp}", str(tmp_path))) as error:
+        load_tokenizer(path.replace("{tmp}", str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_id_that_does_not_load(monkeypatch):
+    def offline(path, trust_remote_code):
+        raise OSError(f"cannot reach the hub for {path}")
+
+    monkeypatch.setattr("mrl.data.tokenizer.AutoTokenizer.from_pretrained", offline)
+    with pytest.raises(
+        ModelError, match="org/model: is no folder here, and no hub id that loads .*cannot reach the hub"
+    ):
+        load_tokenizer("org/model")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "data.chat_template: .*t.jinja: cannot be read .*give a file with a Jinja template"),
+        (" \n", "data.chat_template: .*t.jinja: is empty"),
+        ("{% for m in %}", r"the chat template is not valid Jinja \(line 1: .*name another file in data.chat_template"),
+    ],
+)
+def test_bad_templates(folder, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "t.jinja").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(folder), chat_template=str(tmp_path / "t.jinja"))
