@@ -79,6 +79,11 @@ class BaseEngine(abc.ABC):
         """Whether this process speaks and writes for all: one of them does."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
+    @property
+    def world_size(self) -> int:
+        """Processes, and devices, that the engine runs on."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def on_main(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on the main process only and returns its result on every rank, after it is done.
 

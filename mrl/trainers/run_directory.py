@@ -1,0 +1,186 @@
+"""A run's directory: what is in it, where a run starts from, and who it belongs to.
+
+Everything here touches files only and is called on the main process (`engine.on_main`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import torch
+
+import mrl
+from mrl.batch import Batch
+from mrl.config.load import dump_config, read_yaml, to_dict
+from mrl.config.resume import check_resume
+from mrl.config.schema import SFTConfig
+from mrl.engine import checkpoint, checkpoint_remote
+from mrl.errors import CheckpointError, ConfigError
+
+HEADER = "# Written by mrl: the resolved config of this run. `mrl sft` takes this file.\n"
+OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed")
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Names of what is in the directory `path`."""
+
+    path: pathlib.Path
+
+    @property
+    def config(self) -> pathlib.Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> pathlib.Path:
+        return self.path / "hf"
+
+    @property
+    def partial_hf(self) -> pathlib.Path:
+        """Where an export is written before it gets its name."""
+        return self.path / ".tmp-hf"
+
+    def present(self) -> list[str]:
+        """What a run of mrl has left here."""
+        return [name for name in OURS if (self.path / name).exists()]
+
+    def prepare(self, config: SFTConfig, command_line: str) -> None:
+        """Makes the directory and writes config.yaml, at once or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        temporary = self.path / "config.yaml.tmp"
+        temporary.write_text(HEADER + _provenance(command_line) + dump_config(config), encoding="utf-8")
+        os.replace(temporary, self.config)
+
+    def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:
+        """Keeps the global mini-batch that `step` failed on. rows: the file and line of each sequence."""
+        path = self.path / "failed" / f"step_{step}.pt"
+        path.parent.mkdir(exist_ok=True)
+        tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "lengths")}
+        torch.save({"step": step, "rows": list(rows), **tensors}, path)
+        return path
+
+    def forget_export(self) -> None:
+        """Removes the exported model of an earlier, shorter run, before the checkpoint that it would not belong to."""
+        for folder in (self.hf, self.partial_hf):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def publish_export(self) -> None:
+        """Gives a whole export its name."""
+        if self.hf.exists():
+            shutil.rmtree(self.hf)
+        os.rename(self.partial_hf, self.hf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so."""
+
+    checkpoint: str | None
+    step: int
+    message: str
+
+
+def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
+    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files."""
+    _refuse_foreign(run)
+    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints))
+    if resume == "never":
+        if run.present():
+            raise ConfigError(
+                f'checkpoint.resume: value "never" would overwrite the run in {run.path} ({", ".join(run.present())}); '
+                "give another output_dir, remove that one, or set checkpoint.resume to auto"
+            )
+        return Start(None, 0, f"starting in {run.path}")
+    if own is not None:
+        _check_same_run(run, config, own)
+    elif resume != "auto":
+        own = _elsewhere(run, resume)
+    elif config.checkpoint.remote is not None:
+        own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
+    if own is None:
+        again = " again: it has no checkpoint yet" if run.present() else ""
+        return Start(None, 0, f"starting in {run.path}{again}")
+    step = checkpoint.validate(own).step
+    return Start(own, step, f"resuming from {own}, after step {step}")
+
+
+def _refuse_foreign(run: RunDirectory) -> None:
+    """A config.yaml that is not ours would be overwritten."""
+    if run.config.exists() and not run.config.read_text(encoding="utf-8", errors="replace").startswith(
+        "# Written by mrl"
+    ):
+        raise ConfigError(
+            f"output_dir: value {str(run.path)!r} holds a config.yaml that mrl did not write and would overwrite; give a "
+            "folder of its own, as in runs/demo"
+        )
+
+
+def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
+    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint."""
+    before = read_yaml(run.config) if run.config.exists() else to_dict(config)
+    check_resume(before, to_dict(config))
+    resume = config.checkpoint.resume
+    began_from = before.get("checkpoint", {}).get("resume")
+    if resume not in ("auto", began_from) and not _same_folder(resume, newest):
+        raise ConfigError(
+            f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
+            "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
+        )
+
+
+def _elsewhere(run: RunDirectory, resume: str) -> str:
+    """The checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
+    found = (
+        checkpoint_remote.fetch(resume, str(run.checkpoints)) if "://" in resume else checkpoint.find_checkpoint(resume)
+    )
+    if found is None:
+        raise CheckpointError(
+            f"checkpoint.resume: value {resume!r} holds no whole checkpoint; give a folder such as "
+            f"runs/demo/checkpoints/{checkpoint.step_name(100)}"
+        )
+    return found
+
+
+def _same_folder(a: str, b: str) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b)
+
+
+def _provenance(command_line: str) -> str:
+    """Comment lines with versions, git state and the command line."""
+    versions = {"mrl": mrl.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())]
+    lines += [f"git: {_git_state()}", f"command: {' '.join(command_line.split()) or 'none, started from Python'}"]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _git_state() -> str:
+    """The commit of the working directory, and whether files that git knows have changed."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return "not a git repository"
+    return commit + (f", {len(changed.splitlines())} files changed since" if changed else ", clean")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

@@ -1,0 +1,272 @@
+"""Supervised fine-tuning, from a checked config to an exported model.
+
+Every rank runs this program. What is not here: ranks, dtypes, process groups and micro-batches (the engine's), how the
+loss is divided (docs/loss.md), where rows come from (mrl.data). What is short here is so because it is somewhere else
+with a test of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mrl import metrics
+from mrl.algorithms.sft import sft_loss
+from mrl.batch import Batch
+from mrl.config.checks import resolve_engine_tokens
+from mrl.config.load import to_dict
+from mrl.config.resume import check_resume
+from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.converters.hf_config import read_hf_config
+from mrl.data.batches import BatchSource, eval_batches, steps_for_epochs
+from mrl.data.dataset import SFTDataset
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine import checkpoint
+from mrl.engine.base import BaseEngine
+from mrl.engine.registry import build_engine
+from mrl.errors import Stopped, TrainingError
+from mrl.trainers.console import Console, open_console
+from mrl.trainers.run_directory import RunDirectory, Start, choose_start
+from mrl.trainers.signals import StopSignal
+from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has done so far; saved with a checkpoint. tokens: trained. run_id: wandb's."""
+
+    step: int = 0
+    tokens: float = 0.0
+    run_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """What the loop uses, made once by `run`."""
+
+    config: SFTConfig
+    total_steps: int
+    source: BatchSource
+    eval_set: SFTDataset | None
+    engine: BaseEngine
+    directory: RunDirectory
+    console: Console
+    stop: StopSignal
+
+
+def run(config: SFTConfig, command_line: str = "") -> None:
+    """Trains, or goes on training, until `train.steps` or `train.epochs` are done, and exports the model.
+
+    Called on every rank. Raises UserError for what the user can put right, and Stopped after a signal asked the run to
+    stop and a checkpoint was saved.
+    """
+    metrics.check_packages(config.log)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.chat_template)
+    train_set = SFTDataset(config.data, tokenizer)
+    eval_set = SFTDataset(config.data, tokenizer, part="eval") if config.data.eval is not None else None
+    batch_size = config.train.global_batch_size
+    total_steps = config.train.steps or steps_for_epochs(config.train.resolved_epochs, len(train_set), batch_size)
+    source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
+    engine = build_engine(role_config(config, total_steps))
+    directory = RunDirectory(pathlib.Path(config.output_dir))
+    console = open_console(config.log.console, enabled=engine.is_main)
+    with StopSignal() as stop:
+        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
+        try:
+            start = engine.on_main(lambda: choose_start(directory, config))
+            if not already_done(trainer, start):
+                train(trainer, start, command_line)
+        finally:
+            console.close()
+            source.close()
+
+
+def role_config(config: SFTConfig, total_steps: int) -> RoleConfig:
+    """The one role of supervised fine-tuning."""
+    tokens = resolve_engine_tokens(config)
+    micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
+    return RoleConfig(
+        model=config.model,
+        engine=dataclasses.replace(config.engine, micro_batch=micro_batch),
+        optimizer=config.optimizer,
+        seed=config.seed,
+        packing=config.data.packing,
+        total_steps=total_steps,
+    )
+
+
+def already_done(trainer: Trainer, start: Start) -> bool:
+    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
+    directory, wanted = trainer.directory, trainer.config.checkpoint.export_hf
+    trainer.console.say(start.message)
+    if start.step < trainer.total_steps:
+        return False
+    done = f"the run in {directory.path} is complete: {start.step} of {trainer.total_steps} steps are made"
+    if wanted and not trainer.engine.on_main(directory.hf.exists):
+        trainer.console.say(f"{done}, but not its export; exporting")
+        return False
+    trainer.console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
+    return True
+
+
+def train(trainer: Trainer, start: Start, command_line: str) -> None:
+    """From building the model to exporting it."""
+    config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
+    engine.init_model()
+    engine.set_loss_fn(sft_loss)
+    progress = restore(trainer, start)
+    engine.on_main(lambda: directory.prepare(config, command_line))
+    log = metrics.open_metrics(
+        directory.path, config.log, step=progress.step, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
+    )  # fmt: skip
+    try:
+        console.start(progress.step, trainer.total_steps)
+        loop(trainer, progress, log)
+    finally:
+        log.close()
+        console.close()
+    if config.checkpoint.export_hf:
+        engine.export_hf(str(directory.partial_hf))
+        engine.on_main(directory.publish_export)
+        console.say(f"model: {directory.hf} (loadable with transformers)")
+    console.say(
+        f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
+    )
+
+
+def restore(trainer: Trainer, start: Start) -> Progress:
+    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id."""
+    engine, config = trainer.engine, trainer.config
+    if start.checkpoint is None:
+        return Progress(run_id=engine.on_main(metrics.new_run_id))
+    state = engine.load_checkpoint(start.checkpoint)
+    for note in check_resume(state["config"], to_dict(config)):
+        trainer.console.say(f"changed since the checkpoint: {note}")
+    trainer.source.load_state_dict(state["data"])
+    return Progress(**state["progress"])
+
+
+def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
+    """Step, evaluate, log, save; ends after the last step, which is saved, or raises Stopped."""
+    config, engine, console, total_steps = trainer.config, trainer.engine, trainer.console, trainer.total_steps
+    due = lambda every: progress.step == total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
+    flops = FlopsMeter(trainer)
+    guard = config.train.guards
+    while progress.step < total_steps:
+        began_s = time.perf_counter()
+        batch = trainer.source.next()
+        loss, grad_norm, lr = train_step(trainer, progress, batch, guard=guard)
+        guard = False
+        progress.step += 1
+        progress.tokens += batch.denominators["tokens"]
+        step_s = time.perf_counter() - began_s
+        row = {
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": lr,
+            "train/tokens": progress.tokens,
+            "perf/step_s": step_s,
+            "perf/tokens_per_s": batch.num_tokens / step_s,
+            **flops.utilization(batch, step_s),
+        }
+        if trainer.eval_set is not None and due(config.train.eval_every):
+            row["eval/loss"] = evaluate(engine, trainer.eval_set, batch_size=config.train.global_batch_size, limit=config.train.eval_batches)  # fmt: skip
+        stop_requested, row["perf/memory_gb"] = engine.max_over_ranks(trainer.stop.requested, memory_gb(engine.device))
+        log.write(progress.step, row)
+        console.step(progress.step, row)
+        for note in trainer.source.take_notes():
+            console.say(note)
+        if stop_requested or due(config.checkpoint.every):
+            log.sync()
+            saved = save(trainer, progress)
+            if stop_requested:
+                raise Stopped(
+                    f"stopped by {trainer.stop.name or 'a signal'} after step {progress.step} of {total_steps}, saved in {saved}; "
+                    "run the same command again to go on"
+                )
+
+
+def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float]:
+    """One optimizer step on a global mini-batch. Returns its loss, gradient norm and learning rate.
+
+    guard: check that the step did to the parameters what it should. Raises TrainingError where it did not, and where
+    loss or gradient norm are not finite; then nothing is saved but the batch.
+    """
+    engine = trainer.engine
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
+    if not math.isfinite(loss):
+        raise failed_step(trainer, progress, batch, f"the loss is {loss}")
+    before = engine.guard_before_step() if guard else None
+    grad_norm = engine.optimizer_step()
+    problems = engine.guard_after_step(before) if guard else []
+    if grad_norm.skipped is not None or not math.isfinite(grad_norm):
+        why = f"the gradient norm is {float(grad_norm)}" + (f" ({grad_norm.skipped})" if grad_norm.skipped else "")
+        raise failed_step(trainer, progress, batch, "; ".join([why, *problems[:5]]))
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        found = "; ".join(problems[:10]) + more
+        raise failed_step(trainer, progress, batch, f"the first step did not train the model as it should: {found}")
+    return loss, float(grad_norm), engine.lr_scheduler_step()
+
+
+def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -> TrainingError:
+    """Saves the batch, and says what happened in the step after `progress` and where the last good state is."""
+    step, directory = progress.step + 1, trainer.directory
+    rows = [trainer.source.dataset.where(row) for row in trainer.source.rows]
+    kept = trainer.engine.on_main(lambda: directory.save_failed_batch(step, batch, rows))
+    good = trainer.engine.on_main(lambda: checkpoint.find_checkpoint(str(directory.checkpoints)))
+    last = f"the last good checkpoint is {good}" if good else "no checkpoint had been saved"
+    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last}")
+
+
+def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit: int | None) -> float:
+    """Mean loss per trained token over the evaluation set: the sums of all batches, divided once."""
+    loss_sum = tokens = 0.0
+    with engine.eval_mode():
+        for number, batch in enumerate(eval_batches(eval_set, batch_size)):
+            if number == limit:
+                break
+            _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
+            loss_sum += ctx["loss"] * batch.denominators["tokens"]
+            tokens += batch.denominators["tokens"]
+    return loss_sum / tokens
+
+
+def save(trainer: Trainer, progress: Progress) -> str:
+    """Saves everything that the next step depends on. Returns the checkpoint's folder."""
+    config, engine, directory = trainer.config, trainer.engine, trainer.directory
+    if progress.step == trainer.total_steps:
+        engine.on_main(directory.forget_export)
+    state: Mapping[str, Any] = {
+        "progress": dataclasses.asdict(progress),
+        "data": trainer.source.state_dict(),
+        "config": to_dict(config),
+    }
+    return engine.save_checkpoint(
+        str(directory.checkpoints),
+        config.checkpoint.remote,
+        global_step=progress.step,
+        max_ckpt_to_keep=config.checkpoint.keep,
+        state=state,
+    )
+
+
+class FlopsMeter:
+    """Model FLOPs utilization, where the peak of the device is known."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        peak = peak_flops(trainer.engine.device)
+        self.peak = peak * trainer.engine.world_size if peak is not None else None
+        self.hf = read_hf_config(trainer.config.model.path) if peak is not None else {}
+
+    def utilization(self, batch: Batch, step_s: float) -> dict[str, float]:
+        """`perf/mfu` of a step, or nothing."""
+        if self.peak is None:
+            return {}
+        return {"perf/mfu": training_flops(self.hf, batch.lengths) / (step_s * self.peak)}

@@ -1,0 +1,34 @@
+"""Signals that ask a run to stop: they are remembered, and the trainer acts on them between steps."""
+
+from __future__ import annotations
+
+import signal
+import types
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Inside `with`, SIGTERM and SIGUSR1 set `name` and do nothing else, however often they come.
+
+    SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit (`--signal=USR1@60`).
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self.name is not None
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {signum: signal.signal(signum, self._remember) for signum in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _remember(self, signum: int, frame: types.FrameType | None) -> None:
+        self.name = self.name or signal.Signals(signum).name
