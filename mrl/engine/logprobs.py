@@ -16,7 +16,7 @@ are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; lo
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,9 @@ class _Spec:
     temperature: float
     entropy: EntropyMode
     chunk: int
+
+    def __post_init__(self) -> None:
+        assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
         """The real columns divided by the temperature, in fp32 or better; a new tensor where that changes anything."""

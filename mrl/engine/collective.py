@@ -1,0 +1,76 @@
+"""What both engines do over processes: join them, and bring results together in a fixed order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.engine.base import Predictions
+from mrl.engine.microbatch import balanced_shards
+
+
+def join_processes(device_type: str) -> None:
+    """Joins the processes of RANK, WORLD_SIZE and MASTER_*, or makes a world of one. Idempotent.
+
+    CPU tensors (checkpoints, metadata) always go over gloo, those on a GPU over NCCL.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def add_over(sums: Mapping[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Sums of all ranks of `group`, added in rank order (the same float on each), whatever names each of them has."""
+    if dist.get_world_size(group) == 1:
+        return dict(sums)
+    everyone: list[dict[str, float]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(sums), group=group)
+    result: dict[str, float] = {}
+    for part in everyone:
+        for name, value in part.items():
+            result[name] = result.get(name, 0.0) + value
+    return result
+
+
+def in_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
+    """Joins token-aligned predictions of parts of `batch` and puts them in its order. order: the sequences of each part."""
+    starts = batch.cu_seqlens.tolist()
+    where = [torch.arange(starts[i], starts[i + 1]) for indices in order for i in indices]
+    at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
+    result = {}
+    for name in {name: None for part in parts for name in part}:
+        values = torch.cat([part[name] for part in parts if name in part])
+        assert values.shape[0] == batch.num_tokens, f"{name}: {values.shape[0]} values for {batch.num_tokens} tokens"
+        whole = torch.empty_like(values)
+        whole[at.to(values.device)] = values
+        result[name] = whole
+    return result
+
+
+def share_of(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
+    """The sequences of a global mini-batch that a data-parallel rank has, balanced by tokens."""
+    return batch.select(balanced_shards(batch.lengths.tolist(), dp_size)[dp_rank])
+
+
+def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup | None) -> Predictions:
+    """Inverse of `share_of`: the predictions of all ranks of the data-parallel group, in the order of the global batch."""
+    shares = balanced_shards(batch.lengths.tolist(), dist.get_world_size(group))
+    if len(shares) == 1:
+        return in_batch_order([predictions], shares, batch)
+    device = next((t.device for t in predictions.values()), torch.device("cpu"))
+    everyone: list[dict[str, Tensor]] = [{}] * len(shares)
+    dist.all_gather_object(everyone, {name: t.cpu() for name, t in predictions.items()}, group=group)
+    whole = in_batch_order([p for p, share in zip(everyone, shares, strict=True) if share], shares, batch)
+    return {name: t.to(device) for name, t in whole.items()}

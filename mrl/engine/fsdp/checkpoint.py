@@ -1,0 +1,94 @@
+"""What the FSDP engine puts into a checkpoint folder, through torch.distributed.checkpoint.
+
+The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
+number of ranks reads them. Beside them: `state.pt` (steps, the trainer's state) and `rng_RANK.pt` of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from mrl.engine.fsdp.model import Model
+from mrl.engine.fsdp.optim import Optimizer
+from mrl.errors import CheckpointError
+
+STATE = "state.pt"
+
+
+def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """Everything sharded, by its name in the checkpoint. Tensors are those in use: reading into them restores."""
+    named: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.parameters().items()}
+    return named | (optimizer.moments() if optimizer is not None else {})
+
+
+def save(
+    folder: str, model: Model, optimizer: Optimizer | None, *, schedule_step: int, state: Mapping[str, Any]
+) -> None:
+    """Writes this rank's part into `folder`. Collective."""
+    dcp.save(tensors(model, optimizer), checkpoint_id=folder)
+    torch.save(_rng_states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
+    if dist.get_rank() == 0:
+        updates = 0 if optimizer is None else optimizer.updates
+        facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
+        torch.save(facts, os.path.join(folder, STATE))
+
+
+def load(folder: str, model: Model, optimizer: Optimizer | None) -> tuple[int, dict[str, Any]]:
+    """Restores what `save` wrote, on any number of ranks. Returns (schedule step, the trainer's state). Collective.
+
+    Nothing is changed unless every tensor is there in the right shape. RNG states are restored on the ranks that had
+    one; a rank more than there were keeps its own.
+    """
+    wanted = tensors(model, optimizer)
+    _check_fit(folder, wanted)
+    dcp.load(wanted, checkpoint_id=folder)
+    facts = torch.load(os.path.join(folder, STATE), weights_only=True)
+    if optimizer is not None:
+        optimizer.updates = facts["updates"]
+    rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
+    if os.path.exists(rng):
+        _set_rng_states(torch.load(rng, weights_only=True))
+    return facts["schedule_step"], facts["state"]
+
+
+def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
+    """Refuses the checkpoint of another model, naming tensors."""
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    lacking = [name for name in wanted if name not in saved]
+    if lacking:
+        raise CheckpointError(
+            f"{folder}: has no {lacking[0]} ({len(lacking)} of {len(wanted)} tensors are not in it); "
+            "it belongs to another model, or was saved without an optimizer"
+        )
+    extra = sorted(name for name in saved if name.startswith("model.") and name not in wanted)
+    if extra:
+        raise CheckpointError(
+            f"{folder}: has {extra[0]}, which this model has not ({len(extra)} such); use its own model"
+        )
+    for name, tensor in wanted.items():
+        if tuple(saved[name].size) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder}: {name} is {list(saved[name].size)} and this model's is {list(tensor.shape)}; use its own model"
+            )
+
+
+def _rng_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,307 @@
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, data-parallel in every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
+from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.engine import checkpoint, checkpoint_remote, collective, guards
+from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
+from mrl.engine.fsdp import attention, generate, step
+from mrl.engine.fsdp import checkpoint as fsdp_checkpoint
+from mrl.engine.fsdp.model import Model
+from mrl.engine.fsdp.offload import HOST, Offload
+from mrl.engine.fsdp.optim import Optimizer
+from mrl.engine.microbatch import plan_micro_batches
+from mrl.engine.schedule import learning_rate
+from mrl.errors import CheckpointError, ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKEND = "fsdp"
+
+
+class FSDPEngine(BaseEngine):
+    """One model over all ranks; each holds a shard of every weight and computes its own share of the data."""
+
+    def __init__(self, config: RoleConfig) -> None:
+        super().__init__(config)
+        _refuse_unsupported(config)
+        wanted = config.engine.device
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
+        kind = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+        collective.join_processes(kind)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        self.mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+        self.group = self.mesh.get_group()
+        self.optimizer: Optimizer | None = None
+        self.schedule_step = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return dist.get_world_size()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def init_model(self) -> None:
+        torch.manual_seed(self.config.seed + self.dp_rank)  # ranks have different data, and so different dropout
+        self.model = Model(self.config, self.device, self.mesh)
+        if self.config.optimizer is not None:
+            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
+        self.offload = Offload(self.config.engine.offload, self.model, self.optimizer, self.device)
+        self.model.module.eval()
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Iterator[None]:
+        with self.offload.used(gradients=True, optimizer=True):
+            self.model.module.train()
+            try:
+                yield
+            finally:
+                self.model.module.eval()
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        was_training = self.model.module.training
+        with self.offload.used(), torch.no_grad():
+            self.model.module.eval()
+            try:
+                yield
+            finally:
+                self.model.module.train(was_training)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        target = {"device": self.device, "host": HOST}[device]
+        if model:
+            self.offload.move_parameters(target)
+            self.offload.move_gradients(target)
+        if optimizer and self.optimizer is not None:
+            self.optimizer.move(target)
+
+    # -- a mini-batch -------------------------------------------------------------------------------------------------
+
+    def forward_backward_step(
+        self,
+        batch: Batch,
+        ctx: Ctx | None = None,
+        forward_only: bool = False,
+        preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
+        postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
+    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+        assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
+        ctx = dict(ctx or {})
+        denominator = float(batch.denominators.get(self.loss_denominator, 0.0)) or 1.0
+        order = self._plan(batch)
+        predictions, sums = [], {}
+        with self.offload.used(gradients=not forward_only), torch.set_grad_enabled(not forward_only):
+            for indices in order:
+                predicted, of_micro_batch = self._micro_batch(
+                    batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn, postprocess_fn
+                )  # fmt: skip
+                predictions.append(predicted)
+                for name, value in of_micro_batch.items():
+                    sums[name] = sums.get(name, 0.0) + value
+        sums = collective.add_over(sums, self.group)
+        ctx["metrics"] = {name[1]: value / denominator for name, value in sums.items() if name[0] == "metrics"}
+        loss = sums.get(("loss", ""), 0.0) / denominator
+        whole = collective.in_batch_order(predictions, order, batch)
+        if forward_only:
+            return whole, ctx | ({"loss": loss} if self.loss_fn is not None else {})
+        return whole, loss, ctx
+
+    def _plan(self, batch: Batch) -> list[list[int]]:
+        """The sequences of each micro-batch; the same number of micro-batches on every rank."""
+        size, tokens = self.config.engine.micro_batch.size, self.config.engine.micro_batch.tokens
+        if size is None and tokens is None:
+            tokens = max(4096, batch.max_length)
+        return plan_micro_batches(
+            batch.lengths.tolist(),
+            size=size,
+            tokens=tokens,
+            packed=self.config.packing,
+            agree=lambda count: int(self.max_over_ranks(count)[0]),
+        )
+
+    def _micro_batch(
+        self, data: Batch, ctx: Ctx, denominator: float, forward_only: bool, preprocess_fn, postprocess_fn
+    ) -> tuple[Predictions, dict[tuple[str, str], float]]:
+        """One micro-batch, forward and backward. Returns detached predictions and its sums: the loss, each metric.
+
+        A micro-batch without sequences runs the model on a dummy token, because gathering weights and reducing
+        gradients takes every rank; hooks and loss function do not see it.
+        """
+        if preprocess_fn is not None and data.num_sequences:
+            data, ctx = preprocess_fn(data, ctx)
+        data = data.to(self.device)
+        inputs = step.prepare(data, packed=self.config.packing, device=self.device)
+        predictions = self.model.module(functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx))
+        loss = sum(value.sum() for value in predictions.values()) * 0.0
+        sums: dict[tuple[str, str], float] = {}
+        if data.num_sequences:
+            if postprocess_fn is not None:
+                predictions, ctx = postprocess_fn(data, predictions, ctx)
+            if self.loss_fn is not None:
+                loss_sum, ctx = self.loss_fn(data, predictions, ctx)
+                loss = loss + loss_sum
+                sums["loss", ""] = float(loss_sum.detach())
+                sums |= {("metrics", name): float(value) for name, value in ctx.get("metrics", {}).items()}
+        if not forward_only:
+            step.fsdp_loss(loss, denominator=denominator, dp=self.dp_size).backward()
+        return {name: value.detach() for name, value in predictions.items()}, sums
+
+    def shard_data(self, batch: Batch) -> Batch:
+        return collective.share_of(batch, self.dp_rank, self.dp_size)
+
+    def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
+        return collective.join_shares(predictions, batch, self.group)
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def optimizer_zero_grad(self) -> None:
+        self._trained().zero_grad()
+
+    def optimizer_step(self) -> GradNorm:
+        with self.offload.used(gradients=True, optimizer=True):
+            return self._trained().step(self._learning_rate())
+
+    def _watched(self) -> Iterator[guards.Watched]:
+        for name, p in self.model.parameters().items():
+            yield guards.Watched(name, p.detach().to_local(), None if p.grad is None else p.grad.to_local())
+
+    def guard_before_step(self) -> Any:
+        with self.offload.used(gradients=True):
+            return guards.inspect(self._watched(), lr=self._learning_rate(), eps=self._trained().config.eps)
+
+    def guard_after_step(self, token: Any) -> list[str]:
+        """Every rank has a shard of its own, so there are no replicas that could differ."""
+        with self.offload.used():
+            return guards.problems(token, ((w.name, w.weight) for w in self._watched()))
+
+    def lr_scheduler_step(self) -> float:
+        lr = self._learning_rate()
+        self.schedule_step += 1
+        return lr
+
+    def _trained(self) -> Optimizer:
+        assert self.optimizer is not None, "this role has no optimizer"
+        return self.optimizer
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        remote_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> str:
+        with checkpoint.writing(
+            local_path, global_step, backend=BACKEND, rank=self.dp_rank, barrier=dist.barrier, keep=max_ckpt_to_keep
+        ) as folder:  # fmt: skip
+            fsdp_checkpoint.save(
+                folder, self.model, self.optimizer, schedule_step=self.schedule_step, state=state or {}
+            )
+        saved = os.path.join(local_path, checkpoint.step_name(global_step))
+        if remote_path is not None:
+            self.on_main(lambda: checkpoint_remote.upload(saved, remote_path, keep=max_ckpt_to_keep))
+        return saved
+
+    def load_checkpoint(
+        self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
+    ) -> dict[str, Any]:
+        def locate() -> str:
+            path = checkpoint_remote.fetch(remote_path, local_path) if remote_path else None
+            path = path or checkpoint.find_checkpoint(local_path)
+            if path is None:
+                raise CheckpointError(f"{remote_path or local_path}: holds no whole checkpoint; name one that does")
+            checkpoint.validate(path, backend=BACKEND)
+            return path
+
+        path = self.on_main(locate)
+        self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
+        dist.barrier()
+        if del_local_after_load:
+            self.on_main(lambda: shutil.rmtree(path))
+        return state
+
+    # -- generation and weights out -----------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        hf = self.model.hf
+        with self.eval_mode():
+            hf.set_attn_implementation("sdpa")
+            try:
+                mine = generate.generate(
+                    self.model.module,
+                    requests[self.dp_rank :: self.dp_size],
+                    device=self.device,
+                    any_rank=lambda here: bool(self.max_over_ranks(here)[0]),
+                )
+            finally:
+                hf.set_attn_implementation(attention.NAME)
+        everyone: list[list[Completion]] = [[]] * self.dp_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return [everyone[i % self.dp_size][i // self.dp_size] for i in range(len(requests))]
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        with self.offload.used():
+            yield from self.model.stream(lambda parameter: parameter, DTYPES[self.config.model.dtype])
+
+    def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        with self.offload.used(gradients=True):
+            yield from self.model.stream(
+                lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
+                torch.float32,
+            )
+
+    def export_hf(self, path: str) -> None:
+        writer = contextlib.nullcontext()
+        if self.dp_rank == 0:
+            infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
+            writer = HFWriter(path, infos, companions=self.config.model.path)
+        with writer as out:
+            for name, tensor in self.hf_weights():
+                out.add(name, tensor)
+        dist.barrier()
+
+
+def _refuse_unsupported(config: RoleConfig) -> None:
+    """Config keys that mean nothing to this engine are errors, not ignored."""
+    parallel = config.engine.parallel
+    for axis in ("tp", "pp", "vpp", "cp", "ep"):
+        degree = getattr(parallel, axis)
+        if degree > 1:
+            raise ConfigError(
+                f"engine.parallel.{axis}: {degree} is not possible with engine.backend fsdp, which is data-parallel only; "
+                f"set it to 1 or engine.backend to megatron"
+            )
+    if config.engine.recompute == "selective":
+        raise ConfigError("engine.recompute: selective is not possible with engine.backend fsdp; use none or full")
+    for name in ("aux_loss", "z_loss"):
+        value = getattr(config.engine.moe, name)
+        if value:
+            raise ConfigError(f"engine.moe.{name}: {value} needs engine.backend megatron; set it to 0")

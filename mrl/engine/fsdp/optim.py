@@ -1,0 +1,81 @@
+"""AdamW over sharded parameters: groups, the global gradient norm, clipping, state that checkpoints can hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mrl.config.schema import OptimizerConfig
+from mrl.engine.base import GradNorm
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """torch's AdamW on this rank's shards. Its state exists from the start, so that a checkpoint can be read into it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self.parameters, self.config = dict(parameters), config
+        decayed = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )  # fmt: skip
+        for p in self.parameters.values():
+            self.adamw.state[p] = {"step": torch.zeros((), device=p.device)} | {m: torch.zeros_like(p) for m in MOMENTS}
+
+    @property
+    def updates(self) -> int:
+        """Updates made, which Adam's bias correction counts; skipped steps are not among them."""
+        return int(next(iter(self.adamw.state.values()))["step"])
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for state in self.adamw.state.values():
+            state["step"].fill_(count)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Adam's running averages as sharded tensors, named `exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`."""
+        return {f"{m}.{name}": self.adamw.state[p][m] for name, p in self.parameters.items() for m in MOMENTS}
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    def step(self, lr: float) -> GradNorm:
+        """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
+        shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
+        norm = global_norm(shards)
+        if not math.isfinite(norm):
+            return GradNorm(norm, skipped=f"the gradient norm is {norm}")
+        limit = self.config.clip_grad
+        if limit and norm > limit:
+            torch._foreach_mul_(shards, limit / (norm + 1e-6))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        return GradNorm(norm)
+
+    def move(self, device: torch.device) -> None:
+        """Moves Adam's running averages."""
+        for state in self.adamw.state.values():
+            for name in state:
+                state[name] = state[name].to(device)
+
+
+def global_norm(shards: list[Tensor]) -> float:
+    """The L2 norm of all ranks' shards, whose squares are added in fp64."""
+    device = shards[0].device if shards else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if shards:
+        squares += torch.stack(torch._foreach_norm(shards)).double().square().sum()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    return squares.sqrt().item()
