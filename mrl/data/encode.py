@@ -17,7 +17,8 @@ an error: that model would not learn to stop.
 A *pair* of strings (prompt_completion, alpaca) becomes a user and an assistant turn where the tokenizer has a chat
 template. Without one the two strings are joined as they are and the EOS token ends them, as in TRL; a template file of
 `{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}` gives the
-same on a tokenizer that has its own. The prompt must keep its tokens when the completion follows it. loss_on: assistant and last train the completion.
+same on a tokenizer that has its own. The prompt must keep its tokens when the completion follows it. loss_on: assistant
+and last train the completion.
 
 A *text* trains whole and ends with EOS. The tokenizer's BOS comes first exactly once: templates write their own, and a
 text or prompt that begins with it gets no second one. *Token ids* stay as they are; without labels or mask all train.
@@ -242,6 +243,12 @@ class Encoder:
         here, there = self._difference(part, whole)
         later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
         instead = "last (with one row per answer) or all" if later else "all"
+        if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
+            return DataError(
+                f"messages[{turn}]: the text rendered {extent} is tokenized otherwise alone ({here}) than in the whole "
+                f"conversation ({there}), so the model would be trained after other tokens than it is given; put {{% generation %}} "
+                "markers around the assistant's text in data.chat_template, or end its prompt so that no token reaches over it"
+            )
         return DataError(
             f"messages[{turn}]: the conversation rendered {extent} has {here} where the whole conversation has {there}: the "
             "chat template rewrites turns, so which tokens train cannot be told; put {% generation %} markers around the "

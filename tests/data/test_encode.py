@@ -1,5 +1,7 @@
 """From rows to tokens and masks: formats, chat templates, what trains."""
 
+import json
+
 import pytest
 
 from mrl.batch import make_batch
@@ -65,6 +67,15 @@ def test_a_generation_prompt_that_the_whole_does_not_have_is_an_error():
     template = kit.CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     with pytest.raises(DataError, match=r"rendered up to it, with the generation prompt, has .*<think>.* where .*fox"):
         encode(Chat(turns("hello", "fox")), template)
+
+
+def test_a_prompt_whose_tokens_change_when_the_answer_follows_is_an_error_but_not_with_markers():
+    chat = Chat(turns("hello", "fox"))
+    with pytest.raises(
+        DataError, match=r"is tokenized otherwise alone \('.*'\) than in the whole conversation \('.*fox"
+    ):
+        encode(chat, kit.CHATML.replace("assistant\n", "assistant\n\n").replace("role }}\n", "role }}\n\n"))
+    assert encode(chat, kit.CHATML_MARKED.replace("\n", "\n\n"))[1] == ["fox<|im_end|>"]
 
 
 def test_a_template_that_ends_every_rendering_with_eos_trains_each_turn_to_its_own_end():
@@ -180,6 +191,27 @@ def test_formats_are_detected_or_named(tmp_path, format, named):
         assert (example.ids, example.mask) == ([5, 6, 7], [0, 1, 1])
     else:
         assert trained_text(make_tokenizer(), example) == ["fox</s>" if format == "text" else "fox<|im_end|>"]
+
+
+def test_message_lists_as_prompt_and_completion(tmp_path):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"prompt": FOUR[:4], "completion": FOUR[4:]}])
+    example = SFTDataset(kit.config(path), make_tokenizer()).load(0)
+    assert trained_text(make_tokenizer(), example) == ["hello there<|im_end|>"]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path, as_text):
+    tools = [{"type": "function", "function": {"name": "lazy"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "lazy", "arguments": {}}}]}
+    row = {
+        "messages": [turns("hello")[0], call, {"role": "tool", "content": "dog"}, turns("", "fox")[1]],
+        "tools": json.dumps(tools) if as_text else tools,
+        "chat_template_kwargs": {"loud": 7},
+    }
+    tokenizer = make_tokenizer(kit.WITH_TOOLS)
+    example = SFTDataset(kit.config(kit.write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer).load(0)
+    assert tokenizer.decode(example.ids).startswith("TOOLS lazy <|im_end|>\nLOUD7<|im_start|>user\nhello")
+    assert trained_text(tokenizer, example) == ["<|im_end|>", "fox<|im_end|>"]  # this template leaves the call out
 
 
 def test_columns_rename_fields_before_the_format_is_read(tmp_path):
