@@ -68,7 +68,7 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     everywhere = [key.path for key in walk(root)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
-    return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.7)] or [None])[0]
+    return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)] or [None])[0]
 
 
 def show(value: Any) -> str:

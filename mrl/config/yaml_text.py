@@ -39,7 +39,9 @@ def parse(text: str, source: str, path: str = "") -> Any:
         _refuse_duplicates(node, source, path, seen=set())
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
+        at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
+        line = f":{at.line + 1}" if at else ""
         problem = " ".join((error.problem or error.context or "cannot be read").split())
         raise ConfigError(f"{source}{line}: is not valid YAML: {problem}; correct it there") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -1,0 +1,91 @@
+"""Wrong configs: keys, types, values, and keys that do not fit each other, the processes or the model."""
+
+from __future__ import annotations
+
+from tests.bad_input.kit import MOE, Case, set_config, set_model
+
+CASES = [
+    # The file itself.
+    Case("not yaml", "config.yaml:2", ("not valid YAML",), edit=set_config("output_dir: run\nmodel: {path: model\n")),
+    Case("tab", "config.yaml:2", ("not valid YAML",), edit=set_config("model:\n\tpath: model\n")),
+    Case("a list", "config.yaml", ("holds a list",), edit=set_config("- output_dir\n")),
+    Case("not utf-8", "config.yaml", ("not UTF-8",), edit=set_config(b"output_dir: \xff\n")),
+    Case("python object", "config.yaml:1", ("not valid YAML",), edit=set_config("output_dir: !!python/object:os.x {}\n")),
+    Case("empty", "output_dir", ("is missing",), edit=set_config("")),
+    Case("key twice", "model.path", ("lines 2 and 3",), edit=set_config("model:\n  path: a\n  path: b\n")),
+    # Keys.
+    Case("unknown section", "trian", ("did you mean train",), ("trian.steps=3",)),
+    Case("unknown key", "train.step", ("value 3", "did you mean train.steps"), ("train.step=3",)),
+    Case("key of another section", "lr", ("did you mean optimizer.lr",), ("lr=0.1",)),
+    Case("unknown key deep down", "engine.parallel.tensor", ("tp, pp, vpp",), ("engine.parallel.tensor=2",)),
+    Case("key that is a number", "1", ("unknown key",), ("1=2",)),
+    Case("missing data", "data.train", ("is missing",), ("data=null",)),
+    Case("missing batch", "train.global_batch_size", ("is missing",), ("train={steps: 2}",)),
+    # Overrides.
+    Case("no equals sign", "train.steps", ("write KEY=VALUE",), ("train.steps",)),
+    Case("no value", "data.eval", ("write data.eval=null",), ("data.eval=",)),
+    Case("no key", "=3", ("write KEY=VALUE",), ("=3",)),
+    Case("below a value", "output_dir", ("needs a mapping",), ("output_dir.x=3",)),
+    Case("not yaml in an override", "data.columns", ("not valid YAML",), ("data.columns={a: b",)),
+    Case("key twice in an override", "engine.parallel.tp", ("twice",), ("engine.parallel={tp: 1, tp: 2}",)),
+    # Types.
+    Case("text for a number", "train.steps", ('"ten"', "whole number of at least 1"), ("train.steps=ten",)),
+    Case("fraction for a whole number", "train.steps", ("10.0",), ("train.steps=10.0",)),
+    Case("bool for a number", "train.steps", ("true or false",), ("train.steps=true",)),
+    Case("number for a bool", "data.packing", ("give true or false",), ("data.packing=1",)),
+    Case("number for text", "output_dir", ("quote it",), ("output_dir=7",)),
+    Case("null for text", "model.path", ("null",), ("model.path=null",)),
+    Case("list for a section", "train", ("give a mapping",), ("train=[1]",)),
+    Case("not a choice", "engine.backend", ("did you mean megatron",), ("engine.backend=megatrn",)),
+    Case("dtype", "model.dtype", ("bfloat16, float32",), ("model.dtype=float16",)),
+    Case("one beta", "optimizer.betas", ("a list of 2 numbers",), ("optimizer.betas=[0.9]",)),
+    Case("beta of 1", "optimizer.betas", ("value 1 is out of range",), ("optimizer.betas=[0.9, 1.0]",)),
+    Case("offload", "engine.offload", ("parameters, gradients, optimizer",), ("engine.offload=[weights]",)),
+    Case("column to a number", "data.columns", ("text to text",), ("data.columns={prompt: 3}",)),
+    Case("lora", "model.lora", ("give null",), ("model.lora={rank: 8}",)),
+    # Bounds.
+    Case("no steps", "train.steps", ("out of range", "at least 1"), ("train.steps=0",)),
+    Case("negative seed", "seed", ("-1", "at least 0"), ("seed=-1",)),
+    Case("lr of 0", "optimizer.lr", ("above 0",), ("optimizer.lr=0",)),
+    Case("infinite lr", "optimizer.lr", ("not finite",), ("optimizer.lr=.inf",)),
+    Case("lr that is not a number", "optimizer.lr", ("not finite",), ("optimizer.lr=.nan",)),
+    # Keys against each other.
+    Case("steps and epochs", "train.steps", ("train.epochs 1", "keep one"), ("train.epochs=1",)),
+    Case("tokens and size", "engine.micro_batch.tokens", ("keep one",), ("engine.micro_batch={tokens: 64, size: 2}",)),
+    Case("tokens below a row", "engine.micro_batch.tokens", ("data.max_length 64",), ("engine.micro_batch.tokens=63",)),
+    Case("min_lr above lr", "optimizer.min_lr", ("give at most 0.001",), ("optimizer.min_lr=1e-2", "optimizer.lr=1e-3")),
+    Case("long warm-up", "optimizer.warmup_steps", ("train.steps 2",), ("optimizer.warmup_steps=3",)),
+    Case("decay of a constant", "optimizer.decay_steps", ("constant",), ("optimizer={schedule: constant, decay_steps: 1}",)),
+    Case("eval_every alone", "train.eval_every", ("without data.eval",), ("train.eval_every=1",)),
+    Case("wandb name alone", "log.wandb.name", ("log.wandb.project",), ("log.wandb.name=x",)),
+    Case("fsdp with tp", "engine.parallel.tp", ("fsdp",), ("engine={backend: fsdp, parallel: {tp: 2}}",)),
+    Case("fsdp with router loss", "engine.moe.aux_loss", ("fsdp",), ("engine={backend: fsdp, moe: {aux_loss: 0.1}}",)),
+    # Keys against the processes.
+    Case("processes", "engine.parallel", ("does not divide the 3 processes",), ("engine.parallel.tp=2", "--nproc", "3")),
+    Case("experts on processes", "engine.parallel", ("ep*etp",), ("engine.parallel.ep=4", "--nproc", "2"), set_model(**MOE)),
+    Case("vpp without pp", "engine.parallel.vpp", ("needs pp",), ("engine.parallel.vpp=2",)),
+    Case("sp without tp", "engine.parallel.sp", ("needs tp",), ("engine.parallel.sp=true",)),
+    Case("small batch", "train.global_batch_size", ("at least 4",), ("train.global_batch_size=3", "--nproc", "4")),
+    Case("no gpu", "engine.device", ("needs a GPU",), ("engine.device=cuda",)),
+    # Keys against the model.
+    Case("more stages than layers", "engine.parallel", ("4 layers",), ("engine.parallel.pp=5",)),
+    Case("chunks", "engine.parallel", ("pp*vpp (2*4 = 8)",), ("engine.parallel={pp: 2, vpp: 4}",)),
+    Case("heads", "engine.parallel.tp", ("num_attention_heads (8)",), ("engine.parallel.tp=3",)),
+    Case("key-value heads", "engine.parallel.tp", ("3 key-value heads",), ("engine.parallel.tp=2",), set_model(num_key_value_heads=3)),
+    Case("experts", "engine.parallel.ep", ("6 experts",), ("engine.parallel.ep=4",), set_model(**MOE)),
+    Case("experts of a dense model", "engine.parallel.ep", ("has none",), ("engine.parallel.ep=2",)),
+    Case("router loss of a dense model", "engine.moe.z_loss", ("has none",), ("engine.moe.z_loss=0.1",)),
+    Case("experts without sp", "engine.parallel.sp", ("experts",), ("engine.parallel={tp: 2, sp: false}",), set_model(**MOE)),
+    # What the config names.
+    Case("no model", "model.path", ("does not exist",), ("model.path=./nowhere",)),
+    Case("model is a file", "model.path", ("is a file",), ("model.path=rows.jsonl",)),
+    Case("unknown hub id", "model.path", ("the hub",), ("model.path=nobody/nothing",)),
+    Case("no weights", "model.path", ("*.safetensors",), ("model.init=pretrained",)),
+    Case("no data", "data.train", ("does not exist",), ("data.train=rows.parquet",)),
+    Case("no match", "data.train", ("does not exist",), ("data.train=parts/*.jsonl",)),
+    Case("no template", "data.chat_template", ("does not exist",), ("data.chat_template=chat.jinja",)),
+    Case("output is a file", "output_dir", ("is a file",), ("output_dir=rows.jsonl",)),
+    Case("output below a file", "output_dir", ("cannot be written",), ("output_dir=rows.jsonl/run",)),
+    Case("no checkpoint", "checkpoint.resume", ("auto, never",), ("checkpoint.resume=run/checkpoints/step_00000009",)),
+    Case("remote", "checkpoint.remote", ("fsspec URL",), ("checkpoint.remote=nowhere://x",)),
+]  # fmt: skip

@@ -1,0 +1,106 @@
+"""What the bad-input table is made of: a run that would work, and cases that each break one thing in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+REPO = pathlib.Path(__file__).parents[2]
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 128, "vocab_size": 256,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+CONFIG: dict[str, Any] = {
+    "output_dir": "run",
+    "model": {"path": "model", "init": "random", "dtype": "float32"},
+    "engine": {"device": "cpu"},
+    "data": {"train": "rows.jsonl", "max_length": 64},
+    "train": {"steps": 2, "global_batch_size": 4},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """A folder with config.yaml, model/ and rows.jsonl; a case's `edit` breaks something in it."""
+
+    root: pathlib.Path
+
+    def write(self, name: str, text: str | bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    def make(self) -> None:
+        self.write("config.yaml", yaml.safe_dump(CONFIG))
+        self.write("model/config.json", json.dumps(MODEL))
+        self.write("rows.jsonl", "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)))  # fmt: skip
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Every file and what it holds, logs aside."""
+        logs = self.root / "run" / "logs"
+        return {
+            path.relative_to(self.root).as_posix(): path.read_bytes() if path.is_file() else b"(folder)"
+            for path in sorted(self.root.rglob("*"))
+            if logs not in path.parents and path not in (logs, logs.parent)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mistake. key: what the message begins with, a dotted key or file:line; says: words that are in it too."""
+
+    name: str
+    key: str
+    says: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+    edit: Callable[[Workspace], None] | None = None
+
+
+def set_model(**fields: Any) -> Callable[[Workspace], None]:
+    """An edit that changes fields of config.json; None takes a field out."""
+    content = {k: v for k, v in (MODEL | fields).items() if v is not None}
+    return lambda workspace: workspace.write("model/config.json", json.dumps(content))
+
+
+def set_config(text: str | bytes) -> Callable[[Workspace], None]:
+    """An edit that replaces config.yaml."""
+    return lambda workspace: workspace.write("config.yaml", text)
+
+
+def run_mrl(workspace: Workspace, *args: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """`mrl sft config.yaml ARGS` in the workspace: exit code, stdout, stderr."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
+    env = inherited | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (environ or {})
+    done = subprocess.run(
+        [sys.executable, "-m", "mrl", "sft", "config.yaml", *args],
+        cwd=workspace.root, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def check(case: Case, workspace: Workspace) -> None:
+    """Exit code 2, one line on stderr that says what is expected, no traceback, nothing written but a log."""
+    if case.edit is not None:
+        case.edit(workspace)
+    before = workspace.snapshot()
+    code, out, err = run_mrl(workspace, *case.args)
+    assert code == 2, f"exit code {code}\n{out}\n{err}"
+    assert len(err.splitlines()) == 1, f"more than one line:\n{err}"
+    message = err.removeprefix("mrl: ").rstrip("\n")
+    assert message.startswith(case.key), message
+    assert all(words in message for words in case.says), f"{case.says} not all in: {message}"
+    assert "; " in message, f"says nothing of what would work: {message}"
+    assert "Traceback" not in out + err
+    assert workspace.snapshot() == before, "something was written"

@@ -1,0 +1,83 @@
+"""Derived values and cross checks that pass; those that fail are in tests/bad_input/config_cases.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config.checks import check_model, check_world, resolve_engine_tokens, smallest_world
+from mrl.config.load import from_dict
+from mrl.config.schema import ParallelConfig
+from mrl.errors import ConfigError, ModelError
+from mrl.launch.preflight import choose_nproc
+from tests.bad_input.kit import MODEL, MOE
+from tests.config.test_load import base
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes"),
+    [
+        ({}, 1), ({"tp": 2}, 2), ({"tp": 2, "pp": 2, "cp": 2}, 8), ({"pp": 2, "vpp": 2}, 2),
+        ({"ep": 2}, 2), ({"ep": 4, "tp": 2}, 4), ({"ep": 2, "etp": 2, "tp": 2}, 4), ({"ep": 2, "pp": 2, "tp": 2}, 4),
+        ({"ep": 3, "tp": 2}, 6),
+    ],
+)  # fmt: skip
+def test_the_smallest_world_is_one_that_fits(parallel, processes):
+    assert smallest_world(ParallelConfig(**parallel)) == processes
+    config = from_dict(base(engine={"parallel": parallel}))
+    dims = check_world(config, processes)
+    assert dims.model_size * dims.dp == processes
+    for fewer in range(1, processes):
+        with pytest.raises(ConfigError):
+            check_world(config, fewer)
+
+
+def test_auto_and_null_degrees_are_resolved():
+    dims = check_world(from_dict(base(engine={"parallel": {"tp": 2}})), 4)
+    assert (dims.sp, dims.etp, dims.dp) == (True, 2, 2)
+    dims = check_world(from_dict(base(engine={"parallel": {"tp": 2, "ep": 2, "sp": False}})), 4)
+    assert (dims.sp, dims.etp, dims.edp) == (False, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "micro_batch", "tokens"),
+    [(64, {}, 4096), (8192, {}, 8192), (64, {"tokens": 64}, 64), (64, {"size": 2}, None)],
+)
+def test_micro_batch_tokens(max_length, micro_batch, tokens):
+    config = from_dict(base(data={"max_length": max_length}, engine={"micro_batch": micro_batch}))
+    assert resolve_engine_tokens(config) == tokens
+
+
+@pytest.mark.parametrize(("train", "epochs"), [({}, 1.0), ({"epochs": 2}, 2.0), ({"steps": 3}, None)])
+def test_length_of_the_run(train, epochs):
+    assert from_dict(base(train=train)).train.resolved_epochs == epochs
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes"),
+    [({"tp": 4}, 4), ({"tp": 8}, 8), ({"pp": 4}, 4), ({"pp": 3}, 3), ({"pp": 2, "vpp": 2}, 2), ({"cp": 2, "tp": 2}, 4)],
+)
+def test_layouts_of_a_dense_model(parallel, processes):
+    """tp may be above the 2 key-value heads, and the layers need not divide evenly over the stages."""
+    config = from_dict(base(engine={"parallel": parallel}))
+    check_model(config, check_world(config, processes), MODEL)
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 6}, {"ep": 2, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2, "pp": 2}])
+def test_layouts_of_an_moe_model(parallel):
+    config = from_dict(base(engine={"parallel": parallel, "moe": {"aux_loss": 0.01, "z_loss": 0.001}}))
+    check_model(config, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
+
+
+def test_a_config_json_without_layers_is_refused():
+    config = from_dict(base())
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        check_model(config, check_world(config, 1), {"model_type": "qwen3"})
+
+
+def test_number_of_processes():
+    assert choose_nproc(None, device="auto", gpus=8, needed=2) == 8
+    assert choose_nproc(None, device="auto", gpus=0, needed=2) == 2
+    assert choose_nproc(4, device="cpu", gpus=0, needed=2) == 4
+    assert choose_nproc(4, device="auto", gpus=8, needed=2) == 4
+    with pytest.raises(ConfigError, match="--nproc: value 16 is above the 8 GPUs"):
+        choose_nproc(16, device="auto", gpus=8, needed=1)

@@ -1,0 +1,179 @@
+"""Loading, overriding and dumping a config."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import typing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.config import yaml_text
+from mrl.config.keys import walk
+from mrl.config.load import dump_config, from_dict, load_config, to_dict
+from mrl.config.schema import SFTConfig
+from mrl.errors import ConfigError
+
+BASE = {"output_dir": "run", "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
+
+
+def base(**sections: object) -> dict:
+    """BASE with sections changed; a dict is merged into its section."""
+    merged = {k: {**BASE.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()}
+    return {**BASE, **merged}
+
+
+def write(tmp_path, text: str) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+MINIMAL = "output_dir: run\nmodel: {path: m}\ndata: {train: d}\ntrain: {global_batch_size: 8}\n"
+
+
+def test_a_minimal_file_takes_the_defaults(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    assert config == from_dict(BASE)
+    assert (config.optimizer.lr, config.engine.parallel.tp, config.data.columns) == (1e-5, 1, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+
+
+def test_overrides_are_yaml_and_the_last_wins(tmp_path):
+    overrides = [
+        "train.steps=10", "train.steps=20", "optimizer.lr=1e-4", "data.columns={question: prompt}",
+        "data.columns.answer=completion", "optimizer.betas=[0.8, 1e-1]", "engine.offload=[optimizer]",
+        "log.wandb.project=null", "data.packing=false", "output_dir=a=b",
+    ]  # fmt: skip
+    config = load_config(write(tmp_path, MINIMAL), overrides)
+    assert config.train.steps == 20
+    assert config.optimizer.lr == 1e-4
+    assert config.data.columns == {"question": "prompt", "answer": "completion"}
+    assert config.optimizer.betas == (0.8, 0.1)
+    assert config.engine.offload == ("optimizer",)
+    assert config.log.wandb.project is None
+    assert config.data.packing is False
+    assert config.output_dir == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("1E5", 1e5), ("-2e+3", -2e3), (".5e1", 5.0), ("1.5e-3", 1.5e-3), ("3", 3.0), ("1_000.5", 1000.5)],
+)
+def test_numbers_as_people_write_them(text, value):
+    assert float(yaml_text.parse(text, "test")) == value
+    assert isinstance(yaml_text.parse(text, "test"), int | float)
+
+
+@pytest.mark.parametrize("text", ["1e5m", "e5", "v1e5", "'1e5'"])
+def test_text_that_only_looks_like_a_number(text):
+    assert isinstance(yaml_text.parse(text, "test"), str)
+
+
+def test_an_empty_section_is_the_defaults(tmp_path):
+    assert load_config(write(tmp_path, MINIMAL + "optimizer:\nlog:\n")) == from_dict(BASE)
+
+
+def test_merge_keys_may_be_overridden(tmp_path):
+    text = (
+        "output_dir: run\nmodel: {path: m}\ndata: {train: d}\ntrain: {<<: {global_batch_size: 4, steps: 5}, steps: 6}\n"
+    )
+    assert load_config(write(tmp_path, text)).train.steps == 6
+
+
+def test_whole_numbers_are_accepted_for_numbers_and_not_the_reverse():
+    lr = from_dict(base(optimizer={"lr": 1})).optimizer.lr
+    assert (lr, type(lr)) == (1.0, float)
+    with pytest.raises(ConfigError, match=r"^train.steps: value 1.0 is a number; give a whole number of at least 1"):
+        from_dict(base(train={"steps": 1.0}))
+    with pytest.raises(ConfigError, match="not finite"):
+        from_dict(base(optimizer={"lr": 10**400}))
+
+
+def values_of(annotation, bounds) -> st.SearchStrategy:
+    """Values that a key of this type accepts."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    low = bounds["minimum"] if bounds["minimum"] is not None else bounds["above"]
+    if annotation is type(None):
+        return st.none()
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(values_of(args[0], bounds), unique=True)
+    if origin is tuple:
+        return st.lists(st.floats(0, 0.99), min_size=2, max_size=2)
+    if origin is dict:
+        return st.dictionaries(st.text(), st.text(), max_size=3)
+    if args:
+        return st.one_of([values_of(arm, bounds) for arm in args])
+    if annotation is int:
+        return st.integers(int(low or 0), int(bounds["maximum"] or 10**9))
+    if annotation is float:
+        return st.floats(low or 0, 1e300, exclude_min=bounds["above"] is not None)
+    return {bool: st.booleans(), str: st.text()}[annotation]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_dumped_loads_back_equal(data):
+    """Any accepted value of any key, text that YAML could take for something else among them."""
+    key = data.draw(st.sampled_from(list(walk(SFTConfig))))
+    raw = {k: dict(v) if isinstance(v, dict) else v for k, v in BASE.items()}
+    node = raw
+    *parents, name = key.path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[name] = data.draw(values_of(key.annotation, key.bounds))
+    try:
+        config = from_dict(raw)
+    except ConfigError as error:  # it does not fit the other keys
+        assert "\n" not in str(error)
+        return
+    assert from_dict(yaml_text.parse(dump_config(config), "dump")) == config
+
+
+@pytest.mark.parametrize("text", ["1e5", "1e-5", "null", "yes", "3", "2020-01-01", "a: b", "# c", "[x", "é", "", "0x1", "1:30", "~"])  # fmt: skip
+def test_text_keeps_being_text(text):
+    config = from_dict(base(data={"eval": text}))
+    assert from_dict(yaml_text.parse(dump_config(config), "dump")).data.eval == text
+
+
+def test_plain_data_holds_every_key():
+    def leaves(data: dict, path: str = "") -> set[str]:
+        found: set[str] = set()
+        for name, value in data.items():
+            dotted = f"{path}.{name}" if path else name
+            found |= leaves(value, dotted) if isinstance(value, dict) and value else {dotted}
+        return found
+
+    assert leaves(to_dict(from_dict(BASE))) == {key.path for key in walk(SFTConfig)}
+
+
+def test_every_key_says_what_it_means():
+    for key in walk(SFTConfig):
+        assert key.help and "\n" not in key.help, key.path
+        assert not key.help.endswith("."), key.path
+
+
+def test_defaults_are_within_their_bounds():
+    for key in walk(SFTConfig):
+        if isinstance(key.default, int | float) and not isinstance(key.default, bool):
+            assert math.isfinite(key.default), key.path
+            assert key.bounds["minimum"] is None or key.default >= key.bounds["minimum"], key.path
+            assert key.bounds["above"] is None or key.default > key.bounds["above"], key.path
+
+
+def test_the_config_imports_neither_torch_nor_megatron():
+    modules = (
+        "mrl.config.load, mrl.config.checks, mrl.config.docs, mrl.config.resume, mrl.parallel, mrl.launch.preflight"
+    )
+    code = (
+        f"import sys, {modules}; print([m for m in ('torch', 'megatron', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,178 @@
+"""The command line: what it imports, prints and exits with. The trainer is replaced by a function here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from mrl import __version__, cli
+from mrl.config.load import dump_config, from_dict, load_config
+from mrl.errors import DataError, Stopped
+from mrl.launch import local
+from tests.bad_input.kit import Workspace
+
+HEAVY = ("torch", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Workspace:
+    made = Workspace(tmp_path)
+    made.make()
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in os.environ if n.startswith("SLURM_") or n in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+    return made
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli.main, list(args))
+
+
+def train_with(monkeypatch, function) -> None:
+    monkeypatch.setattr(cli, "_target", lambda: function)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["sft", "--help"], ["config"]])
+def test_help_imports_nothing_heavy(args):
+    code = (
+        "import sys, mrl.cli\n"
+        f"try: mrl.cli.main({args})\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        f"print('HEAVY', [m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    heavy = done.stdout.splitlines()[-1]
+    assert heavy == "HEAVY []", heavy
+
+
+def test_version_and_help():
+    assert invoke("--version").output == f"mrl, version {__version__}\n"
+    assert invoke("-h").output == invoke("--help").output
+    assert sorted(cli.main.commands) == ["config", "sft"], "a command exists when it works"
+
+
+def test_the_package_says_the_same_version():
+    try:
+        installed = importlib.metadata.version("mrl")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("mrl is not installed")
+    assert installed == __version__
+
+
+def test_config_prints_every_key():
+    result = invoke("config")
+    assert result.exit_code == 0
+    assert "engine.parallel.tp  (default 1; a whole number of at least 1)" in result.output
+    assert invoke("config", "sft").output == result.output
+    assert invoke("config", "ppo").exit_code == 2
+
+
+def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
+    before = workspace.snapshot()
+    result = invoke("sft", "config.yaml", "engine.parallel.tp=2", "--nproc", "4", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert from_dict(yaml.safe_load(result.stdout)) == load_config("config.yaml", ["engine.parallel.tp=2"])
+    comments = [line for line in result.stdout.splitlines() if line.startswith("# ")]
+    assert comments == [
+        "# layout: tp2+spxdp2 on 4 processes",
+        "# micro-batch: up to 4096 tokens",
+        "# length: 2 steps of 4 sequences a step",
+    ]
+    assert workspace.snapshot() == before
+
+
+def test_dry_run_counts_processes_by_the_layout(workspace):
+    args = ("sft", "config.yaml", "train.steps=null", "engine.micro_batch.size=2", "engine.parallel.pp=2", "--dry-run")
+    output = invoke(*args).stdout
+    assert "# layout: pp2 on 2 processes" in output
+    assert "# micro-batch: 2 sequences" in output
+    assert "# length: 1 epochs of 4 sequences a step" in output
+
+
+def test_the_trainer_gets_the_config_and_the_command_line(workspace, monkeypatch):
+    seen = []
+    train_with(monkeypatch, lambda config, command_line: seen.append((config, command_line, os.environ["WORLD_SIZE"])))
+    monkeypatch.setattr(sys, "argv", ["/bin/mrl", "sft", "config.yaml", "data.columns={a: b}"])
+    result = invoke("sft", "config.yaml", "data.columns={a: b}")
+    assert result.exit_code == 0, result.output
+    [(config, command_line, world_size)] = seen
+    assert dump_config(config) == dump_config(load_config("config.yaml", ["data.columns={a: b}"]))
+    assert command_line == "mrl sft config.yaml 'data.columns={a: b}'"
+    assert world_size == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError("rows.jsonl:3: is not an object;\n give one"), 2, "mrl: rows.jsonl:3: is not an object; give one\n"),
+        (Stopped("stopped at step 3"), 75, "mrl: stopped at step 3\n"),
+        (KeyboardInterrupt(), 130, "mrl: interrupted\n"),
+    ],
+)
+def test_exit_codes(workspace, monkeypatch, error, code, message):
+    def fail(config, command_line):
+        raise error
+
+    train_with(monkeypatch, fail)
+    result = invoke("sft", "config.yaml")
+    assert (result.exit_code, result.stderr) == (code, message)
+
+
+def test_a_fault_is_a_traceback_and_exit_code_1(workspace):
+    code = "from mrl import cli; cli._target = lambda: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_failed_rank_is_shown_once(workspace, monkeypatch):
+    def fail(*args):
+        raise local.RankFailed("rank 1 failed\nTraceback ...\nZeroDivisionError")
+
+    monkeypatch.setattr(local, "launch", fail)
+    result = invoke("sft", "config.yaml", "--nproc", "2")
+    assert (result.exit_code, result.stderr) == (1, "mrl: rank 1 failed\nTraceback ...\nZeroDivisionError\n")
+
+
+def test_more_processes_are_launched(workspace, monkeypatch):
+    calls = []
+    monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
+    assert invoke("sft", "config.yaml", "--nproc", "2").exit_code == 0
+    [(target, config, _, nproc)] = calls
+    assert (target, config.output_dir, nproc) == ("mrl.trainers.sft:run", "run", 2)
+
+
+def test_under_torchrun_it_joins(workspace, monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    train_with(monkeypatch, lambda config, command_line: seen.append({n: os.environ[n] for n in place}))
+    assert invoke("sft", "config.yaml", "engine.parallel.tp=2").exit_code == 0
+    assert seen == [place]
+    refused = invoke("sft", "config.yaml", "--nproc", "2")
+    assert (refused.exit_code, refused.stderr) == (2, "mrl: rank 1: --nproc: value 2 has no effect under torchrun; leave it out\n")  # fmt: skip
+    assert "does not divide the 2 processes" in invoke("sft", "config.yaml", "engine.parallel.tp=4").stderr
+
+
+def test_under_srun_it_joins(workspace, monkeypatch):
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "x")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    seen = []
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    train_with(monkeypatch, lambda config, command_line: seen.append([os.environ[n] for n in names]))
+    result = invoke("sft", "config.yaml")
+    assert result.exit_code == 0, result.output
+    assert seen == [["0", "2", "0", "gpu1"]]
