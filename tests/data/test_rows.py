@@ -9,7 +9,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 
 import mrl.data.files
 from mrl.data.dataset import SFTDataset
@@ -19,6 +18,10 @@ from mrl.errors import DataError
 from tests.data import kit
 
 ROWS = [{"text": f"row {i} é"} for i in range(7)]
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
 def read(path, split=None, part="train"):
@@ -36,7 +39,7 @@ def write(folder, kind):
         case "jsonl.gz":
             path.write_bytes(gzip.compress(text[:30]) + gzip.compress(text[30:]))  # two members
         case "jsonl.zst":
-            path.write_bytes(zstandard.compress(text[:30]) + zstandard.compress(text[30:]))  # two frames
+            path.write_bytes(zstd(text[:30]) + zstd(text[30:]))  # two frames
         case "parquet":
             pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
             return path, f"{path}:row 2"
