@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
 from mrl.batch import Batch, make_batch
@@ -40,6 +40,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
+HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0, schedule="linear")
 STEPS = 3
 
@@ -52,9 +54,12 @@ def make_model(
     tied: bool = False,
     vocab: int = VOCAB,
     seed: int = 0,
+    head: str = "lm",
     **overrides: Any,
 ) -> str:
     """Saves a random fp32 model of `family` in `folder` and returns it. overrides: fields of its config.
+
+    head: "value" gives it a linear head of one output, `score.weight`, in place of the output layer.
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
@@ -67,7 +72,9 @@ def make_model(
     }  # fmt: skip
     config = AutoConfig.for_model(model_type, **{**common, **fields, **overrides})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if head == "value":
+        config.num_labels = 1
+    model = HEADS[head].from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,6 +105,7 @@ def role(
     dtype: str = "float32",
     optimizer: OptimizerConfig | None = OPTIMIZER,
     total_steps: int = 10,
+    head: str = "lm",
     parallel: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     **engine: Any,
@@ -117,6 +125,7 @@ def role(
         optimizer=optimizer,
         packing=packing,
         total_steps=total_steps,
+        head=head,
     )
 
 
@@ -135,14 +144,21 @@ class Reference:
 
 
 def hf_reference(
-    folder: str, batch: Batch, *, optimizer: OptimizerConfig = OPTIMIZER, total_steps: int = 10, steps: int = STEPS
+    folder: str,
+    batch: Batch,
+    *,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    total_steps: int = 10,
+    steps: int = STEPS,
+    head: str = "lm",
 ) -> Reference:
     """What Hugging Face and torch.optim.AdamW compute in fp32 on one process, one sequence at a time.
 
-    optimizer: `schedule` must be linear without warm-up; its rates are written out here, apart from mrl's.
+    head: with "value", `log_probs` are the values and the loss is that of `value_loss`. optimizer: `schedule` must
+    be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -150,7 +166,7 @@ def hf_reference(
     losses, norms, first = [], [], None
     for step in range(steps):
         adamw.zero_grad()
-        loss, log_probs = _loss(model, batch)
+        loss, log_probs = _loss(model, batch, head)
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad).item()
         if first is None:
@@ -163,14 +179,28 @@ def hf_reference(
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
-def _loss(model: torch.nn.Module, batch: Batch) -> tuple[float, Tensor]:
-    """(token mean loss, log-probs [T]); gradients of the loss are left on the model."""
+def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """A loss of a value head: the squared distance to a number made from each label."""
+    return (squared_distance(predictions["values"], data.labels) * data.loss_mask).sum(), ctx
+
+
+def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
+    return (values - (labels.float() / VOCAB - 0.5)) ** 2
+
+
+def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
+    """(token mean loss, log-probs or values [T]); gradients of the loss are left on the model."""
     total, log_probs = 0.0, []
     split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
     for tokens, labels, mask in split:
-        logits = model(input_ids=tokens[None]).logits[0].float()
-        log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
-        loss = -(log_probs[-1] * mask).sum() / batch.denominators["tokens"]
+        if head == "lm":
+            logits = model(input_ids=tokens[None]).logits[0].float()
+            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
+            each = -log_probs[-1]
+        else:
+            log_probs.append(model.score(model.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
+            each = squared_distance(log_probs[-1], labels)
+        loss = (each * mask).sum() / batch.denominators["tokens"]
         loss.backward()
         total += loss.item()
     return total, torch.cat(log_probs).detach()

@@ -32,8 +32,11 @@ def wrap(models: Sequence[Model], config: TransformerConfig) -> list[Distributed
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms."""
-    return get_megatron_optimizer(
+    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms.
+
+    megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied here.
+    """
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.betas[0],
             adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad, bf16=dtype == torch.bfloat16,
@@ -41,6 +44,10 @@ def build_optimizer(
         ),
         list(chunks),
     )  # fmt: skip
+    for part in optimizers_of(optimizer):
+        for group in part.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -1,0 +1,276 @@
+"""The parity table: the engines against Hugging Face on one process, layout by layout. `python -m tests.engine.parity` prints it.
+
+A row is a model, a layout, and a way to cut one global mini-batch of uneven masked sequences into micro-batches. In fp32 it
+compares the loss, the gradient of *every* tensor of the model's files, the gradient norm before clipping, the log-prob of
+every label, and what three steps of AdamW (weight decay and clipping on) made of every weight. The reference runs one
+sequence at a time on one process and divides once (tests/engine/tiny.py).
+
+The bounds, and why they are what they are:
+- loss 1e-6 relative, each gradient 1e-5 relative L2, gradient norm 1e-6: sums in another order.
+- log-probs 1e-5 absolute: they are differences of logits of size 10, whose fp32 rounding is 1e-6 a term.
+- the *update* of each weight, `w_3 - w_0`, 1e-3 relative L2. AdamW divides a gradient by its own size, so an element whose
+  gradient `g` is known to `dg` moves by `lr * g / (|g| + eps)`, known to `lr * dg / (|g| + eps)`. With gradients right to
+  1e-5 of their norm, elements far below that norm are not known to better than `dg / |g|`; eps = 1e-6 caps it. A
+  wrong decay, clip factor, bias correction or learning rate changes updates by 1e-2 and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mrl.algorithms.sft import sft_loss
+from mrl.batch import Batch
+from mrl.engine.registry import build_engine
+from tests.engine import tiny
+from tests.engine.harness import Case, close_worlds, run_world
+
+LOSS, GRADIENT, NORM, LOG_PROB, UPDATE = 1e-6, 1e-5, 1e-6, 1e-5, 1e-3
+MEASURE = "tests.engine.parity:measure"
+
+# name -> family of tiny.FAMILIES, and what differs from four layers of it
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tied": True}),
+    "llama 5 layers": ("llama", {"layers": 5}),
+    "llama 7 layers tied": ("llama", {"layers": 7, "tied": True}),
+    "llama value head": ("llama", {"head": "value"}),
+    "llama tied value head": ("llama", {"head": "value", "tied": True}),
+    "llama3 rope": ("llama3", {}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tied": True}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "qwen3_moe step 2": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
+    one of them. sequences: of the global mini-batch. recompute: as in the config. why: what the row is there for."""
+
+    model: str
+    layout: str = "dp1"
+    packing: bool = True
+    size: int | None = None
+    tokens: int | None = None
+    sequences: int = 8
+    recompute: str = "none"
+    why: str = ""
+    backend: str = "megatron"
+
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """The fields of ParallelConfig, and `dp`."""
+        degrees: dict[str, Any] = {"sp": "+sp" in self.layout}
+        for part in self.layout.replace("+sp", "").split("x"):
+            name, degree = re.fullmatch(r"([a-z]+)(\d+)", part).groups()
+            degrees[name] = int(degree)
+        return degrees
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        return {k: v for k, v in self.degrees.items() if k != "dp"}
+
+    @property
+    def world_size(self) -> int:
+        d = self.degrees
+        return d.get("tp", 1) * d.get("cp", 1) * d.get("pp", 1) * d.get("dp", 1)
+
+    @property
+    def head(self) -> str:
+        return MODELS[self.model][1].get("head", "lm")
+
+    def __str__(self) -> str:
+        cut = f"size {self.size}" if self.size else f"tokens {self.tokens}"
+        text = f"{self.model}, {self.layout}, {'packed' if self.packing else 'padded'}, {cut}"
+        text += f", {self.sequences} sequences" if self.sequences != 8 else ""
+        text += f", recompute {self.recompute}" if self.recompute != "none" else ""
+        return text + (f", {self.backend}" if self.backend != "megatron" else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Errors of a row against its reference; `worst_*` name the tensors."""
+
+    micro_batches: int
+    loss: float
+    gradient: float
+    norm: float
+    log_prob: float
+    update: float
+    worst_gradient: str
+    worst_update: str
+    seconds: float = 0.0
+
+    @property
+    def problems(self) -> list[str]:
+        checks = [
+            ("loss", self.loss, LOSS), (f"gradient of {self.worst_gradient}", self.gradient, GRADIENT),
+            ("gradient norm", self.norm, NORM), ("log-probs", self.log_prob, LOG_PROB),
+            (f"update of {self.worst_update}", self.update, UPDATE),
+        ]  # fmt: skip
+        return [
+            f"{what}: {error:.2e}, at most {bound:g} is right" for what, error, bound in checks if not error <= bound
+        ]
+
+
+# -- in the test's process ---------------------------------------------------------------------------------------------
+
+
+class Table:
+    """Runs rows; models and references are made once each, in a folder of its own."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="parity")
+
+    def run(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Outcome | str]]:
+        """(row, its outcome or what went wrong), world size by world size."""
+        for row in sorted(rows, key=lambda row: row.world_size):
+            start = time.monotonic()
+            case = Case(MEASURE, {"row": row, "folder": self.model(row.model), "reference": self.reference(row)})
+            result = run_world(row.world_size, [case])[0]
+            if result.error is not None:
+                yield row, result.error
+            else:
+                yield row, dataclasses.replace(result.value, seconds=time.monotonic() - start)
+
+    @functools.cache  # noqa: B019 - one table a session
+    def model(self, name: str) -> str:
+        family, fields = MODELS[name]
+        return tiny.make_model(str(Path(self._folder.name, name.replace(" ", "_"))), family, **{"layers": 4, **fields})
+
+    def reference(self, row: Row) -> str:
+        """A file with the batch, the weights at the start and the tiny.Reference of a row."""
+        path = Path(self._folder.name, f"{row.model}-{row.sequences}.pt".replace(" ", "_"))
+        if not path.exists():
+            batch = tiny.uneven_batch(sequences=row.sequences)
+            start = load_file(Path(self.model(row.model), "model.safetensors"))
+            reference = tiny.hf_reference(self.model(row.model), batch, head=row.head)
+            torch.save({"batch": batch, "start": start, "reference": reference}, path)
+        return str(path)
+
+
+# -- in a world of processes -------------------------------------------------------------------------------------------
+
+
+def measure(row: Row, folder: str, reference: str) -> Outcome | None:
+    """Three optimizer steps of an engine on the row's batch, against the reference; the outcome on rank 0."""
+    known = torch.load(reference, weights_only=False)
+    batch, expected = known["batch"], known["reference"]
+    engine = build_engine(config_of(row, folder))
+    engine.init_model()
+    engine.set_loss_fn(sft_loss if row.head == "lm" else tiny.value_loss)
+    losses, norms, gradients, log_probs, counts = [], [], {}, None, []
+    share = engine.shard_data(batch)
+    for step in range(tiny.STEPS):
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            predictions, loss, _ = engine.forward_backward_step(share, preprocess_fn=counting(counts))
+        if step == 0:
+            name = "log_probs" if row.head == "lm" else "values"
+            log_probs = engine.unshard_data({name: predictions[name]}, batch)[name]
+            gradients = dict(engine.hf_gradients())
+        losses.append(loss), norms.append(float(engine.optimizer_step())), engine.lr_scheduler_step()
+    weights = dict(engine.hf_weights())
+    if not engine.is_main:
+        return None
+    return compare(
+        known["start"], expected, losses, norms, gradients, log_probs.cpu(), weights, len(counts) // tiny.STEPS
+    )
+
+
+def config_of(row: Row, folder: str):
+    return tiny.role(
+        folder, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
+        recompute=row.recompute, head=row.head,
+    )  # fmt: skip
+
+
+def counting(counts: list[int]):
+    """A preprocess hook that notes the sequences of each micro-batch that has any."""
+
+    def count(data: Batch, ctx: dict) -> tuple[Batch, dict]:
+        counts.append(data.num_sequences)
+        return data, ctx
+
+    return count
+
+
+def compare(
+    start: dict, expected: tiny.Reference, losses: list, norms: list, gradients: dict, log_probs: Any, weights: dict,
+    micro_batches: int,
+) -> Outcome:  # fmt: skip
+    assert set(gradients) == set(expected.gradients), sorted(set(gradients) ^ set(expected.gradients))
+    assert set(weights) == set(expected.weights), sorted(set(weights) ^ set(expected.weights))
+    by_gradient = {name: tiny.relative_l2(gradients[name], value) for name, value in expected.gradients.items()}
+    by_update = {
+        name: tiny.relative_l2(weights[name].double() - start[name], value.double() - start[name])
+        for name, value in expected.weights.items()
+    }
+    worst_gradient, worst_update = (max(errors, key=errors.get) for errors in (by_gradient, by_update))
+    return Outcome(
+        micro_batches=micro_batches,
+        loss=abs(losses[0] - expected.loss) / abs(expected.loss),
+        gradient=by_gradient[worst_gradient],
+        norm=abs(norms[0] - expected.grad_norm) / expected.grad_norm,
+        log_prob=(log_probs - expected.log_probs).abs().max().item(),
+        update=by_update[worst_update],
+        worst_gradient=worst_gradient,
+        worst_update=worst_update,
+    )
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+HEADER = (
+    f"{'family':21} {'layout':20} {'packing':7} {'micro':>5} {'loss':>8} {'gradient':>8} {'norm':>8} {'log-prob':>8} "
+    f"{'update':>8} {'s':>5}  ok"
+)
+
+
+def line(row: Row, outcome: Outcome | str) -> str:
+    layout = row.layout + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
+    head = f"{row.model:21} {layout:20} {'packed' if row.packing else 'padded':7} "
+    if isinstance(outcome, str):
+        return head + "failed: " + outcome.strip().splitlines()[-1]
+    numbers = (outcome.loss, outcome.gradient, outcome.norm, outcome.log_prob, outcome.update)
+    return (
+        head + f"{outcome.micro_batches:5d} " + " ".join(f"{n:8.1e}" for n in numbers) + f" {outcome.seconds:5.1f}  "
+        + ("; ".join(outcome.problems) or "ok")
+    )  # fmt: skip
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
+    parser.add_argument("--only", default="", help="rows whose text contains this")
+    wanted = parser.parse_args(arguments).only
+    from tests.engine.parity_rows import ROWS, SLOW_ROWS
+
+    failed = 0
+    print(HEADER)
+    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS) if wanted in str(row)]):
+        failed += isinstance(outcome, str) or bool(outcome.problems)
+        print(line(row, outcome), flush=True)
+    close_worlds()
+    print(f"{failed} of the rows failed" if failed else "every row is right")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The rows of the parity table (tests/engine/parity.py): those of `make test`, and those of the slow tier.
+
+Between them stand every family; tp, sp, pp, vpp, cp, ep, etp and dp alone and together, up to 8 processes; packed and padded
+batches; 1, 2 and 4 micro-batches and token budgets; uneven pipelines; tied embeddings under each split; recompute; value heads.
+"""
+
+from __future__ import annotations
+
+from tests.engine.parity import Row
+
+ONE_PROCESS = (
+    Row("llama", packing=False, size=8),
+    Row("llama", size=4),
+    Row("llama3 rope", size=8),
+    Row("mistral", size=2),
+    Row("qwen2", packing=False, size=4),
+    Row("qwen2 window", tokens=64),
+    Row("qwen3", size=8),
+    Row("qwen3_moe", size=4),
+    Row("qwen3_moe step 2", packing=False, size=4),
+    Row("mixtral", size=4),
+    Row("llama tied", tokens=48, recompute="full"),
+    Row("llama value head", size=4),
+)
+
+TWO_PROCESSES = (
+    Row("llama", "tp2", size=4),
+    Row("llama", "tp2+sp", packing=False, size=4),
+    Row("llama", "tp2+sp", size=2, recompute="full"),
+    Row("llama", "pp2", size=2),
+    Row("llama", "pp2", packing=False, size=8, why="one micro-batch"),
+    Row("llama", "pp2xvpp2", size=2, why="both neighbours of a stage are the same rank: batched p2p crosses messages"),
+    Row("llama", "cp2", tokens=48, why="a sequence of one token, shorter than 2*cp"),
+    Row("llama", "dp2", size=2),
+    Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+    Row("llama tied", "tp2", size=4),
+    Row("llama tied", "pp2", size=4),
+    Row("llama tied", "cp2", size=8),
+    Row("llama tied", "pp2xvpp2", size=2, packing=False),
+    Row("llama 5 layers", "pp2", size=4, why="uneven pipeline"),
+    Row("llama value head", "tp2+sp", size=4),
+    Row("llama tied value head", "pp2", size=4),
+    Row("llama3 rope", "cp2", packing=False, size=4),
+    Row("mistral", "cp2", size=4, why="the window crosses the zigzag's segments"),
+    Row("mistral", "pp2", tokens=40),
+    Row("qwen2", "tp2", size=8, recompute="selective"),
+    Row("qwen2 window", "pp2", size=4),
+    Row("qwen3", "tp2+sp", tokens=64),
+    Row("qwen3 tied", "dp2", size=4),
+    Row("qwen3_moe", "dp2xep2", size=2),
+    Row("qwen3_moe", "tp2+sp", size=4, why="experts split over tp (etp 2)"),
+    Row("qwen3_moe", "pp2", size=4),
+    Row("mixtral", "dp2xep2", packing=False, size=4),
+    Row("mixtral", "cp2", size=4),
+)
+
+FOUR_PROCESSES = (
+    Row("llama", "tp4+sp", size=4, why="two key/value heads on four ranks; vocabulary of 131"),
+    Row("llama", "pp4", size=2),
+    Row("llama", "cp4", size=4),
+    Row("llama", "tp2xpp2", size=4),
+    Row("llama 5 layers", "pp4", size=2, packing=False, why="uneven pipeline"),
+    Row("llama tied", "pp4", size=2, why="tied embeddings on the first and last of more than two stages"),
+    Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
+    Row("mixtral", "tp2+spxdp2xep2xetp2", size=4),
+    Row("qwen3_moe", "pp2xdp2xep2", size=4),
+)
+
+EIGHT_PROCESSES = (
+    Row("llama tied", "tp2+spxcp2xpp2", size=4),
+    Row("llama", "tp2xpp2xdp2", size=2),
+)
+
+ROWS = ONE_PROCESS + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
+
+SLOW_ROWS = (
+    Row("llama", "dp2", size=4, packing=False),
+    Row("llama", "tp2", tokens=64, recompute="selective"),
+    Row("qwen2", "pp2xvpp2", size=2, packing=False, recompute="full"),
+    Row("qwen3", "cp2", packing=False, size=8),
+    Row("qwen3_moe step 2", "tp2+sp", packing=False, size=4),
+    Row("qwen3_moe step 2", "pp2xvpp2", size=4),
+    Row("mixtral", "tp2+sp", tokens=64, recompute="full"),
+    Row("qwen3_moe", "cp2xep2", size=4, why="experts split over context-parallel ranks"),
+    Row("llama", "tp4", packing=False, size=8),
+    Row("llama", "cp2xdp2", size=1, sequences=3),
+    Row("llama", "tp2+spxcp2", tokens=48, why="sequences shorter than 2*cp*tp"),
+    Row("llama", "tp2+spxpp2xvpp2", size=2),
+    Row("llama tied", "tp4+sp", size=4),
+    Row("llama tied", "tp2+spxpp2", packing=False, size=2),
+    Row("llama 7 layers tied", "pp2xvpp2", size=2, why="uneven pipeline with two chunks a stage"),
+    Row("llama 7 layers tied", "pp4", size=4, why="uneven pipeline"),
+    Row("llama tied value head", "tp2+spxpp2", size=4),
+    Row("llama value head", "cp2xpp2", size=4),
+    Row("mistral", "cp4", size=4),
+    Row("mistral", "tp2+spxcp2", packing=False, size=4),
+    Row("qwen2", "tp4", packing=False, size=4),
+    Row("qwen2 window", "cp2xpp2", size=4),
+    Row("qwen3", "tp2+spxpp2", size=4),
+    Row("mixtral", "dp4xep4", size=1),
+    Row("mixtral", "tp2+spxpp2", size=4),
+    Row("qwen3_moe", "dp4xep2", size=2, why="two replicas of each expert"),
+    Row("qwen3_moe", "tp2+spxdp2xep4", size=4, why="experts split over tp x dp"),
+    Row("qwen3_moe", "pp4", size=2),
+    Row("llama", "tp2+spxcp2xpp2", packing=False, size=4),
+    Row("llama", "pp2xvpp2xdp2xcp2", size=2),
+    Row("qwen3_moe", "tp2+spxpp2xdp2xep2", size=2),
+    Row("mixtral", "tp2+spxcp2xdp2xep4xetp2", size=4),
+)
