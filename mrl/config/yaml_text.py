@@ -22,6 +22,12 @@ class _Dumper(yaml.SafeDumper):
     """The inverse: quotes text that `_Loader` would read as a number."""
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Text with line breaks and controls is written with escapes: PyYAML's other styles lose some of them."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
 

@@ -99,6 +99,9 @@ class _ProcessGroup:
         return [worker.id for worker in self.agent.get_worker_group().workers if isinstance(worker.id, int)]
 
     def _forward(self, signum: int, frame: object) -> None:
+        """The first stop signal reaches every rank; a second could meet one that has saved and no longer minds it."""
+        if self.forwarded is not None:
+            return
         pids = self.pids()
         if not pids:
             raise SystemExit(128 + signum)
@@ -179,7 +182,7 @@ def _raise_first_failure(
         if outcome.kind == "user":
             raise UserError(outcome.text)
     killed = _killed_ranks(result)
-    if forwarded is not None and forwarded in killed.values():
+    if forwarded in killed.values() and not any(outcome.kind == "stopped" for outcome in outcomes):
         raise SystemExit(128 + forwarded)  # it came before training began: there is nothing to save
     for rank, signum in killed.items():
         if signum == signal.SIGTERM:

@@ -137,7 +137,7 @@ def test_what_is_dumped_loads_back_equal(data):
     assert from_dict(yaml_text.parse(dump_config(config), "dump")) == config
 
 
-@pytest.mark.parametrize("text", ["1e5", "1e-5", "null", "yes", "3", "2020-01-01", "a: b", "# c", "[x", "é", "", "0x1", "1:30", "~"])  # fmt: skip
+@pytest.mark.parametrize("text", ["1e5", "1e-5", "null", "yes", "3", "2020-01-01", "a: b", "# c", "[x", "é", "", "0x1", "1:30", "~", "\x85", " a\n", "\u2028"])  # fmt: skip
 def test_text_keeps_being_text(text):
     config = from_dict(base(data={"eval": text}))
     assert from_dict(yaml_text.parse(dump_config(config), "dump")).data.eval == text

@@ -122,6 +122,8 @@ def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     process = start("stop_on_signal", tmp_path)
     pids = wait_for_pids(tmp_path)
     process.send_signal(signum)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)  # schedulers repeat themselves
     code, _, err = finish(process)
     assert (code, err) == (75, "mrl: stopped after step 3; run the same command again to go on\n")
     assert notes(tmp_path, "saved") == [signum.name] * 2
