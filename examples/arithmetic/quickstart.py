@@ -1,0 +1,70 @@
+"""The first run: makes data, measures an untrained model, trains it at TP2, and measures it again.
+
+    make quickstart        or      python examples/arithmetic/quickstart.py [KEY=VALUE ...]
+
+KEY=VALUE are config keys for `mrl sft`, as in engine.parallel.tp=1.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+
+import evaluate
+import make_data
+
+HERE = pathlib.Path(__file__).parent
+MRL = pathlib.Path(sys.executable).with_name("mrl")  # beside the Python that runs this, as in .venv/bin
+CONFIG = os.path.relpath(HERE / "config.yaml")
+DATA, RUN = pathlib.Path("runs/arithmetic-data"), pathlib.Path("runs/arithmetic")
+
+NEXT = """
+What to try next:
+  {mrl} sft {config} output_dir=runs/pp2 engine.parallel.tp=1 engine.parallel.pp=2
+      the same run with its layers on two processes: runs/pp2/metrics.jsonl has the same losses
+  {mrl} sft {config} train.steps=600
+      goes on from the last checkpoint of this run
+  {mrl} sft {config} output_dir=runs/killed      and Ctrl-C or `kill -9` in the middle, then the same command again
+      the metrics are those of a run that was not killed
+  {mrl} config
+      every key: type, default, meaning
+  examples/gsm8k/README.md
+      a real model on real data"""
+
+
+def main() -> None:
+    began_s = time.monotonic()
+    make_data.make(DATA)
+    shutil.rmtree(RUN, ignore_errors=True)
+    print("A model with random weights answers the held-out problems:")
+    before = report(DATA / "model")
+    train(sys.argv[1:])
+    print("\nThe trained model, loaded from runs/arithmetic/hf with transformers:")
+    after = report(RUN / "hf")
+    print(f"\nexact match: {before:.1%} before, {after:.1%} after, in {time.monotonic() - began_s:.0f} s")
+    print(NEXT.format(config=CONFIG, mrl=os.path.relpath(MRL) if MRL.exists() else sys.executable + " -m mrl"))
+
+
+def report(folder: pathlib.Path) -> float:
+    """Prints three answers of a model and returns its exact match."""
+    score, table = evaluate.exact_match(folder, DATA / "eval.jsonl")
+    for question, right, given in table[:3]:
+        print(f"  {question}{given.replace(chr(10), ' ')}  ({'right' if given == right else 'it is ' + right})")
+    return score
+
+
+def train(overrides: list[str]) -> None:
+    """Runs `mrl sft` as a user would; its failure is ours."""
+    print(f"\n$ mrl sft {shlex.join([CONFIG, *overrides])}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "mrl", "sft", CONFIG, *overrides])
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
