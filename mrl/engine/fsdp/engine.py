@@ -219,9 +219,10 @@ class FSDPEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> str:
-        with checkpoint.writing(
+        writing = checkpoint.writing(
             local_path, global_step, backend=BACKEND, rank=self.dp_rank, barrier=dist.barrier, keep=max_ckpt_to_keep
-        ) as folder:  # fmt: skip
+        )
+        with self.offload.used(optimizer=True), writing as folder:
             fsdp_checkpoint.save(
                 folder, self.model, self.optimizer, schedule_step=self.schedule_step, state=state or {}
             )
@@ -242,7 +243,8 @@ class FSDPEngine(BaseEngine):
             return path
 
         path = self.on_main(locate)
-        self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
+        with self.offload.used(optimizer=True):
+            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
         dist.barrier()
         if del_local_after_load:
             self.on_main(lambda: shutil.rmtree(path))

@@ -1,0 +1,146 @@
+"""Both engines through the contract (tests/engine/contract.py), in the layouts named here."""
+
+import dataclasses
+import os
+import shutil
+
+import pytest
+
+from mrl.config.schema import ParallelConfig
+from mrl.errors import ConfigError
+from tests.engine import tiny
+from tests.engine.harness import run_case
+
+# name -> (world size, backend, degrees)
+LAYOUTS = {
+    "fsdp": (1, "fsdp", {}),
+    "fsdp dp2": (2, "fsdp", {}),
+    "fsdp dp4": (4, "fsdp", {}),
+}
+
+EVERYWHERE = (
+    "predictions_come_back_in_order",
+    "gradients_accumulate_until_zeroed",
+    "a_step_that_is_not_finite_changes_nothing",
+)
+ONCE = (
+    "micro_batches_do_not_matter",
+    "documents_do_not_see_each_other",
+    "hooks_own_their_micro_batch",
+    "schedule_and_clipping",
+    "guards_find_nothing_on_a_right_step",
+    "guards_find_a_step_that_was_not_made",
+    "offloaded_state_gives_the_same_numbers",
+    "bf16_keeps_fp32_masters",
+)
+ONCE_LAYOUTS = ("fsdp dp2",)
+CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in ONCE_LAYOUTS else ())]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder of a model, by family; each is made once."""
+    made = {}
+
+    def of(family="llama", **fields):
+        key = (family, *sorted(fields.items()))
+        if key not in made:
+            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
+        return made[key]
+
+    return of
+
+
+def run(layout, case, folder, **kwargs):
+    world_size, backend, parallel = LAYOUTS[layout]
+    options = kwargs.pop("role", {})
+    config = tiny.role(folder, backend=backend, parallel=parallel, **options)
+    return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
+
+
+@pytest.mark.parametrize(("layout", "case"), CASES)
+def test_contract(folder, layout, case):
+    run(layout, case, folder("llama"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_resume_is_bitwise(folder, tmp_path, layout, family):
+    run(layout, "resume_is_bitwise", folder(family), path=str(tmp_path))
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2"])
+def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, layout):
+    role = {"dtype": "bfloat16", "recompute": "full", "offload": ("optimizer",)}
+    run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
+
+
+def test_random_numbers_go_on(folder, tmp_path):
+    run("fsdp dp2", "random_numbers_go_on", folder("llama"), path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "read_by"), [("fsdp dp2", "fsdp dp4"), ("fsdp dp4", "fsdp"), ("fsdp", "fsdp dp2")]
+)
+def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
+    remote = f"file://{tmp_path}/remote"
+    expected = run(saved_by, "save_after", folder("mixtral"), path=str(tmp_path / "a"), remote=remote)
+    run(read_by, "go_on", folder("mixtral"), path=str(tmp_path / "a"), expected=expected)
+    options = {"path": str(tmp_path / "b"), "expected": expected, "remote": remote, "del_local_after_load": True}
+    run(read_by, "go_on", folder("mixtral"), **options)
+    assert not os.path.exists(tmp_path / "b" / "step_00000002")
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2"])
+def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
+    path = str(tmp_path / "checkpoints")
+    run(layout, "save_after", folder("llama"), path=path)
+    step = f"{path}/step_00000002"
+    refuse = {"case": "refuses_checkpoint", "layout": layout}
+    run(**refuse, folder=folder("llama"), path=str(tmp_path / "none"), message="none: holds no whole checkpoint")
+    run(**refuse, folder=folder("llama", layers=3), path=path, message="it belongs to another model")
+    run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="use its own model")
+    damaged = shutil.copytree(step, str(tmp_path / "damaged"))
+    os.remove(max((os.path.join(d, f) for d, _, fs in os.walk(damaged) for f in fs), key=os.path.getsize))
+    run(**refuse, folder=folder("llama"), path=damaged, message="is missing")
+    os.remove(f"{step}/COMPLETE")
+    run(**refuse, folder=folder("llama"), path=path, message="holds no whole checkpoint")
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2"])
+@pytest.mark.parametrize("family", ["llama tied", "qwen2", "qwen3_moe", "mixtral"])
+def test_export_is_what_was_trained(folder, tmp_path, layout, family):
+    model = folder("llama", tied=True) if family == "llama tied" else folder(family)
+    run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_generates_as_hugging_face(folder, layout, family):
+    run(layout, "generates_as_hugging_face", folder(family), model_folder=folder(family))
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2"])
+def test_temperature_and_entropy(folder, layout):
+    run(layout, "temperature_and_entropy", folder("qwen3"), model_folder=folder("qwen3"))
+
+
+def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
+    starts = [run(layout, "random_start", folder("qwen3_moe")) for layout in LAYOUTS]
+    assert all(start == starts[0] for start in starts) and len(starts[0]) > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: 2 is not possible with engine.backend fsdp"),
+        ({"recompute": "selective"}, "engine.recompute: selective is not possible with engine.backend fsdp"),
+        ({"device": "cuda"}, "engine.device: cuda, but no GPU is visible"),
+    ],
+)
+def test_fsdp_refuses_what_it_cannot_do(folder, change, message):
+    from mrl.engine.fsdp.engine import FSDPEngine
+
+    config = tiny.role(folder("llama"))
+    with pytest.raises(ConfigError, match=message):
+        FSDPEngine(dataclasses.replace(config, engine=dataclasses.replace(config.engine, **change)))
