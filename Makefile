@@ -32,7 +32,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 parity: $(STAMP)
-	$(BIN)/python -m tests.parity
+	$(BIN)/python -m tests.engine.parity
 
 docs: $(STAMP)
 	$(BIN)/python -m mrl.config.docs > docs/config.md

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from mrl.config.load import to_dict
 from mrl.config.schema import SFTConfig
 from mrl.errors import Stopped, UserError
-from mrl.launch.worker import Outcome, Task, log_path, read_outcomes
+from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
 
 GRACE_S = 5.0
 """How long the other ranks may clean up after one failed, or all of them after Ctrl-C, before they are killed."""
@@ -46,7 +46,8 @@ class RankFailed(Exception):
 def run_here(target: Callable[[SFTConfig, str], object], config: SFTConfig, command_line: str) -> None:
     """Runs `target(config, command_line)` as the only rank, in this process."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
-    with _environment(place | _unless_set(_loopback())):
+    log = log_path(pathlib.Path(config.output_dir) / "logs", rank=0)
+    with _environment(place | _unless_set(_loopback())), warnings_in(log):
         target(config, command_line)
 
 

@@ -7,6 +7,7 @@ launcher shows the first one, once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -18,6 +19,8 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from mrl.config.load import from_dict
@@ -52,7 +55,8 @@ def run_task(task: Task, rank: int) -> Outcome:
     kind, text = "done", ""
     try:
         module, _, function = task.target.partition(":")
-        getattr(importlib.import_module(module), function)(from_dict(task.config), task.command_line)
+        with warnings_in(log_path(task.log_dir, rank)):
+            getattr(importlib.import_module(module), function)(from_dict(task.config), task.command_line)
     except Stopped as stop:
         kind, text = "stopped", str(stop)
     except UserError as error:
@@ -79,6 +83,20 @@ def read_outcomes(folder: pathlib.Path) -> list[Outcome]:
 
 def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:
     return pathlib.Path(log_dir) / f"rank_{rank}.log"
+
+
+@contextlib.contextmanager
+def warnings_in(path: pathlib.Path) -> Iterator[None]:
+    """Inside, Python warnings go to the end of a file: libraries address them to developers, not to the user of a run."""
+
+    def write(message, category, filename, lineno, file=None, line=None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as log:
+            log.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = write
+        yield
 
 
 def _die_with_launcher(launcher_pid: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 from mrl.errors import DataError, Stopped
 
@@ -32,6 +33,7 @@ def environment(config, command_line: str) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     _note(config, "env", " ".join([*(os.environ.get(name, "-") for name in names), command_line]))
     print(f"printed by rank {RANK}")
+    warnings.warn(f"a library warns rank {RANK}", stacklevel=1)
 
 
 def all_reduce(config, command_line: str) -> None:
