@@ -8,6 +8,7 @@ tests compare against Hugging Face. Parameter names of both are in mrl/converter
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import math
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from mrl.mcore_models import platform
 from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.router import Router
 
 
 class RMSNorm(torch.nn.Module):
@@ -104,7 +107,16 @@ def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
-    return spec
+    return _with_our_router(spec)
+
+
+def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
+    """An MoE layer's spec with `Router` in it; a dense one as it is. 0.16 describes the MLP by a ModuleSpec, 0.19 by a partial."""
+    mlp = layer.submodules.mlp
+    parts = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
+    if isinstance(parts, MoESubmodules):
+        parts.router = Router
+    return layer
 
 
 def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
@@ -115,7 +127,7 @@ def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerB
 
     def layer(experts: int | None) -> ModuleSpec:
         wanted = {"num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm}
-        return te_layer(**{k: v for k, v in wanted.items() if k in known})
+        return _with_our_router(te_layer(**{k: v for k, v in wanted.items() if k in known}))
 
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(

@@ -7,6 +7,7 @@ denominator, and reports gradients and weights under the names of the files that
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 from typing import Any
@@ -212,8 +213,10 @@ def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str,
 
 
 def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero."""
+    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero, infinite where it is not a number."""
     difference = (actual.double() - expected.double()).norm().item()
+    if not math.isfinite(difference):
+        return math.inf
     return 0.0 if difference == 0 else difference / max(expected.double().norm().item(), 1e-300)
 
 

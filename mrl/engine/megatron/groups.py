@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.moe import moe_utils
 
 from mrl.mcore_models import platform
 from mrl.parallel import Coordinates, ParallelDims
@@ -84,7 +83,6 @@ class MegatronState:
             self._globals, self._rng = _snapshot(), _rng_snapshot()
             _restore(outside)
             _rng_restore(outside_rng)
-            _forget_router_logs()
 
     def rng_state(self) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         """(tracker states, default CPU generator, default device generator) as they are inside `installed()`."""
@@ -130,10 +128,3 @@ def _rng_restore(state: tuple[dict[str, Any], torch.Tensor, torch.Tensor]) -> No
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(tracker))
     torch.set_rng_state(host)
     torch.cuda.set_rng_state(device)
-
-
-def _forget_router_logs() -> None:
-    """megatron adds every router loss to a process-wide table that only its own training loop empties."""
-    tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", None)
-    if tracker is not None and tracker():
-        tracker().clear()

@@ -1,0 +1,57 @@
+"""The router of MoE layers: megatron's top-k router with router losses that count every token of a micro-batch once.
+
+Dimensions: `T` tokens of a micro-batch on all ranks that share it (tensor parallel x context parallel), `N` of them that are
+no padding, `E` experts. For router probabilities `p` (a softmax over all experts) and `n_e` tokens sent to expert `e`:
+
+    load balancing   coefficient * E / (topk * N^2) * sum_e n_e * sum_t p_te     (W. Fedus et al., arXiv 2101.03961, eq. 4)
+    z-loss           coefficient / N * sum_t (log sum_e exp(logit_te))^2         (B. Zoph et al., arXiv 2202.08906, eq. 5)
+
+Each rank attaches the part of its own tokens; gradients of the router's weight add up over the ranks. Two things differ from
+megatron's own: a micro-batch of padding alone, which keeps a rank in step with the others, has losses of 0 and not 0 / 0;
+and the z-loss divides by N where megatron averages each rank's mean, which depends on where the padding lies. Nothing is
+written to megatron's process-wide table of router losses.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class Router(TopKRouter):
+    def _sum_over_shards(self, count: Tensor) -> Tensor:
+        """`count` of all ranks that hold a part of the micro-batch."""
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(count, group=self.tp_cp_group)
+        return count
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """probs with the load-balancing loss attached; scores and routing_map are zero in padding."""
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        tokens_per_expert = self._sum_over_shards(routing_map.sum(dim=0))
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=(tokens_per_expert.sum() // self.topk).clamp(min=1),
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+            fused=self.config.moe_router_fusion,
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """logits [T / ranks, E] with the z-loss attached; padding_mask: True where no token is."""
+        if self.config.moe_z_loss_coeff is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        real = torch.ones_like(logits[:, 0], dtype=torch.bool) if padding_mask is None else ~padding_mask
+        total = self._sum_over_shards(real.sum()).clamp(min=1)
+        loss = (torch.logsumexp(logits, dim=-1).square() * real).sum() * self.config.moe_z_loss_coeff / total
+        return MoEAuxLossAutoScaler.apply(logits, loss)
