@@ -185,6 +185,17 @@ def temperature_and_entropy(config: RoleConfig, model_folder: str) -> None:
     torch.testing.assert_close(predictions["entropy"].cpu(), torch.cat(expected_entropies), **close)
 
 
+def dropout_is_off_in_eval_mode(config: RoleConfig) -> None:
+    """Trap 18: log-probs in eval mode are those of the model without dropout; in train mode dropout is on."""
+    engine = make_engine(config)
+    share = engine.shard_data(tiny.uneven_batch())
+    losses = []
+    for mode in (engine.eval_mode, engine.train_mode, engine.eval_mode):
+        with mode():
+            losses.append(engine.forward_backward_step(share, forward_only=True)[1]["loss"])
+    assert losses[0] == losses[2] and abs(losses[1] - losses[0]) > 1e-3, losses
+
+
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,13 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, 
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
+@pytest.mark.parametrize("layout", ["fsdp dp2"])
+def test_dropout(folder, tmp_path, layout):
+    """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
+    run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
+    run(layout, "resume_is_bitwise", folder("llama", attention_dropout=0.5), path=str(tmp_path))
+
+
 def test_random_numbers_go_on(folder, tmp_path):
     run("fsdp dp2", "random_numbers_go_on", folder("llama"), path=str(tmp_path))
 

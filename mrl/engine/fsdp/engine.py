@@ -91,12 +91,7 @@ class FSDPEngine(BaseEngine):
                 self.model.module.train(was_training)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        target = {"device": self.device, "host": HOST}[device]
-        if model:
-            self.offload.move_parameters(target)
-            self.offload.move_gradients(target)
-        if optimizer and self.optimizer is not None:
-            self.optimizer.move(target)
+        self.offload.move({"device": self.device, "host": HOST}[device], model=model, optimizer=optimizer)
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -178,7 +173,7 @@ class FSDPEngine(BaseEngine):
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_zero_grad(self) -> None:
-        self._trained().zero_grad()
+        self.offload.forget_gradients()
 
     def optimizer_step(self) -> GradNorm:
         with self.offload.used(gradients=True, optimizer=True):

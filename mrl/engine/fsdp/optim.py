@@ -46,9 +46,6 @@ class Optimizer:
         """Adam's running averages as sharded tensors, named `exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`."""
         return {f"{m}.{name}": self.adamw.state[p][m] for name, p in self.parameters.items() for m in MOMENTS}
 
-    def zero_grad(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
-
     def step(self, lr: float) -> GradNorm:
         """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
         shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
