@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -165,6 +166,8 @@ def _replace_tensor_creation() -> None:
 
         return create
 
+    # `with torch.device(...)` knows the factories by identity, from a table made at its first use: make it now
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     tensor = torch.Tensor

@@ -1,1 +1,213 @@
-"""..."""
+"""A Megatron engine's state in a checkpoint folder, through megatron's dist_checkpointing.
+
+    mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it
+    engine.pt           step of the LR schedule, layout, architecture, and the trainer's state
+    rng/rank_00000.pt   each rank's RNG states; used when the layout is the same, else generators are seeded anew
+
+The folder protocol (whole or nothing, keep, remote copies) is `mrl.engine.checkpoint`, shared by the engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from mrl.engine import checkpoint as folder
+from mrl.engine import checkpoint_remote
+from mrl.engine.megatron import optim
+from mrl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mrl.engine.megatron.engine import MegatronEngine
+
+BACKEND = "megatron"
+
+
+def save(
+    engine: "MegatronEngine", root: str, remote: str | None, step: int, keep: int | None, state: Mapping[str, Any]
+) -> str:
+    """Writes `root/step_XXXXXXXX` and copies it to `remote`. Returns the folder."""
+    rank = dist.get_rank()
+    with folder.writing(root, step, backend=BACKEND, rank=rank, barrier=dist.barrier, keep=keep) as path:
+        if rank == 0:
+            os.makedirs(os.path.join(path, "mcore"))
+            os.makedirs(os.path.join(path, "rng"))
+            torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
+        dist.barrier()
+        torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
+        with _quiet(), _writing_in_process():
+            dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
+    final = os.path.join(root, folder.step_name(step))
+    if remote is not None:
+        if rank == 0:
+            checkpoint_remote.upload(final, remote, keep=keep)
+        dist.barrier()
+    return final
+
+
+def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: bool) -> dict[str, Any]:
+    """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
+    rank = dist.get_rank()
+    if remote is not None:
+        if rank == 0:
+            checkpoint_remote.fetch(remote, path)
+        dist.barrier()
+    found = folder.find_checkpoint(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path}: holds no whole checkpoint; give a folder that has step_XXXXXXXX in it, or one of those"
+        )
+    folder.validate(found, backend=BACKEND)
+    saved = _read(os.path.join(found, "engine.pt"), found)
+    check_architecture(saved["architecture"], _architecture(engine), found)
+    sharded = _sharded(engine, loading=True)
+    try:
+        with _quiet():
+            loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
+    except (CheckpointingException, RuntimeError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"{found}: megatron cannot load it ({' '.join(str(error).split())[:300]}); use another checkpoint"
+        ) from error
+    for index, chunk in enumerate(engine.models):
+        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+    if engine.optimizer is not None:
+        with optim.loading_moments(engine.optimizer):
+            engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.schedule_step = saved["schedule_step"]
+    if saved["layout"] == dataclasses.asdict(engine.dims):
+        tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
+        engine.state.set_rng_state((tracker, host, device))
+    dist.barrier()
+    if delete_local and rank == 0:
+        shutil.rmtree(found)
+    return saved["state"]
+
+
+def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+    """Refuses a checkpoint of another model, naming what differs."""
+    differ = [
+        f"{k} {saved.get(k)!r} there and {own.get(k)!r} here"
+        for k in sorted(saved.keys() | own.keys())
+        if saved.get(k) != own.get(k)
+    ]
+    if differ:
+        raise CheckpointError(
+            f"{path}: is of another model: {'; '.join(differ)}; resume with the model it was made from"
+        )
+
+
+def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
+    names = (
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
+    )  # fmt: skip
+    return {name: engine.hf.get(name) for name in names} | {
+        "head": engine.config.head,
+        "dtype": engine.config.model.dtype,
+    }
+
+
+def _description(engine: "MegatronEngine") -> dict[str, Any]:
+    return {
+        "schedule_step": engine.schedule_step,
+        "layout": dataclasses.asdict(engine.dims),
+        "architecture": _architecture(engine),
+        "optimizer": engine.optimizer is not None,
+    }
+
+
+def _plain_rng(engine: "MegatronEngine") -> tuple:
+    tracker, host, device = engine.state.rng_state()
+    return {name: state.clone() for name, state in tracker.items()}, host, device
+
+
+def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
+    """megatron's sharded state dict. Optimizer state is keyed like the parameters, so tp, pp, ep and dp may change."""
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    result: dict[str, Any] = {}
+    for index, chunk in enumerate(engine.models):
+        result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
+    if engine.optimizer is not None:
+        optim.init_moments(engine.optimizer)
+        models = dict(result) if len(engine.models) > 1 else result["model0"]
+        result["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+    return result
+
+
+def _read(path: str, found: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no common class for what a file can have wrong
+        raise CheckpointError(
+            f"{found}: {os.path.basename(path)} cannot be read ({error}); use another checkpoint"
+        ) from error
+
+
+@contextlib.contextmanager
+def _writing_in_process() -> Iterator[None]:
+    """megatron hands what each rank writes to child processes, and starts another one for a queue between them.
+
+    Ours is a save that the run waits for: it writes in this process, so that a run that is killed stops writing, and a
+    program needs no `if __name__ == "__main__"` for the sake of a child that imports it again.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    name = "write_preloaded_data_multiproc"
+    original = writer.__dict__.get(name)  # 0.19 has threads instead
+    filesystem_async._results_queue = queue.Queue()
+    if original is not None:
+        setattr(writer, name, staticmethod(_write_here))
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None
+        if original is not None:
+            setattr(writer, name, original)
+
+
+def _write_here(transforms: list, use_msc: bool, rank: int, buckets: Sequence, results: queue.Queue) -> None:
+    """Writes this rank's files one after the other and reports as megatron's child processes would."""
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        done, counter = queue.Queue(), queue.Queue()
+        counter.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, done, counter, True)
+        _, result = done.get_nowait()
+        if isinstance(result, Exception):
+            results.put(result)
+            return
+        written[index] = result
+    results.put(written)
+
+
+class _quiet:
+    """megatron warns about its own use of torch, and logs at every save; neither is for the user."""
+
+    def __enter__(self) -> None:
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *exc: object) -> None:
+        logging.disable(logging.NOTSET)
+        self._warnings.__exit__(*exc)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.converters.accounting import check_model
 from mrl.converters.families import family_for
+from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names, padded_vocab
-from mrl.converters.safetensors_io import HFReader
-from mrl.engine.base import BaseEngine, Ctx, GradNorm, Predictions
+from mrl.converters.safetensors_io import HFReader, HFWriter, tensor_infos
+from mrl.engine import guards
+from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
 from mrl.engine.microbatch import balanced_shards, plan_micro_batches
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
@@ -29,7 +31,7 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import offload, optim, step, weights  # noqa: E402
+from mrl.engine.megatron import checkpoint, generate, guard, offload, optim, step, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState, init_process_group  # noqa: E402
 from mrl.mcore_models import layers  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
@@ -79,7 +81,6 @@ class MegatronEngine(BaseEngine):
         self.optimizer: Any = None
         self.schedule_step = 0
         self._reduced = False
-        self._on_device = True
 
     # -- where and who ------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,9 @@ class MegatronEngine(BaseEngine):
             else:
                 for model in models:
                     model.requires_grad_(False)
-            self.offload = offload.Offload(config.engine.offload, self.chunks, self.optimizer)
+            self.offload = offload.Offload(config.engine.offload, models, self.chunks, self.optimizer)
+            for kind in self.offload.kinds:
+                self.offload.park(kind)
 
     def _load_weights(self, models: Sequence[Any]) -> None:
         path, head = self.config.model.path, self.config.head
@@ -127,7 +130,8 @@ class MegatronEngine(BaseEngine):
                 RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02),
             )
             return
-        with HFReader(path) as reader:
+        with HFReader(path) as stored:
+            reader = unstacked(stored, self.family)
             absent = check_model(
                 reader, self.family, self.hf, head=head, may_lack=["score.weight"] if head == "value" else []
             )
@@ -136,29 +140,24 @@ class MegatronEngine(BaseEngine):
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self.state.installed():
-            self.offload.bring(gradients=True, optimizer=True)
+        with self.state.installed(), self.offload.used("parameters", "gradients"):
             for model in self.models:
                 model.train()
-            try:
-                yield
-            finally:
-                self.offload.put_back()
+            yield
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self.state.installed(), torch.no_grad():
-            self.offload.bring(gradients=False, optimizer=False)
+        with self.state.installed(), self.offload.used("parameters"), torch.no_grad():
             for model in self.models:
                 model.eval()
-            try:
-                yield
-            finally:
-                self.offload.put_back()
+            yield
 
-    @installed
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        self.offload.move(device, model=model, optimizer=optimizer)
+        if device not in ("device", "host"):
+            raise ValueError(f"device {device!r}: use 'device' (where the engine computes) or 'host'")
+        move = self.offload.restore if device == "device" else self.offload.park
+        for kind in (["parameters", "gradients"] if model else []) + (["optimizer"] if optimizer else []):
+            move(kind)
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -234,10 +233,7 @@ class MegatronEngine(BaseEngine):
         return step.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
 
     def shard_data(self, batch: Batch) -> Batch:
-        return batch.select(balanced_shards(batch.lengths.tolist(), self.dims.dp)[self.dims_rank()])
-
-    def dims_rank(self) -> int:
-        return self.coords.dp_rank
+        return batch.select(balanced_shards(batch.lengths.tolist(), self.dims.dp)[self.coords.dp_rank])
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -266,8 +262,9 @@ class MegatronEngine(BaseEngine):
 
     @installed
     def optimizer_zero_grad(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        with self.offload.used("gradients"):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._reduced = False
 
@@ -278,7 +275,7 @@ class MegatronEngine(BaseEngine):
 
     @installed
     def optimizer_step(self) -> GradNorm:
-        with self.offload.used(gradients=True, optimizer=True):
+        with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
             optim.set_learning_rate(self.optimizer, self._learning_rate())
             return optim.step(self.optimizer, self.config.optimizer.clip_grad)
@@ -291,19 +288,66 @@ class MegatronEngine(BaseEngine):
         self.schedule_step += 1
         return lr
 
-    # -- weights out --------------------------------------------------------------------------------------------------
+    @installed
+    def guard_before_step(self) -> Any:
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            self._reduce()
+            return guards.inspect(guard.watched(self), lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
-    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed():
+    @installed
+    def guard_after_step(self, token: Any) -> list[str]:
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            changed = guards.problems(token, ((w.name, w.weight) for w in guard.watched(self)))
+            return changed + guard.replica_problems(self)
+
+    # -- state in and out ---------------------------------------------------------------------------------------------
+
+    @installed
+    def save_checkpoint(
+        self,
+        local_path: str,
+        remote_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> str:
+        with self.offload.used("parameters", "optimizer"):
+            return checkpoint.save(self, local_path, remote_path, global_step, max_ckpt_to_keep, state or {})
+
+    @installed
+    def load_checkpoint(
+        self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
+    ) -> dict[str, Any]:
+        with self.offload.used("parameters", "optimizer"):
+            return checkpoint.load(self, local_path, remote_path, del_local_after_load)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        assert self.config.head == "lm", "a value head generates nothing"
+        with self.eval_mode():
+            return generate.run(self, requests)
+
+    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], *kinds: str) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed(), self.offload.used(*kinds):
             yield from weights.stream(
                 self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec, head=self.config.head
             )
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream(lambda parameter: parameter.data)
+        return self._stream(lambda parameter: parameter.data, "parameters")
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed():
+        with self.state.installed(), self.offload.used("gradients"):
             self._reduce()
             optim.whole_gradients(self.chunks)
-        return self._stream(lambda parameter: parameter.main_grad)
+        return self._stream(lambda parameter: parameter.main_grad, "gradients")
+
+    def export_hf(self, path: str) -> None:
+        shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
+        if not self.is_main:
+            for _ in self.hf_weights():
+                pass
+        else:
+            with HFWriter(path, tensor_infos(shapes, self.dtype), companions=self.config.model.path) as writer:
+                for name, tensor in self.hf_weights():
+                    writer.add(name, tensor)
+        dist.barrier()

@@ -1,22 +1,89 @@
-"""Moves parameters, gradients and optimizer state between the device and host memory."""
+"""Host memory for parameters, gradients and optimizer state that are not in use.
+
+megatron keeps parameters and gradients as views into a few flat buffers, and many objects hold such views. So nothing is
+replaced: a storage is copied to host memory and shrunk to nothing, and later grown and filled again; every view stays valid.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.engine.megatron.optim import gradient_buffers, optimizers_of
+
+KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Offload:
-    def __init__(self, kinds: Sequence[str], chunks: Sequence[Any], optimizer: Any) -> None:
-        self.kinds, self.chunks, self.optimizer = frozenset(kinds), chunks, optimizer
+    """Which state is where. kinds: what waits on the host between uses."""
 
-    def bring(self, *, gradients: bool, optimizer: bool) -> None:
-        pass
+    def __init__(self, kinds: Sequence[str], models: Sequence[Any], chunks: Sequence[Any], optimizer: Any) -> None:
+        self.kinds = frozenset(kinds)
+        self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {
+            "parameters": lambda: (p.data for model in models for p in model.parameters()),
+            "gradients": lambda: () if optimizer is None else (b.grad_data for b in gradient_buffers(chunks)),
+            "optimizer": lambda: () if optimizer is None else optimizer_tensors(optimizer),
+        }
+        self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._users = dict.fromkeys(KINDS, 0)
 
-    def put_back(self) -> None:
-        pass
+    def parked_bytes(self, kind: str) -> int:
+        """Bytes of `kind` that wait on the host now."""
+        return sum(host.numel() for _, host in self._parked.get(kind, ()))
 
     @contextlib.contextmanager
-    def used(self, *, gradients: bool, optimizer: bool) -> Iterator[None]:
-        yield
+    def used(self, *kinds: str) -> Iterator[None]:
+        """`kinds` are on the device inside; afterwards back to where they were, or to where the config wants them."""
+        away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
+        for kind in kinds:
+            self.restore(kind)
+            self._users[kind] += 1
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                self._users[kind] -= 1
+            for kind in away:
+                if not self._users[kind]:
+                    self.park(kind)
+
+    def park(self, kind: str) -> None:
+        """Moves `kind` to the host. Nothing happens where it is there."""
+        if kind in self._parked:
+            return
+        # optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters
+        others = (
+            {t.untyped_storage().data_ptr() for t in self._tensors["parameters"]()} if kind == "optimizer" else set()
+        )
+        parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        for tensor in self._tensors[kind]():
+            storage = tensor.untyped_storage()
+            if storage.size() == 0 or storage.data_ptr() in others:
+                continue
+            host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            host.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+            storage.resize_(0)
+            parked.append((storage, host))
+        self._parked[kind] = parked
+
+    def restore(self, kind: str) -> None:
+        """Moves `kind` to the device. Nothing happens where it is there."""
+        for storage, host in self._parked.pop(kind, ()):
+            storage.resize_(host.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Master weights and moments of this rank's shards."""
+    for part in optimizers_of(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        for group in inner.param_groups:
+            yield from (p.data for p in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
