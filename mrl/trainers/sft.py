@@ -102,8 +102,8 @@ def role_config(config: SFTConfig, total_steps: int) -> RoleConfig:
 def already_done(trainer: Trainer, start: Start) -> bool:
     """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
     directory, wanted = trainer.directory, trainer.config.checkpoint.export_hf
-    trainer.console.say(start.message)
     if start.step < trainer.total_steps:
+        trainer.console.say(start.message)
         return False
     done = f"the run in {directory.path} is complete: {start.step} of {trainer.total_steps} steps are made"
     if wanted and not trainer.engine.on_main(directory.hf.exists):

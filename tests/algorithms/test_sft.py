@@ -1,0 +1,42 @@
+"""The SFT loss is a sum that nothing outside the mask touches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrl.algorithms.sft import sft_loss
+from mrl.batch import make_batch
+
+
+def test_sum_of_weighted_negative_log_probs():
+    batch = make_batch([[5, 6, 7], [8, 9]], [[1, 0, 1], [1, 0.5]])
+    log_probs = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
+    loss, ctx = sft_loss(batch, {"log_probs": log_probs}, {"kept": 1})
+    loss.backward()
+    assert loss.item() == 2.0 + 0.5 * 4.0 and ctx == {"kept": 1}
+    assert log_probs.grad.tolist() == [0.0, -1.0, -0.5]
+
+
+def test_a_label_that_does_not_train_adds_nothing_even_where_it_is_impossible():
+    batch = make_batch([[5, 6, 7]], [[0, 0, 1]])
+    log_probs = torch.tensor([-torch.inf, -2.0], requires_grad=True)
+    loss, _ = sft_loss(batch, {"log_probs": log_probs}, {})
+    loss.backward()
+    assert loss.item() == 2.0 and log_probs.grad.tolist() == [0.0, -1.0]
+
+
+def test_trap_5_parts_add_up_to_the_whole_whatever_the_split():
+    """The mean is taken once, by the engine: sums of parts are the sum of the whole."""
+    batch = make_batch([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [[0, 1, 1, 1], [0, 1], [0, 0, 1]])
+    log_probs = -torch.arange(1.0, 7.0)
+    whole, _ = sft_loss(batch, {"log_probs": log_probs}, {})
+    parts = sum(
+        sft_loss(batch.select([i]), {"log_probs": part}, {})[0] for i, part in enumerate(log_probs.split([3, 1, 2]))
+    )
+    assert whole == parts
+
+
+def test_log_probs_of_another_length_are_refused():
+    with pytest.raises(AssertionError, match="log_probs"):
+        sft_loss(make_batch([[5, 6, 7]], [[0, 1, 1]]), {"log_probs": torch.zeros(3)}, {})

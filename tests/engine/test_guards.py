@@ -1,0 +1,87 @@
+"""First-step guards: what they report, and what they must not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrl.engine import guards
+from mrl.engine.guards import Watched
+from tests.engine.harness import run_case
+
+LR, EPS = 1e-3, 1e-8
+
+
+def after_step(weight, gradient, *, new=None, may_be_idle=False, lr=LR):
+    before = torch.tensor(weight)
+    found = guards.inspect([Watched("w", before, None if gradient is None else torch.tensor(gradient), may_be_idle)], lr=lr, eps=EPS)  # fmt: skip
+    return guards.problems(found, [("w", torch.tensor(weight if new is None else new))])
+
+
+def test_a_step_that_did_what_it_should():
+    assert after_step([1.0, 2.0], [0.1, 0.0], new=[0.999, 2.0]) == []
+
+
+def test_trap_24_a_parameter_that_did_not_change_is_named():
+    assert after_step([1.0, 2.0], [0.1, -0.1]) == ["w: it has a gradient but the step did not change it"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite(value):
+    assert after_step([1.0, 2.0], [0.1, value]) == ["w: its gradient is not finite"]
+
+
+def test_no_gradient_and_a_zero_one():
+    assert after_step([1.0], None) == ["w: it has no gradient"]
+    assert after_step([1.0], [0.0]) == ["w: its gradient is zero"]
+
+
+def test_an_expert_without_tokens_may_stay_but_one_with_tokens_may_not():
+    assert after_step([1.0], [0.0], may_be_idle=True) == []
+    assert after_step([1.0], [0.1], may_be_idle=True) == ["w: it has a gradient but the step did not change it"]
+
+
+def test_an_update_below_the_rounding_of_the_weight_need_not_show():
+    """The first step of a warm-up over 1000 steps to 1e-5: 1e-8 of a norm weight of 1 is nothing in fp32."""
+    assert after_step([1.0], [0.1], lr=1e-8) == []
+    assert after_step([1.0, 1e-4], [0.1, 0.1], lr=1e-8) == ["w: it has a gradient but the step did not change it"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checksum_sees_one_bit_and_a_swap(dtype):
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    swapped, flipped = tensor.clone(), tensor.clone()
+    swapped[3], swapped[700] = tensor[700], tensor[3]
+    flipped[5] = (
+        torch.nextafter(tensor[5], torch.tensor(9.0, dtype=dtype)) if dtype != torch.bfloat16 else tensor[5] * 2
+    )
+    sums = {guards.checksum(t) for t in (tensor, swapped, flipped)}
+    assert len(sums) == 3 and guards.checksum(tensor.clone()) == guards.checksum(tensor)
+
+
+def test_a_checksum_does_not_depend_on_the_chunks(monkeypatch):
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    whole = guards.checksum(tensor)
+    monkeypatch.setattr(guards, "CHUNK", 7)
+    assert guards.checksum(tensor) == whole
+
+
+def over_ranks():
+    """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "stuck" moves on neither; replicas differ."""
+    rank = dist.get_rank()
+    rows = Watched("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
+    own = Watched(f"stage{rank}", torch.ones(1), torch.ones(1))
+    stuck = Watched("stuck", torch.ones(2), torch.ones(2))
+    found = guards.inspect([rows, own, stuck], lr=LR, eps=EPS)
+    moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
+    messages = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("stuck", torch.ones(2))])
+    replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank)))]
+    messages += guards.replica_problems(replicas, None)
+    return messages, guards.union([f"from {rank}", "both"])
+
+
+def test_ranks_judge_a_parameter_together_and_compare_replicas():
+    messages, union = run_case(2, "tests.engine.test_guards:over_ranks")
+    assert messages == ["stuck: it has a gradient but the step did not change it", "other: its replicas on ranks [0, 1] differ"]  # fmt: skip
+    assert union == ["both", "from 0", "from 1"]

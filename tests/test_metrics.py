@@ -1,0 +1,160 @@
+"""metrics.jsonl and the sinks beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import struct
+
+import pytest
+
+from mrl import metrics
+from mrl.config.schema import LogConfig, WandbConfig
+from mrl.errors import ConfigError
+
+
+def open_log(folder: pathlib.Path, log: LogConfig | None = None, *, step: int = 0, enabled: bool = True):
+    return metrics.open_metrics(
+        folder, log or LogConfig(), step=step, config={"seed": 0}, run_id="abcd1234", enabled=enabled
+    )  # fmt: skip
+
+
+def test_one_flushed_line_a_step(tmp_path):
+    log = open_log(tmp_path)
+    log.write(1, {"train/loss": 0.1 + 0.2})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.30000000000000004}\n'
+    log.write(2, {"train/loss": 1.0})
+    log.sync()
+    log.close()
+    log.close()
+    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_equal_text_means_equal_bits(tmp_path):
+    values = [math.pi, math.nextafter(math.pi, 4), 1e-320, 3.0e8, 1 / 3]
+    log = open_log(tmp_path)
+    for step, value in enumerate(values, start=1):
+        log.write(step, {"train/loss": value})
+    log.close()
+    back = [row["train/loss"] for row in metrics.read(tmp_path / "metrics.jsonl")]
+    assert [struct.pack("d", v) for v in back] == [struct.pack("d", v) for v in values]
+
+
+def test_a_name_without_a_meaning_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match="train/los"):
+        open_log(tmp_path).write(1, {"train/los": 1.0})
+
+
+def test_trap_27_nothing_stays_from_one_step_to_the_next(tmp_path):
+    log = open_log(tmp_path)
+    log.write(1, {"train/loss": 1.0, "eval/loss": 2.0})
+    log.write(2, {"train/loss": 1.0})
+    log.close()
+    assert metrics.read(tmp_path / "metrics.jsonl")[1] == {"step": 2, "train/loss": 1.0}
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 4, "train/lo', '{"step": 4, "train/loss": 1.0}', "\0\0\0\0"])
+def test_resume_keeps_whole_lines_up_to_the_checkpoint(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "train/loss": 0.1}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(lines) + tail)
+    log = open_log(tmp_path, step=2)
+    log.write(3, {"train/loss": 0.5})
+    log.close()
+    assert path.read_text() == "".join(lines[:2]) + '{"step": 3, "train/loss": 0.5}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_trap_34_other_processes_write_nothing(tmp_path):
+    log = open_log(tmp_path, LogConfig(tensorboard=True, wandb=WandbConfig(project="p")), enabled=False)
+    log.write(1, {"train/loss": 1.0})
+    log.sync()
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_purges_the_steps_that_a_resumed_run_makes_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (1, {2: 20.0})):
+        log = open_log(tmp_path, LogConfig(tensorboard=True), step=start)
+        for step, value in values.items():
+            log.write(step, {"train/loss": value})
+        log.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("train/loss")
+    assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 20.0)]
+
+
+@pytest.mark.parametrize(
+    "log, package", [(LogConfig(tensorboard=True), "tensorboard"), (LogConfig(wandb=WandbConfig(project="p")), "wandb")]
+)
+def test_a_package_that_is_not_there_is_named_with_the_key(monkeypatch, log, package):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"^log\.{package}.*pip install"):
+        metrics.check_packages(log)
+    metrics.check_packages(LogConfig())
+
+
+# --------------------------------------------------------------------------------------------------------------- wandb
+
+
+@pytest.fixture
+def no_account(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+
+
+class Client:
+    """Stands for the wandb package: remembers what it was asked."""
+
+    def __init__(self, api_key: str | None = None, base_url: str = "https://api.wandb.example") -> None:
+        self.settings = type("Settings", (), {"api_key": api_key, "base_url": base_url})
+        self.setup = lambda: self
+
+
+def test_auto_is_offline_without_an_account_and_asks_nobody(no_account, monkeypatch):
+    monkeypatch.setattr(metrics.socket, "create_connection", lambda *a, **k: pytest.fail("looked at the network"))
+    assert not metrics._wandb_reachable(Client())
+
+
+@pytest.mark.parametrize("how", ["key", "netrc"])
+def test_auto_is_online_with_an_account_and_a_server_that_answers(no_account, monkeypatch, tmp_path, how):
+    asked = []
+    monkeypatch.setattr(
+        metrics.socket, "create_connection", lambda at, timeout: asked.append((at, timeout)) or Answer()
+    )
+    (tmp_path / "netrc").write_text("machine api.wandb.example login user password k\n" if how == "netrc" else "")
+    assert metrics._wandb_reachable(Client("k" if how == "key" else None))
+    assert asked == [(("api.wandb.example", 443), metrics.ONLINE_CHECK_S)]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert not metrics._wandb_reachable(Client("k"))
+
+
+def test_auto_is_offline_where_the_server_does_not_answer(no_account, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(metrics.socket, "create_connection", refuse)
+    assert not metrics._wandb_reachable(Client("k"))
+
+
+class Answer:
+    def close(self) -> None: ...
+
+
+def test_wandb_offline_goes_on_under_the_same_id(no_account, tmp_path):
+    for start in (0, 1):
+        log = open_log(tmp_path / "demo" if start else make(tmp_path / "demo"), LogConfig(wandb=WandbConfig(project="p")), step=start)  # fmt: skip
+        log.write(start + 1, {"train/loss": 1.0})
+        log.close()
+    runs = sorted(p.name for p in (tmp_path / "demo" / "wandb").iterdir() if p.name.startswith("offline-run-"))
+    assert runs and all(name.endswith("-abcd1234") for name in runs)
+
+
+def make(folder: pathlib.Path) -> pathlib.Path:
+    folder.mkdir()
+    return folder

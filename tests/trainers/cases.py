@@ -1,0 +1,127 @@
+"""What the ranks of a test world run: the trainer, with things happening to it at a given step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mrl.config.load import from_dict
+from mrl.engine.base import GradNorm
+from mrl.engine.fsdp.engine import FSDPEngine
+from mrl.errors import Stopped, UserError
+from mrl.metrics import MetricsLog
+from mrl.trainers import sft
+
+
+def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
+    """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
+    around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
+    ended, said = ("done", ""), io.StringIO()
+    with around, contextlib.redirect_stdout(said):
+        try:
+            sft.run(from_dict(config), "mrl sft config.yaml")
+        except Stopped as stop:
+            ended = ("stopped", str(stop))
+        except UserError as error:
+            ended = (type(error).__name__, str(error))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ended[0])
+    assert len(set(everyone)) == 1, f"ranks ended differently: {everyone}"
+    return *ended, said.getvalue()
+
+
+@contextlib.contextmanager
+def signals(step: int, name: str = "SIGTERM", rank: int = 0, again: bool = False) -> Iterator[None]:
+    """A signal to one rank when it writes the metrics of `step`; `again`: two more inside the save that follows."""
+
+    def send(times: int) -> None:
+        for _ in range(times if dist.get_rank() == rank else 0):
+            os.kill(os.getpid(), getattr(signal, name))
+
+    at_step = before(sft, "train_step", lambda trainer, progress, *_, **__: progress.step + 1 == step and send(1))
+    in_save = before(FSDPEngine, "save_checkpoint", lambda *_, **__: again and send(2))
+    with at_step, in_save:
+        yield
+
+
+@contextlib.contextmanager
+def nan_loss(step: int) -> Iterator[None]:
+    """The loss of `step` is not a number."""
+    calls = {"step": 0}
+
+    def note(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
+        calls["step"] = progress.step + 1
+
+    def poisoned(data: Any, predictions: Any, ctx: Any) -> Any:
+        loss, ctx = sft.sft_loss.original(data, predictions, ctx)
+        return loss * (float("nan") if calls["step"] == step else 1.0), ctx
+
+    poisoned.original = sft.sft_loss
+    with before(sft, "train_step", note), mock.patch.object(sft, "sft_loss", poisoned):
+        yield
+
+
+@contextlib.contextmanager
+def step_changes(what: str) -> Iterator[None]:
+    """The optimizer step does something wrong. what: "nothing", "skip", or part of a parameter's name to put back."""
+    original = FSDPEngine.optimizer_step
+
+    def wrong(engine: FSDPEngine) -> GradNorm:
+        if what == "nothing":
+            return GradNorm(1.0)
+        if what == "skip":
+            return GradNorm(float("inf"), skipped="a gradient is not finite")
+        kept = {n: p.detach().clone() for n, p in engine.model.module.named_parameters() if what in n}
+        norm = original(engine)
+        with torch.no_grad():
+            for name, parameter in engine.model.module.named_parameters():
+                if name in kept:
+                    parameter.copy_(kept[name])
+        return norm
+
+    with mock.patch.object(FSDPEngine, "optimizer_step", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def only_main_writes() -> Iterator[None]:
+    """Any other rank that makes a folder or opens a file to write in this trainer's own code fails (trap 34)."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        assert dist.get_rank() == 0, "a rank other than the main one writes into the run's directory"
+
+    names = ("prepare", "save_failed_batch", "forget_export", "publish_export", "present")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(before(sft.RunDirectory, name, refuse))
+        stack.enter_context(before(MetricsLog, "__init__", lambda _, path, *__: path is None or refuse()))
+        yield
+
+
+@contextlib.contextmanager
+def before(owner: Any, name: str, first: Callable[..., Any]) -> Iterator[None]:
+    """Calls `first` with the same arguments before each call of `owner.name`."""
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, both):
+        yield
+
+
+HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
+    "signals": signals,
+    "nan_loss": nan_loss,
+    "step_changes": step_changes,
+    "only_main_writes": only_main_writes,
+}

@@ -1,0 +1,19 @@
+"""Worlds of test processes, and the inputs of all trainer tests, made once in a session."""
+
+import pytest
+
+from tests.engine import harness
+from tests.trainers import kit
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds():
+    yield harness.run_world
+    harness.close_worlds()
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    kit.make_inputs(folder)
+    return folder

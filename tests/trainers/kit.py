@@ -1,0 +1,72 @@
+"""A tiny model with weights, uneven chat rows, and the config of a run on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import torch
+import yaml
+from transformers import Qwen3ForCausalLM
+
+from mrl import metrics
+
+REPO = pathlib.Path(__file__).parents[2]
+TRAIN_ROWS, EVAL_ROWS, BATCH = 10, 7, 4
+
+
+def load_example(name: str) -> Any:
+    """A module of examples/, which is no package."""
+    path = REPO / "examples" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_inputs(folder: pathlib.Path) -> None:
+    """`folder/model`, with weights, and `train.jsonl` and `eval.jsonl` of sums of one, two and three numbers."""
+    example = load_example("arithmetic/make_data.py")
+    tokenizer = example.make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    config = example.make_config(tokenizer)
+    config.hidden_size, config.intermediate_size, config.head_dim = 32, 48, 8
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    for name, first, count in (("train", 0, TRAIN_ROWS), ("eval", 100, EVAL_ROWS)):
+        rows = [chat([first + i] * (1 + i % 3)) for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def chat(numbers: list[int]) -> dict:
+    question, answer = "+".join(map(str, numbers)) + "=", str(sum(numbers))
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, **changes: Any) -> dict[str, Any]:
+    """Plain data of a config. changes: whole sections over it, merged key by key."""
+    config: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "model": {"path": str(inputs / "model"), "dtype": "float32"},
+        "engine": {"backend": "fsdp", "device": "cpu", "micro_batch": {"size": 2}},
+        "optimizer": {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+        "data": {"train": str(inputs / "train.jsonl"), "max_length": 64},
+        "train": {"steps": 8, "global_batch_size": BATCH},
+        "log": {"console": "plain"},
+    }
+    for section, value in changes.items():
+        config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def write_config(path: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def steps(output_dir: pathlib.Path) -> list[dict[str, float]]:
+    """metrics.jsonl without timings and memory."""
+    rows = metrics.read(pathlib.Path(output_dir) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]

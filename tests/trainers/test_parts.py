@@ -1,0 +1,198 @@
+"""The small modules beside the trainer: console, signals, throughput, where a run starts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+
+import pytest
+import torch
+
+from mrl.config.load import from_dict
+from mrl.engine import checkpoint
+from mrl.errors import CheckpointError, ConfigError
+from mrl.trainers import console, throughput
+from mrl.trainers.run_directory import RunDirectory, choose_start
+from mrl.trainers.signals import STOP_SIGNALS, StopSignal
+
+METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6, "perf/mfu": 0.421}
+
+
+# ------------------------------------------------------------------------------------------------------------- console
+
+
+def test_plain_lines_have_step_loss_lr_tokens_mfu_and_eta(capsys):
+    plain = console.open_console("plain", enabled=True)
+    plain.start(4, 10)
+    plain.step(5, METRICS)
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"step 5/10  loss 1\.2346  lr 1e-05  tok/s 12,346  mfu 42\.1%  eta 0:00:\d\d\n", line), line
+
+
+def test_rich_falls_back_to_plain_without_a_terminal():
+    assert type(console.open_console("rich", enabled=True)) is console.PlainConsole
+
+
+@pytest.mark.parametrize("kind, enabled", [("none", True), ("rich", False), ("plain", False)])
+def test_silence(capsys, kind, enabled):
+    quiet = console.open_console(kind, enabled=enabled)
+    quiet.say("x"), quiet.start(0, 2), quiet.step(1, METRICS), quiet.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_live_bar_shows_values_and_ends_twice(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    live = console.LiveConsole()
+    live._terminal = console.RichTerminal(force_terminal=True, width=160, highlight=False)
+    live.start(0, 2)
+    live.say("a line [bold]as it is[/bold]")
+    live.step(1, METRICS | {"eval/loss": 0.5})
+    live._bar.refresh()
+    live.close(), live.close()
+    out = capsys.readouterr().out
+    assert "a line [bold]as it is[/bold]" in out and "loss 1.2346" in out and "eval 0.5000" in out and "step 1/2" in out
+
+
+# ------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_signals_are_remembered_and_handlers_put_back(signum):
+    before = signal.getsignal(signum)
+    with StopSignal() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested and stop.name == signum.name
+    assert signal.getsignal(signum) is before
+
+
+# ---------------------------------------------------------------------------------------------------------- throughput
+
+
+DENSE = {
+    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3,
+    "intermediate_size": 10, "vocab_size": 16,
+}  # fmt: skip
+
+
+def test_flops_of_a_dense_model_counted_by_hand():
+    per_layer = 8 * 12 + 2 * (8 * 6) + 12 * 8 + 3 * 8 * 10  # q, k and v, output, gated MLP
+    weights = 2 * per_layer + 8 * 16
+    scores = 2 * (5 * 5 + 3 * 3) * 4 * 3 * 2  # two products, over half the square, 2 FLOPs, 4 heads of 3, 2 layers
+    assert throughput.training_flops(DENSE, torch.tensor([5, 3])) == 3 * (2 * weights * 8 + scores)
+
+
+def test_flops_of_experts_count_the_chosen_ones_and_the_router():
+    moe = DENSE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
+    difference = throughput.training_flops(moe, torch.tensor([4])) - throughput.training_flops(DENSE, torch.tensor([4]))
+    assert difference == 6 * 4 * (2 * 3 * 8 * 7 + 8 * 6 - 3 * 8 * 10)
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA H20", 148),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)  # fmt: skip
+def test_peak_of_a_gpu_by_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert throughput.peak_flops(torch.device("cuda", 0)) == (tflops * 1e12 if tflops else None)
+    assert throughput.peak_flops(torch.device("cpu")) is None
+
+
+def test_memory_is_that_of_this_process():
+    assert 0.01 < throughput.memory_gb(torch.device("cpu")) < 1000
+
+
+# ------------------------------------------------------------------------------------------------- where a run starts
+
+
+def config_of(output_dir: pathlib.Path, **section):
+    return from_dict(
+        {
+            "output_dir": str(output_dir),
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "train": {"global_batch_size": 1},
+        }
+        | section
+    )
+
+
+def make_checkpoint(root: pathlib.Path, step: int) -> str:
+    with checkpoint.writing(str(root), step, backend="fsdp", rank=0, barrier=lambda: None) as path:
+        pathlib.Path(path, "weights").write_text("w")
+    return str(root / checkpoint.step_name(step))
+
+
+def start_of(output_dir: pathlib.Path, **section):
+    return choose_start(RunDirectory(output_dir), config_of(output_dir, **section))
+
+
+def test_an_empty_directory_starts_at_the_beginning(tmp_path):
+    for resume in ("auto", "never"):
+        start = start_of(tmp_path / "new", checkpoint={"resume": resume})
+        assert (start.checkpoint, start.step) == (None, 0)
+    (tmp_path / "logs").mkdir()  # the launcher's
+    assert start_of(tmp_path, checkpoint={"resume": "never"}).checkpoint is None
+
+
+def test_auto_takes_the_newest_whole_checkpoint_and_says_so(tmp_path):
+    make_checkpoint(tmp_path / "checkpoints", 10)
+    newest = make_checkpoint(tmp_path / "checkpoints", 20)
+    start = start_of(tmp_path)
+    assert (start.checkpoint, start.step) == (newest, 20)
+    assert start.message == f"resuming from {newest}, after step 20"
+    pathlib.Path(newest, "weights").write_text("damaged")
+    assert start_of(tmp_path).step == 10
+
+
+def test_auto_takes_the_remote_copy_where_the_local_one_is_gone(tmp_path):
+    from mrl.engine import checkpoint_remote
+
+    remote = f"file://{tmp_path}/backup"
+    checkpoint_remote.upload(make_checkpoint(tmp_path / "other", 7), remote)
+    start = start_of(tmp_path / "run", checkpoint={"remote": remote})
+    assert start.step == 7 and start.checkpoint.startswith(str(tmp_path / "run" / "checkpoints"))
+
+
+def test_a_path_may_be_a_checkpoint_a_folder_of_them_or_a_url(tmp_path):
+    path = make_checkpoint(tmp_path / "other", 7)
+    for resume in (path, str(tmp_path / "other"), f"file://{tmp_path}/other"):
+        assert start_of(tmp_path / "run", checkpoint={"resume": resume}).step == 7
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.resume: .*no whole checkpoint"):
+        start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "empty")})
+
+
+def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):
+    older = make_checkpoint(tmp_path / "checkpoints", 10)
+    newest = make_checkpoint(tmp_path / "checkpoints", 20)
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
+    assert start_of(tmp_path, checkpoint={"resume": newest}).step == 20
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume: .*step_00000020"):
+        start_of(tmp_path, checkpoint={"resume": older})
+
+
+def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
+    import subprocess
+
+    monkeypatch.chdir(tmp_path)
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml train.steps=3")
+    assert (
+        "# git: not a git repository\n# command: mrl sft c.yaml train.steps=3\n"
+        in (tmp_path / "config.yaml").read_text()
+    )
+    identity = ["-c", "user.name=n", "-c", "user.email=e@e", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "config.yaml"], [*identity, "commit", "-qm", "x"]):
+        subprocess.run(["git", *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
+    assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
+    assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
