@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.engine import checkpoint as folder
 from mrl.engine import checkpoint_remote
-from mrl.engine.megatron import optim
+from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
     for index, chunk in enumerate(engine.models):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if engine.optimizer is not None:
-        with optim.loading_moments(engine.optimizer):
-            engine.optimizer.load_state_dict(loaded["optimizer"])
+        optim_state.restore(engine.optimizer, loaded["optimizer"], saved["optimizer_steps"])
     engine.schedule_step = saved["schedule_step"]
     if saved["layout"] == dataclasses.asdict(engine.dims):
         tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
@@ -125,7 +124,7 @@ def _description(engine: "MegatronEngine") -> dict[str, Any]:
         "schedule_step": engine.schedule_step,
         "layout": dataclasses.asdict(engine.dims),
         "architecture": _architecture(engine),
-        "optimizer": engine.optimizer is not None,
+        "optimizer_steps": None if engine.optimizer is None else optim_state.step_count(engine.optimizer),
     }
 
 
@@ -137,9 +136,6 @@ def _plain_rng(engine: "MegatronEngine") -> tuple:
 def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
     """megatron's sharded state dict. Optimizer state is keyed like the parameters, so tp, pp, ep and dp may change."""
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -148,9 +144,7 @@ def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
     for index, chunk in enumerate(engine.models):
         result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
     if engine.optimizer is not None:
-        optim.init_moments(engine.optimizer)
-        models = dict(result) if len(engine.models) > 1 else result["model0"]
-        result["optimizer"] = engine.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)
+        result["optimizer"] = optim_state.sharded(engine.optimizer, result, loading=loading)
     return result
 
 

@@ -45,10 +45,12 @@ class MegatronState:
         self._rng: tuple[dict[str, Any], torch.Tensor, torch.Tensor] | None = None
         self._depth = 0
         with self.installed():
-            # Megatron's rule: pipeline stages draw differently; within one, tensor-parallel ranks draw
-            # differently in tp regions and alike elsewhere
-            torch.manual_seed(seed + 100 * self.coords.pp_rank)
-            tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * self.coords.pp_rank)
+            # Ranks with other layers, positions or sequences draw differently; those of one tensor-parallel group draw
+            # differently in tensor-parallel regions and alike elsewhere. 100 leaves room for megatron's offset per rank.
+            at, d = self.coords, dims
+            stream = seed + 100 * (at.pp_rank + d.pp * (at.cp_rank + d.cp * at.dp_rank))
+            torch.manual_seed(stream)
+            tensor_parallel.model_parallel_cuda_manual_seed(stream)
 
     @staticmethod
     def _layout_globals(dims: ParallelDims) -> dict[str, Any]:

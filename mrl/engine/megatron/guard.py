@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl.converters.rules import Rule
 from mrl.engine import guards
-from mrl.engine.megatron.optim import optimizers_of
+from mrl.engine.megatron.optim import shards
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
@@ -29,17 +29,10 @@ def names(models: Sequence, rules: Sequence[Mapping[str, Rule]]) -> dict[int, tu
 def watched(engine: "MegatronEngine") -> Iterator[guards.Watched]:
     """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use."""
     named = names(engine.models, engine.rules)
-    for part in optimizers_of(engine.optimizer):
-        for model_groups, main_groups in (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            (part.model_fp32_groups, part.shard_fp32_groups),
-        ):
-            for parameters, mains in zip(model_groups, main_groups, strict=True):
-                for parameter, main in zip(parameters, mains, strict=True):
-                    span = part._get_model_param_range_map(parameter)["param"]
-                    name, rule = named[id(parameter)]
-                    gradient = parameter.main_grad.view(-1)[span.start : span.end]
-                    yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=rule.expert is not None)
+    for _, parameter, main, span in shards(engine.optimizer):
+        name, rule = named[id(parameter)]
+        gradient = parameter.main_grad.view(-1)[span]
+        yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=rule.expert is not None)
 
 
 def replica_problems(engine: "MegatronEngine") -> list[str]:

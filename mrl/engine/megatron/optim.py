@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,6 +92,20 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
             group["lr"] = lr
 
 
+def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, torch.Tensor, slice]]:
+    """(the dense or expert optimizer, model parameter, its master weights here, their place in the flat parameter) of
+    every parameter of which this data-parallel rank updates a part."""
+    for part in optimizers_of(optimizer):
+        for model_groups, main_groups in (
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            (part.model_fp32_groups, part.shard_fp32_groups),
+        ):
+            for parameters, mains in zip(model_groups, main_groups, strict=True):
+                for parameter, main in zip(parameters, mains, strict=True):
+                    span = part._get_model_param_range_map(parameter)["param"]
+                    yield part, parameter, main, slice(span.start, span.end)
+
+
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
     """Every gradient buffer of this rank, dense ones first."""
     for chunk in chunks:
@@ -111,35 +122,3 @@ def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
         for bucket in buffer.buckets:
             shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-
-
-def init_moments(optimizer: MegatronOptimizer) -> None:
-    """Gives AdamW the state of "no step yet" where it has none: megatron saves and loads what is there already."""
-    for part in optimizers_of(optimizer):
-        inner = getattr(part, "optimizer", None)
-        for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
-            for p in group["params"]:
-                if not inner.state[p]:
-                    inner.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p.data), "exp_avg_sq": torch.zeros_like(p.data)}
-
-
-@contextlib.contextmanager
-def loading_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """megatron restores every entry of AdamW's state from the checkpoint, but keeps the step count, which torch's AdamW has
-    as an entry, with the parameter groups: it is set from there, and must not be looked for among the tensors."""
-    parts = [part for part in optimizers_of(optimizer) if isinstance(getattr(part, "optimizer", None), torch.optim.AdamW)]
-    for part in parts:
-        part._set_main_param_and_optimizer_states = functools.partial(_set_moments, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-
-
-def _set_moments(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    group, place = part.model_param_group_index_map[parameter]
-    main = part.optimizer.param_groups[group]["params"][place]
-    own = {"param": main, **part.optimizer.state[main]}
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)

@@ -1,0 +1,103 @@
+"""AdamW's state in a checkpoint: master weights and moments, keyed and split like the parameters they belong to.
+
+megatron has a format with the same idea ("fully_reshardable"), which loses its place where a gradient buffer has several
+buckets and one of them is padded: state is written that belongs to other parameters (megatron-core 0.16.1,
+distrib_optimizer.get_parameter_state_dp_zero drops the padding, sharded_param_state_fully_reshardable counts it).
+Tied embeddings with an odd vocabulary under pipeline parallelism are enough. So the state is put together here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from mrl.engine.megatron.optim import optimizers_of, shards
+
+PARTS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def step_count(optimizer: MegatronOptimizer) -> int:
+    """Updates that AdamW has made."""
+    states = [state for part in optimizers_of(optimizer) for state in part.optimizer.state.values()]
+    return max((int(state["step"]) for state in states), default=0)
+
+
+def sharded(optimizer: MegatronOptimizer, model_state: Mapping[str, Any], *, loading: bool) -> dict[str, Any]:
+    """Sharded tensors of the whole state, for dist_checkpointing to save or to load into. Collective.
+
+    model_state: the model chunks' sharded state dict, whose entries say how each parameter is split. Each
+    parameter's state is gathered over its data-parallel ranks, on the host; when `loading`, it is left empty.
+    """
+    placed, _ = extract_sharded_tensors_and_factories(dict(model_state))
+    of_parameter = {id(entry.data): entry for entry in nested_values(placed)}
+    mine = {id(parameter): (part, main, span) for part, parameter, main, span in shards(optimizer)}
+    result: dict[str, Any] = {}
+    for part in optimizers_of(optimizer):
+        for buffer in part.buffers:
+            for parameter in buffer.param_index_map:
+                entry = of_parameter[id(parameter)]
+                for name in PARTS:
+                    whole = torch.empty(parameter.numel(), dtype=torch.float32)
+                    if not loading:
+                        whole = _gather(
+                            _local(name, mine.get(id(parameter))), parameter.numel(), part.data_parallel_group
+                        )
+                    data = whole.view(parameter.shape)
+                    key = f"optimizer.{name}.{entry.key}"
+                    changes = {"key": key, "data": data} | (
+                        {} if isinstance(entry, ShardedTensorFactory) else {"dtype": data.dtype}
+                    )
+                    result[f"{len(result)}"] = dataclasses.replace(entry, **changes)
+    return result
+
+
+def restore(optimizer: MegatronOptimizer, loaded: Mapping[str, Tensor], steps: int) -> None:
+    """Puts what `sharded(..., loading=True)` described, now filled, into this rank's shards."""
+    mine = {id(parameter): (part, main, span) for part, parameter, main, span in shards(optimizer)}
+    entries = iter(loaded[str(i)] for i in range(len(loaded)))
+    for part in optimizers_of(optimizer):
+        for buffer in part.buffers:
+            for parameter in buffer.param_index_map:
+                whole = {name: next(entries).reshape(-1) for name in PARTS}
+                if id(parameter) not in mine:
+                    continue
+                _, main, span = mine[id(parameter)]
+                state = {"step": torch.tensor(float(steps))}
+                for name in PARTS[1:]:
+                    state[name] = whole[name][span].to(main.device).view(main.shape).clone()
+                main.data.copy_(whole["master"][span].view(main.shape))
+                part.optimizer.state[main] = state
+
+
+def _local(name: str, shard: tuple | None) -> tuple[Tensor, slice] | None:
+    """This rank's part of one kind of state of a parameter; moments are zero before the first step."""
+    if shard is None:
+        return None
+    part, main, span = shard
+    if name == "master":
+        return main.detach().view(-1), span
+    moments = part.optimizer.state.get(main, {}).get(name)
+    return (torch.zeros_like(main) if moments is None else moments).view(-1), span
+
+
+def _gather(local: tuple[Tensor, slice] | None, size: int, group: dist.ProcessGroup) -> Tensor:
+    """[size] fp32 on the host, bit for bit what the ranks of the group hold: bit patterns are summed as integers."""
+    if group.size() == 1:
+        return local[0].cpu().clone()
+    device = (
+        local[0].device if local is not None else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    )
+    bits = torch.zeros(size, dtype=torch.int32, device=device)
+    if local is not None:
+        bits[local[1]] = local[0].contiguous().view(torch.int32)
+    dist.all_reduce(bits, group=group)
+    return bits.cpu().view(torch.float32)
