@@ -260,7 +260,7 @@ def offloaded_state_gives_the_same_numbers(config: RoleConfig) -> None:
 
 def bf16_keeps_fp32_masters(config: RoleConfig) -> None:
     """Trap 30: gradients of a bfloat16 model are reduced and accumulated in fp32, and small updates are not lost."""
-    small = dataclasses.replace(config.optimizer, lr=1e-4, min_lr=1e-4)
+    small = dataclasses.replace(config.optimizer, lr=1e-3, min_lr=1e-3)
     model = dataclasses.replace(config.model, dtype="bfloat16")
     engine = make_engine(dataclasses.replace(config, model=model, optimizer=small))
     exact = make_engine(dataclasses.replace(config, optimizer=small))
@@ -272,7 +272,7 @@ def bf16_keeps_fp32_masters(config: RoleConfig) -> None:
     assert_close(of_bf16, of_fp32, 0.2)
     before = dict(engine.hf_weights())
     assert all(t.dtype == torch.bfloat16 for t in before.values())
-    for step in range(30):  # an update is far below the rounding of bfloat16 (4e-3 near 1); thirty are not
+    for step in range(15):  # one update is lost in the rounding of a bfloat16 norm weight; fifteen are not
         train(engine, 1, first=step)
     after = dict(engine.hf_weights())
     assert all((after[name] != before[name]).any() for name in after)

@@ -16,7 +16,14 @@ LAYOUTS = {
     "fsdp": (1, "fsdp", {}),
     "fsdp dp2": (2, "fsdp", {}),
     "fsdp dp4": (4, "fsdp", {}),
+    "megatron": (1, "megatron", {}),
+    "megatron tp2": (2, "megatron", {"tp": 2}),
+    "megatron pp2": (2, "megatron", {"pp": 2}),
+    "megatron cp2": (2, "megatron", {"cp": 2}),
+    "megatron dp2": (2, "megatron", {}),
+    "megatron tp2 pp2": (4, "megatron", {"tp": 2, "pp": 2}),
 }
+FSDP = [name for name in LAYOUTS if name.startswith("fsdp")]
 
 EVERYWHERE = (
     "predictions_come_back_in_order",
@@ -33,7 +40,7 @@ ONCE = (
     "offloaded_state_gives_the_same_numbers",
     "bf16_keeps_fp32_masters",
 )
-ONCE_LAYOUTS = ("fsdp dp2",)
+ONCE_LAYOUTS = ("fsdp dp2", "megatron tp2", "megatron pp2")
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in ONCE_LAYOUTS else ())]
 
 
@@ -69,13 +76,13 @@ def test_resume_is_bitwise(folder, tmp_path, layout, family):
     run(layout, "resume_is_bitwise", folder(family), path=str(tmp_path))
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, layout):
     role = {"dtype": "bfloat16", "recompute": "full", "offload": ("optimizer",)}
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
 def test_dropout(folder, tmp_path, layout):
     """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
     run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
@@ -98,15 +105,15 @@ def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     assert not os.path.exists(tmp_path / "b" / "step_00000002")
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
 def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     path = str(tmp_path / "checkpoints")
     run(layout, "save_after", folder("llama"), path=path)
     step = f"{path}/step_00000002"
     refuse = {"case": "refuses_checkpoint", "layout": layout}
     run(**refuse, folder=folder("llama"), path=str(tmp_path / "none"), message="none: holds no whole checkpoint")
-    run(**refuse, folder=folder("llama", layers=3), path=path, message="it belongs to another model")
-    run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="use its own model")
+    run(**refuse, folder=folder("llama", layers=3), path=path, message="is of another model")
+    run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="is of another model")
     damaged = shutil.copytree(step, str(tmp_path / "damaged"))
     os.remove(max((os.path.join(d, f) for d, _, fs in os.walk(damaged) for f in fs), key=os.path.getsize))
     run(**refuse, folder=folder("llama"), path=damaged, message="is missing")
@@ -114,7 +121,7 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     run(**refuse, folder=folder("llama"), path=path, message="holds no whole checkpoint")
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2 pp2"])
 @pytest.mark.parametrize("family", ["llama tied", "qwen2", "qwen3_moe", "mixtral"])
 def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     model = folder("llama", tied=True) if family == "llama tied" else folder(family)
@@ -127,7 +134,7 @@ def test_generates_as_hugging_face(folder, layout, family):
     run(layout, "generates_as_hugging_face", folder(family), model_folder=folder(family))
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
 def test_temperature_and_entropy(folder, layout):
     run(layout, "temperature_and_entropy", folder("qwen3"), model_folder=folder("qwen3"))
 

@@ -63,21 +63,20 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
     """Refuses the checkpoint of another model, naming tensors."""
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     lacking = [name for name in wanted if name not in saved]
-    if lacking:
+    if lacking and not any(name.startswith("model.") for name in lacking):
+        raise CheckpointError(f"{folder}: was saved without an optimizer; resume with the role that it was saved by")
+    extra = [name for name in saved if name.startswith("model.") and name not in wanted]
+    differences = [f"{name} is only here" for name in lacking] + [f"{name} is only there" for name in extra]
+    differences += [
+        f"{name} is {list(saved[name].size)} there and {list(tensor.shape)} here"
+        for name, tensor in wanted.items()
+        if name in saved and tuple(saved[name].size) != tuple(tensor.shape)
+    ]
+    if differences:
         raise CheckpointError(
-            f"{folder}: has no {lacking[0]} ({len(lacking)} of {len(wanted)} tensors are not in it); "
-            "it belongs to another model, or was saved without an optimizer"
+            f"{folder}: is of another model: {differences[0]} ({len(differences)} tensors differ); "
+            "resume with the model it was made from"
         )
-    extra = sorted(name for name in saved if name.startswith("model.") and name not in wanted)
-    if extra:
-        raise CheckpointError(
-            f"{folder}: has {extra[0]}, which this model has not ({len(extra)} such); use its own model"
-        )
-    for name, tensor in wanted.items():
-        if tuple(saved[name].size) != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{folder}: {name} is {list(saved[name].size)} and this model's is {list(tensor.shape)}; use its own model"
-            )
 
 
 def _rng_states() -> dict[str, Any]:
