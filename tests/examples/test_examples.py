@@ -1,0 +1,101 @@
+"""The examples run as they stand: configs load, the engine program gives equal losses, the arithmetic one trains at TP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.metrics import read
+from tests.engine import harness
+from tests.trainers import kit
+
+CONFIGS = sorted((kit.REPO / "examples").rglob("*.yaml"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds():
+    yield
+    harness.close_worlds()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+def test_configs_load(path):
+    assert load_config(path).output_dir.startswith("runs/")
+
+
+def engine_loop(backend: str, tp: int = 1) -> list[float]:
+    return kit.load_example("engine_loop.py").main(backend, tp)
+
+
+def test_the_engine_program_gives_the_same_losses_on_either_engine_and_layout():
+    ways = [(1, "megatron", 1), (1, "fsdp", 1), (2, "megatron", 2), (2, "fsdp", 1)]
+    losses = [
+        harness.run_case(world, "tests.examples.test_examples:engine_loop", backend=backend, tp=tp)
+        for world, backend, tp in ways
+    ]
+    assert len(losses[0]) == 5 and losses[0][-1] < losses[0][0] - 0.5
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_arithmetic_problems_are_seeded_and_held_out(tmp_path):
+    example = kit.load_example("arithmetic/make_data.py")
+    for name in ("a", "b"):
+        example.make(tmp_path / name, seed=3)
+    rows = {name: (tmp_path / "a" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "eval")}
+    assert (tmp_path / "b" / "train.jsonl").read_text().splitlines() == rows["train"]
+    assert len(rows["train"]) + len(rows["eval"]) == 100 * 100 and not set(rows["train"]) & set(rows["eval"])
+    question, answer = json.loads(rows["eval"][0])["messages"]
+    assert str(sum(map(int, question["content"].rstrip("=").split("+")))) == answer["content"]
+
+
+def test_arithmetic_tokenizer_marks_the_answer():
+    tokenizer = kit.load_example("arithmetic/make_data.py").make_tokenizer()
+    chat = [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "82"}]
+    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
+    assert tokenizer.decode(trained) == "82<|im_end|>"
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert encoded["input_ids"][: len(prompt)] == prompt
+    assert tokenizer.decode(encoded["input_ids"]) == (
+        "<|im_start|>user\n37+45=<|im_end|>\n<|im_start|>assistant\n82<|im_end|>\n"
+    )
+
+
+def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
+    """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
+    os.symlink(kit.REPO / "examples", tmp_path / "examples")
+    short = ["train.steps=10", "train.eval_every=5", "optimizer.warmup_steps=2", "checkpoint.every=5"]
+    done = subprocess.run(
+        [sys.executable, "examples/arithmetic/quickstart.py", *short], cwd=tmp_path, capture_output=True, text=True,
+        timeout=300, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exact match: 0.0% before" in done.stdout and "What to try next:" in done.stdout
+    assert "step 10/10" in done.stdout and "runs/arithmetic/hf" in done.stdout
+    rows = read(tmp_path / "runs" / "arithmetic" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[9]["eval/loss"] < rows[4]["eval/loss"] < 3.0
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_to_add(tmp_path):
+    os.symlink(kit.REPO / "examples", tmp_path / "examples")
+    done = subprocess.run(
+        [sys.executable, "examples/arithmetic/quickstart.py"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=600, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = float(done.stdout.split("% before, ")[1].split("%")[0])
+    assert after >= 80.0, done.stdout
+
+
+def test_next_commands_name_files_that_exist():
+    text = (kit.REPO / "examples" / "arithmetic" / "quickstart.py").read_text()
+    assert "examples/gsm8k/README.md" in text and pathlib.Path(kit.REPO, "examples/gsm8k/README.md").exists()

@@ -1,0 +1,66 @@
+"""Runs the trainer and kills it at its n-th event: a step, a line of metrics, or a change of the file system.
+
+Events are calls on one rank, in the main thread, of what a run does to disk and of the steps between, so that every
+place where a kill could leave something half done is one of them, those inside a save and an export among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+
+from mrl.metrics import MetricsLog
+from mrl.trainers import sft
+from tests.trainers.cases import before, train
+
+EVENTS = (
+    (sft, "train_step"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
+    (dist_checkpointing, "save"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
+    (shutil, "rmtree"),
+)  # fmt: skip
+
+
+def count(config: Mapping[str, Any], rank: int) -> int:
+    """Events of a whole run on `rank`."""
+    seen: list[str] = []
+    with each_event(rank, lambda name: seen.append(name)):
+        assert train(config)[:2] == ("done", "")
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(seen))
+    return counts[rank]
+
+
+def train_until(config: Mapping[str, Any], event: int, rank: int) -> None:
+    """SIGKILL to `rank` as its event number `event` begins."""
+    left = [event]
+
+    def step(name: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with each_event(rank, step):
+        train(config)
+
+
+@contextlib.contextmanager
+def each_event(rank: int, call: Callable[[str], None]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name in EVENTS if dist.get_rank() == rank else ():
+
+            def note(*_: Any, name: str = name, **__: Any) -> None:
+                if threading.current_thread() is threading.main_thread():
+                    call(name)
+
+            stack.enter_context(before(owner, name, note))
+        yield

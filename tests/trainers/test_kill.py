@@ -1,0 +1,110 @@
+"""A run that is killed by SIGKILL and started again is the run that was not killed: metrics, weights, optimizer, data order.
+
+The moments are drawn with a seed from all events of a run (tests/trainers/kills.py). What a second start restores is
+compared bit by bit: metrics but for timings, the exported model, and the files of the last checkpoint, which hold
+optimizer state, RNG, LR schedule and the position in the data (traps 23, 25, 32, 33).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import Case, run_case, run_world
+from tests.trainers import kit
+
+MOMENTS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """world: processes. engine: section of the config. quick: moments that are not in the slow tier."""
+
+    world: int
+    engine: dict
+    quick: int
+
+
+LAYOUTS = {
+    "fsdp": Layout(1, {"backend": "fsdp"}, quick=2),
+    "fsdp dp2": Layout(2, {"backend": "fsdp"}, quick=0),
+    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=2),
+}
+CASES = [
+    pytest.param(name, moment, marks=[pytest.mark.slow] if moment >= LAYOUTS[name].quick else [], id=f"{name} {moment}")
+    for name in LAYOUTS
+    for moment in range(MOMENTS)
+]
+
+
+def config_of(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout) -> dict:
+    return kit.make_config(
+        inputs, output_dir, engine=layout.engine, train={"steps": 4, "eval_every": 2}, checkpoint={"every": 1},
+        data={"eval": str(inputs / "eval.jsonl")},
+    )  # fmt: skip
+
+
+def contents(folder: pathlib.Path) -> dict[str, str]:
+    """What the files of a run's export and last checkpoint hold, in words that are equal where they are."""
+    last, result = folder / "checkpoints" / "step_00000004", {}
+    for path in sorted((folder / "hf").rglob("*")) + sorted(last.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".pt":
+            state = torch.load(path, weights_only=True)
+            if "state" in state:  # the trainer's: names this run's folder, and an id that is random by design
+                state["state"]["config"]["output_dir"], state["state"]["progress"]["run_id"] = "", ""
+            if "python" in state:  # Python's own generator, which nothing here draws from and each process seeds anew
+                del state["python"]
+            result[name] = repr(plain(state))
+        elif path.is_file() and path.name not in ("COMPLETE", ".metadata"):  # serial numbers, and ids of the writer
+            result[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return result
+
+
+def plain(state: Any) -> Any:
+    """Nested state with its tensors as lists."""
+    if isinstance(state, torch.Tensor):
+        return state.dtype, state.tolist()
+    if isinstance(state, dict):
+        return {name: plain(value) for name, value in state.items()}
+    return [plain(item) for item in state] if isinstance(state, list | tuple) else state
+
+
+@pytest.fixture(scope="session")
+def whole(inputs, tmp_path_factory):
+    """layout -> (the folder of a run that nothing happened to, its number of events on the last rank)."""
+    made = {}
+
+    def of(name: str) -> tuple[pathlib.Path, int]:
+        if name not in made:
+            layout, folder = LAYOUTS[name], tmp_path_factory.mktemp("whole")
+            config = config_of(inputs, folder, layout)
+            made[name] = folder, run_case(layout.world, "tests.trainers.kills:count", config=config, rank=0)
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name, moment", CASES)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, whole, tmp_path, name, moment):
+    unharmed, events = whole(name)
+    layout, draw = LAYOUTS[name], random.Random(f"{name} {moment}")
+    config = config_of(inputs, tmp_path, layout)
+    for kill in range(draw.choice([1, 1, 2])):
+        event = draw.randrange(events)
+        kwargs = {"config": config, "event": event, "rank": 0}
+        (result,) = run_world(layout.world, [Case("tests.trainers.kills:train_until", kwargs)])
+        done_before = kill > 0 and result.error is None  # what is left after a kill may have fewer events
+        assert done_before or "died with exit code -9" in result.error, result.error
+    ended = run_case(layout.world, "tests.trainers.cases:train", config=config)
+    assert ended[:2] == ("done", ""), f"killed at event {event} of {events}: {ended}"
+    assert kit.steps(tmp_path) == kit.steps(unharmed)
+    assert contents(tmp_path) == contents(unharmed)
+    leftovers = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not leftovers and not (tmp_path / ".tmp-hf").exists()
