@@ -30,6 +30,7 @@ from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
+from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
@@ -65,13 +66,14 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     stop and a checkpoint was saved.
     """
     metrics.check_packages(config.log)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code, config.data.chat_template)
+    folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
     train_set = SFTDataset(config.data, tokenizer)
     eval_set = SFTDataset(config.data, tokenizer, part="eval") if config.data.eval is not None else None
     batch_size = config.train.global_batch_size
     total_steps = config.train.steps or steps_for_epochs(config.train.resolved_epochs, len(train_set), batch_size)
     source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
-    engine = build_engine(role_config(config, total_steps))
+    engine = build_engine(role_config(config, folder, total_steps))
     directory = RunDirectory(pathlib.Path(config.output_dir))
     console = open_console(config.log.console, enabled=engine.is_main)
     with StopSignal() as stop:
@@ -85,12 +87,12 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             source.close()
 
 
-def role_config(config: SFTConfig, total_steps: int) -> RoleConfig:
-    """The one role of supervised fine-tuning."""
+def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleConfig:
+    """The one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
     tokens = resolve_engine_tokens(config)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     return RoleConfig(
-        model=config.model,
+        model=dataclasses.replace(config.model, path=model_path),
         engine=dataclasses.replace(config.engine, micro_batch=micro_batch),
         optimizer=config.optimizer,
         seed=config.seed,
@@ -263,7 +265,7 @@ class FlopsMeter:
     def __init__(self, trainer: Trainer) -> None:
         peak = peak_flops(trainer.engine.device)
         self.peak = peak * trainer.engine.world_size if peak is not None else None
-        self.hf = read_hf_config(trainer.config.model.path) if peak is not None else {}
+        self.hf = read_hf_config(trainer.engine.config.model.path) if peak is not None else {}
 
     def utilization(self, batch: Batch, step_s: float) -> dict[str, float]:
         """`perf/mfu` of a step, or nothing."""

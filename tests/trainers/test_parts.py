@@ -12,8 +12,8 @@ import torch
 
 from mrl.config.load import from_dict
 from mrl.engine import checkpoint
-from mrl.errors import CheckpointError, ConfigError
-from mrl.trainers import console, throughput
+from mrl.errors import CheckpointError, ConfigError, ModelError
+from mrl.trainers import console, hub, throughput
 from mrl.trainers.run_directory import RunDirectory, choose_start
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 
@@ -196,3 +196,54 @@ def test_config_yaml_has_the_git_state(tmp_path, monkeypatch):
     assert f"# git: {commit}, clean\n" in (tmp_path / "config.yaml").read_text()
     RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
     assert f"# git: {commit}, 1 files changed since\n" in (tmp_path / "config.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------ the model's folder
+
+
+def make_cache(root: pathlib.Path, *files: str) -> pathlib.Path:
+    """A hub cache that holds `files` of org/tiny."""
+    repo = root / "models--org--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    folder = repo / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    for name in files:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """An empty cache, and a hub that may not be asked."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert hub.model_folder(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_cached_hub_id_is_its_folder(hub_cache):
+    folder = make_cache(hub_cache, "config.json", "tokenizer.json", "model.safetensors")
+    assert hub.model_folder("org/tiny") == str(folder)
+
+
+def test_a_cache_without_weights_is_enough_for_a_model_from_scratch_only(hub_cache, monkeypatch):
+    folder = make_cache(hub_cache, "config.json", "tokenizer.json")
+    assert hub.model_folder("org/tiny", weights=False) == str(folder)
+    download, asked = hub.huggingface_hub.snapshot_download, []
+
+    def snapshot_download(hub_id, **options):
+        return download(hub_id, **options) if options.get("local_files_only") else asked.append(options) or "downloaded"
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    assert hub.model_folder("org/tiny") == "downloaded" and "*.safetensors" in asked[0]["allow_patterns"]
+
+
+@pytest.mark.parametrize("hub_id", ["org/absent", "no such/../name"])
+def test_a_hub_id_that_cannot_be_had_is_named(hub_cache, hub_id):
+    with pytest.raises(ModelError, match=r"^model\.path: value .*cannot be read from the hub"):
+        hub.model_folder(hub_id)
