@@ -62,7 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
-    one of them. sequences: of the global mini-batch. recompute: as in the config. why: what the row is there for."""
+    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute: as in the config.
+    why: what the row is there for."""
 
     model: str
     layout: str = "dp1"
@@ -70,6 +71,7 @@ class Row:
     size: int | None = None
     tokens: int | None = None
     sequences: int = 8
+    one_token: bool = False
     recompute: str = "none"
     why: str = ""
     backend: str = "megatron"
@@ -100,6 +102,7 @@ class Row:
         cut = f"size {self.size}" if self.size else f"tokens {self.tokens}"
         text = f"{self.model}, {self.layout}, {'packed' if self.packing else 'padded'}, {cut}"
         text += f", {self.sequences} sequences" if self.sequences != 8 else ""
+        text += ", one trained token" if self.one_token else ""
         text += f", recompute {self.recompute}" if self.recompute != "none" else ""
         return text + (f", {self.backend}" if self.backend != "megatron" else "")
 
@@ -157,9 +160,9 @@ class Table:
 
     def reference(self, row: Row) -> str:
         """A file with the batch, the weights at the start and the tiny.Reference of a row."""
-        path = Path(self._folder.name, f"{row.model}-{row.sequences}.pt".replace(" ", "_"))
+        path = Path(self._folder.name, f"{row.model}-{row.sequences}-{row.one_token}.pt".replace(" ", "_"))
         if not path.exists():
-            batch = tiny.uneven_batch(sequences=row.sequences)
+            batch = batch_of(row)
             start = load_file(Path(self.model(row.model), "model.safetensors"))
             reference = tiny.hf_reference(self.model(row.model), batch, head=row.head)
             torch.save({"batch": batch, "start": start, "reference": reference}, path)
@@ -193,6 +196,15 @@ def measure(row: Row, folder: str, reference: str) -> Outcome | None:
     return compare(
         known["start"], expected, losses, norms, gradients, log_probs.cpu(), weights, len(counts) // tiny.STEPS
     )
+
+
+def batch_of(row: Row) -> Batch:
+    batch = tiny.uneven_batch(sequences=row.sequences)
+    if not row.one_token:
+        return batch
+    only = torch.zeros_like(batch.loss_mask)
+    only[4] = 1.0
+    return dataclasses.replace(batch, loss_mask=only).with_denominators()
 
 
 def config_of(row: Row, folder: str):

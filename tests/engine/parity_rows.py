@@ -20,7 +20,7 @@ ONE_PROCESS = (
     Row("qwen3_moe step 2", packing=False, size=4),
     Row("mixtral", size=4),
     Row("llama tied", tokens=48, recompute="full"),
-    Row("llama value head", size=4),
+    Row("llama value head", size=2),
 )
 
 TWO_PROCESSES = (
@@ -40,6 +40,11 @@ TWO_PROCESSES = (
     Row("llama 5 layers", "pp2", size=4, why="uneven pipeline"),
     Row("llama value head", "tp2+sp", size=4),
     Row("llama tied value head", "pp2", size=4),
+    Row("llama value head", "tp2", packing=False, size=8),
+    Row("llama value head", "dp2", size=2),
+    Row("llama", "cp2", size=4, one_token=True, why="the token lies on one rank of two"),
+    Row("llama", "dp2", size=4, one_token=True, why="one rank has nothing that trains"),
+    Row("qwen3", "tp2", size=8, why="norms of heads that are split, without sequence parallelism"),
     Row("llama3 rope", "cp2", packing=False, size=4),
     Row("mistral", "cp2", size=4, why="the window crosses the zigzag's segments"),
     Row("mistral", "pp2", tokens=40),
@@ -97,6 +102,9 @@ SLOW_ROWS = (
     Row("qwen2", "tp4", packing=False, size=4),
     Row("qwen2 window", "cp2xpp2", size=4),
     Row("qwen3", "tp2+spxpp2", size=4),
+    Row("qwen3", "tp4", size=4, why="a norm on key heads that two ranks share"),
+    Row("qwen3", "tp4+sp", packing=False, size=4, why="a norm on key heads that two ranks share"),
+    Row("llama", "cp2xpp2", size=1, one_token=True, why="micro-batches that train nothing"),
     Row("mixtral", "dp4xep4", size=1),
     Row("mixtral", "tp2+spxpp2", size=4),
     Row("qwen3_moe", "dp4xep2", size=2, why="two replicas of each expert"),

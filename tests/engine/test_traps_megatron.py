@@ -1,0 +1,224 @@
+"""The megatron engine against the bugs of other trainers (by the trap's number), and against the contract in more layouts.
+
+Where a trap is covered elsewhere or cannot occur:
+- 2, 3, 4 (factors of cp, token counts): mrl hands megatron a 2-tuple, whose factors scaling.py cancels, and never sets
+  `calculate_per_token_loss` (`test_trap_3`); the rows cp2, dp2 and cp2xpp2 with one trained token are in the parity table.
+- 5 (means of means, "the critic forgotten"): rows with 1, 2, 4 and 8 micro-batches, also of the value head.
+- 9 (router losses): test_router_losses.py. 12 (tied value head), 16 (layers that tensor parallelism does not split: the
+  value head, norms of heads, the router): parity rows.
+- 15 (zigzag or contiguous): one place decides (attention.zigzag_places, used by inputs.py and the attention); below.
+- 17 (packed recurrent state): there is no recurrent layer; that documents do not see each other is a case of the contract.
+- 21 (mask off by one): labels are shifted in mrl.batch alone; the row with one trained token has the loss of that token.
+- 26 (parameter all-gather overlapped with a save): `overlap_param_gather` is never on.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from mrl.batch import make_batch
+from mrl.config.schema import MoEConfig
+from mrl.engine.megatron.engine import MegatronEngine
+from mrl.engine.megatron.inputs import padded_lengths, prepare
+from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
+from mrl.mcore_models.attention import zigzag_places
+from mrl.parallel import ParallelDims
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.engine.parity import Row
+
+MOE = MoEConfig(aux_loss=0.01, z_loss=0.001)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder of a model, by family and fields; each is made once."""
+    made = {}
+
+    def of(family="llama", **fields):
+        key = (family, *sorted(fields.items()))
+        if key not in made:
+            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **{"layers": 4, **fields})
+        return made[key]
+
+    return of
+
+
+def config_of(folder, layout, **options):
+    options = {"tokens": 64, **options}
+    return tiny.role(folder, backend="megatron", parallel=Row("llama", layout).parallel, **options)
+
+
+def run(case, folder, layout, *, module="traps", options=None, **kwargs):
+    config = config_of(folder, layout, **(options or {}))
+    return run_case(Row("llama", layout).world_size, f"tests.engine.{module}:{case}", config=config, **kwargs)
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
+
+# layouts that test_contract.py does not have
+CONTRACT = {
+    "predictions_come_back_in_order": ("pp2xvpp2", "tp2xpp2xdp2"),
+    "gradients_accumulate_until_zeroed": ("pp2xvpp2", "tp2+spxpp2"),  # trap 28
+    "micro_batches_do_not_matter": ("dp2", "tp2+spxcp2"),  # trap 5
+    "documents_do_not_see_each_other": ("dp1", "cp2"),  # trap 17
+    "hooks_own_their_micro_batch": ("dp2",),
+    "dropout_is_off_in_eval_mode": ("tp2", "pp2"),  # trap 18
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [(case, layout) for case, layouts in CONTRACT.items() for layout in layouts]
+)
+def test_contract(folder, case, layout):
+    fields = {"attention_dropout": 0.5} if "dropout" in case else {}
+    run(case, folder("llama", **fields), layout, module="contract")
+
+
+@pytest.mark.parametrize("case", ["gradients_accumulate_until_zeroed", "micro_batches_do_not_matter"])
+def test_contract_with_experts(folder, case):
+    run(case, folder("mixtral"), "dp2xep2", module="contract")
+
+
+# -- gradients and their reduction -------------------------------------------------------------------------------------
+
+
+def test_trap_1_gradients_are_reduced_by_the_engine_once(folder):
+    run("gradients_are_summed_once_over_replicas", folder("llama"), "dp2")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (("llama", {}), "dp2"),
+        (("llama", {"tied": True}), "pp4"),
+        (("llama", {"tied": True}), "tp2+spxpp2xdp2"),
+        (("qwen3", {}), "tp2+sp"),
+        (("qwen3", {}), "tp2xcp2"),
+        (("mixtral", {}), "dp4xep2"),
+        (("qwen3_moe", {"decoder_sparse_step": 2}), "tp2+spxdp2xep2"),
+    ],
+    ids=str,
+)
+def test_traps_1_11_24_every_parameter_trains_and_replicas_stay_equal(folder, model, layout):
+    """11: both copies of tied embeddings (more than two stages too). 24: dense parameters are updated beside experts."""
+    family, fields = model
+    run("replicas_stay_equal", folder(family, **fields), layout)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+spxpp2"])
+def test_trap_10_parameters_carry_megatron_attributes(folder, layout):
+    """With them, the norm counts each parameter once: every parity row compares the norm and a clipped update."""
+    run("split_parameters_say_so", folder("qwen3", tied=True), layout)
+    run("split_parameters_say_so", folder("llama"), layout, options={"head": "value"})
+
+
+@pytest.mark.parametrize("layout", ["tp2+spxdp2xep2", "tp2+spxdp2xep2xetp2"])
+def test_trap_10_experts_too(folder, layout):
+    run("split_parameters_say_so", folder("mixtral"), layout)
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("tp2", False), ("tp4+sp", True)])
+def test_trap_13_padding_of_the_vocabulary_is_never_trained(folder, layout, tied):
+    run("padding_of_the_vocabulary_stays_zero", folder("llama", tied=tied), layout)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "pp2xvpp2", "tp2+sp", "pp2xdp2"])
+def test_traps_6_and_8_reported_numbers(folder, layout):
+    """6: the loss that is reported is the loss that was trained, on every rank. 8: nobody waits for a rank without a metric."""
+    run("results_are_the_same_on_every_rank", folder("llama"), layout, options={"tokens": None, "size": 2})
+
+
+def test_trap_3_megatron_gets_a_2_tuple_and_never_counts_tokens(folder):
+    engine = MegatronEngine(config_of(folder("mixtral"), "dp1"))
+    assert engine.model_config.calculate_per_token_loss is False
+
+
+@pytest.mark.parametrize(("dp", "cp", "count", "share"), itertools.product((1, 2), (1, 2), (1, 3), (1.0, 0.25)))
+def test_trap_2_what_megatron_multiplies_is_cancelled(dp, cp, count, share):
+    """The derivation of scaling.py, followed with numbers: `* cp / M`, the scale function, `/ (dp * cp)` and a sum over ranks."""
+    sums = torch.arange(1.0, 1 + dp * count)
+    scale = megatron_scale(share) or (lambda value: value)
+    reduced = 0.0
+    for loss_sum in sums:
+        returned = megatron_loss(loss_sum, denominator=7.0, micro_batches=count, dp=dp, share=share)
+        reduced += float(scale(returned * cp / count)) / (dp * cp)  # the cp ranks' parts add up to one gradient
+    assert reduced == pytest.approx(float(sums.sum()) / 7.0)
+
+
+# -- sequences over context-parallel ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp"), [(1, 1, False), (2, 1, True), (1, 2, False), (2, 2, True), (4, 4, True), (1, 3, False)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_traps_14_and_15_short_sequences_come_back_from_the_zigzag(tp, cp, sp, packed):
+    """Sequences of one token and more, shorter than 2*cp*tp: every place is a real token or padding, and none is lost."""
+    dims = ParallelDims(world_size=tp * cp, tp=tp, cp=cp, sp=sp)
+    for lengths in ([1], [1, 1, 1], [5, 1, 9], [2 * cp * tp, 2 * cp * tp + 1], []):
+        batch = make_batch([list(range(10, 11 + n)) for n in lengths], [[1.0] * (n + 1) for n in lengths])
+        padded = padded_lengths(lengths, dims, packed=packed)
+        assert sum(padded) % (cp * (tp if sp else 1)) == 0
+        assert cp == 1 or all(n % (2 * cp) == 0 for n in padded)
+        shards = [
+            prepare(batch, dims, dims.coordinates(tp * r), packed=packed, device=torch.device("cpu"), thd=False)
+            for r in range(cp)
+        ]
+        for field in ("tokens", "labels"):
+            whole = torch.cat([getattr(shard, field) for shard in shards])
+            whole = whole if shards[0].order is None else whole[shards[0].order]
+            assert torch.equal(whole[shards[0].places], getattr(batch, field))
+        assert sum(int((~shard.padding).sum()) for shard in shards) == sum(lengths)
+
+
+def test_trap_15_each_rank_has_one_early_and_one_late_segment_of_every_sequence():
+    assert zigzag_places((8, 4), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert zigzag_places((8, 4), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+# -- state of the process ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layouts", [("tp2+spxpp2", "dp4"), ("cp2xdp2", "pp4"), ("tp4", "pp2xvpp2xcp2")], ids=str)
+def test_trap_27_two_engines_in_one_process(folder, layouts):
+    """One is a mixture of experts with more layers, both draw dropout masks: groups, RNG and tables are each engine's own."""
+    first = config_of(folder("llama", attention_dropout=0.3), layouts[0])
+    second = config_of(folder("mixtral", layers=5, attention_dropout=0.3), layouts[1].replace("dp4", "dp4xep4"))
+    second = dataclasses.replace(second, engine=dataclasses.replace(second.engine, moe=MOE))
+    run_case(4, "tests.engine.traps:two_engines_as_if_alone", first=first, second=second)
+
+
+@pytest.mark.parametrize("layout", ["tp2+spxpp2", "cp2xdp2"])
+def test_trap_29_ranks_draw_dropout_masks_of_their_own(folder, layout):
+    """Inside tensor-parallel regions (attention heads) every rank draws its own; outside, tensor-parallel ranks alike."""
+    ranks = run("random_numbers_by_rank", folder("llama", attention_dropout=0.5), layout)
+    assert len({tuple(inside) for _, inside, _ in ranks}) == len(ranks)
+    for (a, _, outside_a), (b, _, outside_b) in itertools.combinations(ranks, 2):
+        alike = all(a[axis] == b[axis] for axis in ("cp_rank", "dp_rank", "pp_rank"))
+        assert (outside_a == outside_b) == alike
+
+
+# -- bfloat16 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "dp2xep2"])
+def test_trap_30_gradients_and_masters_are_fp32(folder, layout):
+    family = "mixtral" if "ep" in layout else "llama"
+    run("gradients_and_masters_are_fp32", folder(family), layout, options={"dtype": "bfloat16"})
+
+
+def test_trap_30_bf16_is_close_to_fp32_and_alike_in_every_layout(folder):
+    """bfloat16 rounds each value to 4e-3; loss and norm are means over many, so they agree better than that.
+
+    The second step's norm is not compared: AdamW's first steps turn the rounding of small gradients into whole updates.
+    """
+    exact = run("loss_and_norm", folder("llama"), "dp1")
+    one = run("loss_and_norm", folder("llama"), "dp1", options={"dtype": "bfloat16"})
+    for layout in ("dp1", "tp2", "tp2+sp", "pp2", "cp2", "dp2", "tp2xpp2"):
+        rounded = run("loss_and_norm", folder("llama"), layout, options={"dtype": "bfloat16"})
+        assert rounded[0] == pytest.approx(exact[0], rel=1e-2), layout
+        assert rounded[0] == pytest.approx(one[0], rel=4e-3), layout
+        assert rounded[1][0] == pytest.approx(exact[1][0], rel=4e-3), layout
