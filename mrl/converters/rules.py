@@ -258,3 +258,15 @@ def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") 
     whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
     return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+
+
+def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
+    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied."""
+    return {
+        "architectures": [
+            name.replace("ForCausalLM", "ForSequenceClassification") for name in hf_config.get("architectures") or []
+        ],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "tie_word_embeddings": False,
+    }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
@@ -276,6 +276,18 @@ def bf16_keeps_fp32_masters(config: RoleConfig) -> None:
         train(engine, 1, first=step)
     after = dict(engine.hf_weights())
     assert all((after[name] != before[name]).any() for name in after)
+
+
+def value_head_export_is_a_sequence_classifier(config: RoleConfig, path: str) -> None:
+    """Trap 12: what a value head exports says that it is no language model and ties nothing; transformers loads it."""
+    engine = make_engine(config)
+    engine.export_hf(path)
+    if not engine.is_main:
+        return
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    assert model.config.num_labels == 1 and not model.config.tie_word_embeddings
+    saved = load_file(os.path.join(path, "model.safetensors"))
+    assert_equal({name: tensor for name, tensor in model.state_dict().items() if name in saved}, saved)
 
 
 # -- checkpoints and weights -------------------------------------------------------------------------------------------

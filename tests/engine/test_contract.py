@@ -40,6 +40,12 @@ ONCE = (
     "offloaded_state_gives_the_same_numbers",
     "bf16_keeps_fp32_masters",
 )
+# layouts that need experts, or more layers than the other cases have: qwen3_moe of 4 layers
+WIDE_LAYOUTS = {
+    "megatron ep2": (2, "megatron", {"ep": 2}),
+    "megatron pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}),
+    "megatron tp2 ep2 etp2": (4, "megatron", {"tp": 2, "ep": 2, "etp": 2}),
+}
 ONCE_LAYOUTS = ("fsdp dp2", "megatron tp2", "megatron pp2")
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in ONCE_LAYOUTS else ())]
 
@@ -59,7 +65,7 @@ def folder(tmp_path_factory):
 
 
 def run(layout, case, folder, **kwargs):
-    world_size, backend, parallel = LAYOUTS[layout]
+    world_size, backend, parallel = (LAYOUTS | WIDE_LAYOUTS)[layout]
     options = kwargs.pop("role", {})
     config = tiny.role(folder, backend=backend, parallel=parallel, **options)
     return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
@@ -68,6 +74,17 @@ def run(layout, case, folder, **kwargs):
 @pytest.mark.parametrize(("layout", "case"), CASES)
 def test_contract(folder, layout, case):
     run(layout, case, folder("llama"))
+
+
+@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+def test_experts_and_virtual_stages(folder, tmp_path, layout):
+    """The cases that touch every weight, for layouts with experts or virtual stages. Trap 33: experts of all ranks are saved."""
+    model = folder("qwen3_moe", layers=4)
+    for case in EVERYWHERE:
+        run(layout, case, model)
+    run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
+    run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
+    run(layout, "generates_as_hugging_face", model, model_folder=model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -126,6 +143,12 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
 def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     model = folder("llama", tied=True) if family == "llama tied" else folder(family)
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2"])
+def test_value_head_export(folder, tmp_path, layout):
+    path, model = str(tmp_path / "hf"), folder("qwen3", tied=True)
+    run(layout, "value_head_export_is_a_sequence_classifier", model, path=path, role={"head": "value"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

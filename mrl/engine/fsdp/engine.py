@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import checkpoint, checkpoint_remote, collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
@@ -279,7 +280,8 @@ class FSDPEngine(BaseEngine):
         writer = contextlib.nullcontext()
         if self.dp_rank == 0:
             infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
-            writer = HFWriter(path, infos, companions=self.config.model.path)
+            changes = value_head_config(self.model.hf_config) if self.config.head == "value" else None
+            writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:
             for name, tensor in self.hf_weights():
                 out.add(name, tensor)

@@ -18,11 +18,11 @@ from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names, padded_vocab
+from mrl.converters.rules import expected_hf_names, padded_vocab, value_head_config
 from mrl.converters.safetensors_io import HFReader, HFWriter, tensor_infos
-from mrl.engine import guards
+from mrl.engine import collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
-from mrl.engine.microbatch import balanced_shards, plan_micro_batches
+from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
@@ -32,7 +32,7 @@ platform.prepare()  # before anything below imports megatron
 from megatron.core import parallel_state  # noqa: E402
 
 from mrl.engine.megatron import checkpoint, generate, guard, offload, optim, step, weights  # noqa: E402
-from mrl.engine.megatron.groups import MegatronState, init_process_group  # noqa: E402
+from mrl.engine.megatron.groups import MegatronState  # noqa: E402
 from mrl.mcore_models import layers  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -58,7 +58,7 @@ class MegatronEngine(BaseEngine):
         super().__init__(config)
         if config.engine.device == "cuda" and not platform.has_gpu():
             raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
-        init_process_group()
+        collective.join_processes("cuda" if platform.has_gpu() else "cpu")
         parallel = config.engine.parallel
         self.dims = ParallelDims(
             world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
@@ -78,6 +78,7 @@ class MegatronEngine(BaseEngine):
             dims=self.dims, coords=self.coords, packed=config.packing, thd=self.spec == "te", head=config.head,
             vocab_size=self.hf["vocab_size"],
         )  # fmt: skip
+        self.chunks: Sequence[Any] = ()
         self.optimizer: Any = None
         self.schedule_step = 0
         self._reduced = False
@@ -107,36 +108,34 @@ class MegatronEngine(BaseEngine):
                 self.model_config, self.hf, dims=self.dims, chunks=weights.plans_here(self.hf, self.dims, self.coords),
                 padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
             )  # fmt: skip
-            self._load_weights(models)
-            self.models = models
-            self.chunks: list[Any] = models
-            if config.optimizer is not None:
-                self.chunks = optim.wrap(models, self.model_config)
-                self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
-            else:
-                for model in models:
-                    model.requires_grad_(False)
+            self.models, self.chunks = models, models
+            with self._source() as read:
+                weights.load(models, self.rules, read)
+                if config.optimizer is None:
+                    for model in models:
+                        model.requires_grad_(False)
+                else:
+                    self.chunks = optim.wrap(models, self.model_config)
+                    self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
+                    weights.load_masters(self.optimizer, models, self.rules, read)
             self.offload = offload.Offload(config.engine.offload, models, self.chunks, self.optimizer)
             for kind in self.offload.kinds:
                 self.offload.park(kind)
 
-    def _load_weights(self, models: Sequence[Any]) -> None:
-        path, head = self.config.model.path, self.config.head
+    @contextlib.contextmanager
+    def _source(self) -> Iterator[Callable[[str], Any]]:
+        """Where weights start from: Hugging Face name -> tensor or lazy slice, accounted for by name and shape."""
+        head = self.config.head
         if self.config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=head)
-            weights.load(
-                models,
-                self.rules,
-                RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02),
-            )
+            yield RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
             return
-        with HFReader(path) as stored:
+        with HFReader(self.config.model.path) as stored:
             reader = unstacked(stored, self.family)
-            absent = check_model(
-                reader, self.family, self.hf, head=head, may_lack=["score.weight"] if head == "value" else []
-            )
+            may_lack = ["score.weight"] if head == "value" else []
+            absent = check_model(reader, self.family, self.hf, head=head, may_lack=may_lack)
             zeros = {"score.weight": torch.zeros(1, self.hf["hidden_size"])}
-            weights.load(models, self.rules, lambda name: zeros[name] if name in absent else reader(name))
+            yield lambda name: zeros[name] if name in absent else reader(name)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -183,12 +182,8 @@ class MegatronEngine(BaseEngine):
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         payload = None
         if last:
-            group = (
-                parallel_state.get_data_parallel_group_gloo()
-                if self.dims.dp > 1
-                else parallel_state.get_data_parallel_group()
-            )
-            payload = (step.add_over(step.totals(micro_batches), group), step.collect(micro_batches, order, batch))
+            sums = collective.add_over(step.totals(micro_batches), self._host_dp_group())
+            payload = (sums, collective.in_batch_order([mb.predictions for mb in micro_batches], order, batch))
         sums, predictions = step.from_last_stage(payload, self.device)
         metrics = {
             name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items() if name != "loss"
@@ -233,30 +228,15 @@ class MegatronEngine(BaseEngine):
         return step.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
 
     def shard_data(self, batch: Batch) -> Batch:
-        return batch.select(balanced_shards(batch.lengths.tolist(), self.dims.dp)[self.coords.dp_rank])
+        return collective.share_of(batch, self.coords.dp_rank, self.dims.dp)
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
-        shares = balanced_shards(batch.lengths.tolist(), self.dims.dp)
-        starts = batch.cu_seqlens.tolist()
-        group = parallel_state.get_data_parallel_group()
-        sizes = [sum(int(batch.lengths[i]) for i in share) for share in shares]
-        at = torch.cat([torch.arange(starts[i], starts[i + 1]) for share in shares for i in share]).to(self.device)
-        whole = {}
-        for name, value in predictions.items():
-            parts = [value.new_empty((size, *value.shape[1:])) for size in sizes]
-            if group.size() > 1:
-                padded = value.new_zeros((max(sizes), *value.shape[1:]))
-                padded[: value.shape[0]] = value
-                gathered = [torch.empty_like(padded) for _ in sizes]
-                dist.all_gather(gathered, padded, group=group)
-                parts = [g[:size] for g, size in zip(gathered, sizes, strict=True)]
-            else:
-                parts = [value]
-            out = value.new_empty((batch.num_tokens, *value.shape[1:]))
-            out[at] = torch.cat(parts)
-            whole[name] = out
-        return whole
+        return collective.join_shares(predictions, batch, self._host_dp_group())
+
+    def _host_dp_group(self) -> dist.ProcessGroup:
+        """This rank's data-parallel group for Python objects, which go over gloo."""
+        return parallel_state.get_data_parallel_group_gloo()
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
@@ -347,7 +327,9 @@ class MegatronEngine(BaseEngine):
             for _ in self.hf_weights():
                 pass
         else:
-            with HFWriter(path, tensor_infos(shapes, self.dtype), companions=self.config.model.path) as writer:
+            changes = value_head_config(self.hf) if self.config.head == "value" else None
+            infos = tensor_infos(shapes, self.dtype)
+            with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
                 for name, tensor in self.hf_weights():
                     writer.add(name, tensor)
         dist.barrier()

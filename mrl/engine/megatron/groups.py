@@ -7,7 +7,6 @@ works inside `with state.installed():`, so engines with different layouts share 
 from __future__ import annotations
 
 import contextlib
-import os
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,23 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from mrl.mcore_models import platform
 from mrl.parallel import Coordinates, ParallelDims
 
 _groups_of_layout: dict[tuple, dict[str, Any]] = {}
 """Groups cost file descriptors and seconds; engines of one layout share them (they hold no state)."""
-
-
-def init_process_group() -> None:
-    """Joins the processes of RANK / WORLD_SIZE / MASTER_ADDR / MASTER_PORT, or makes a world of one. Idempotent."""
-    if dist.is_initialized():
-        return
-    if platform.has_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ:
-        dist.init_process_group(platform.backend())
-    else:
-        dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
 
 
 class MegatronState:

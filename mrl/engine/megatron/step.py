@@ -133,21 +133,6 @@ def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output:
     return scaled, {}
 
 
-def collect(micro_batches: Sequence[MicroBatch], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
-    """Predictions of the micro-batches in the order of `batch`, on the last stage. order: its sequences in each."""
-    starts = batch.cu_seqlens.tolist()
-    names = micro_batches[0].predictions.keys()
-    where = [torch.arange(starts[i], starts[i + 1]) for indices in order for i in indices]
-    at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
-    result = {}
-    for name in names:
-        values = torch.cat([mb.predictions[name] for mb in micro_batches])
-        out = torch.empty_like(values)
-        out[at.to(out.device)] = values
-        result[name] = out
-    return result
-
-
 def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     """This rank's sums over its micro-batches: "loss" and each metric, as Python floats (fp64)."""
     sums: dict[str, float] = {}
@@ -157,19 +142,6 @@ def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         for name, value in mb.ctx["metrics"].items():
             sums["metrics/" + name] = sums.get("metrics/" + name, 0.0) + float(value)
     return sums
-
-
-def add_over(sums: dict[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums of all ranks of `group`, in rank order (the same float on each), whatever names each of them has."""
-    if group.size() == 1:
-        return sums
-    everyone: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(everyone, sums, group=group)
-    result: dict[str, float] = {}
-    for part in everyone:
-        for name, value in part.items():
-            result[name] = result.get(name, 0.0) + value
-    return result
 
 
 def from_last_stage(

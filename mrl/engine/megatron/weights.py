@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
 from mrl.converters.table import Family
+from mrl.engine.megatron.optim import shards
 from mrl.mcore_models.build import Model
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -24,6 +25,22 @@ def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Cal
         with torch.no_grad():
             for name, rule in of_chunk.items():
                 parameters[name].copy_(rule.load(read))
+
+
+def load_masters(
+    optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
+) -> None:
+    """Sets fp32 master weights from `read`, where the model's own dtype has rounded them away."""
+    rule_of = {
+        id(p): of_chunk[name]
+        for model, of_chunk in zip(models, rules, strict=True)
+        for name, p in model.named_parameters()
+    }
+    for _, parameter, main, span in shards(optimizer):
+        if parameter.dtype != main.dtype:
+            whole = rule_of[id(parameter)].load(read)
+            if whole.dtype != parameter.dtype:
+                main.data.copy_(whole.reshape(-1)[span].view(main.shape))
 
 
 def rules_here(
