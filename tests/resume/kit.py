@@ -1,0 +1,212 @@
+"""Runs of the real command line on tiny models and generated rows, and what they leave compared bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from mrl import metrics
+from mrl.config.load import read_yaml
+from tests.engine import tiny
+from tests.trainers.kit import REPO, load_example
+
+ROWS, BATCH, STEPS = 26, 4, 12
+TIMEOUT_S = 240
+FAMILIES = {
+    "dense": ("llama", {"layers": 2, "attention_dropout": 0.1}),
+    "tied": ("qwen3", {"layers": 2, "tied": True, "attention_dropout": 0.1}),
+    "moe": ("qwen3_moe", {"layers": 2, "attention_dropout": 0.1}),
+    "plain": ("qwen3", {"layers": 2, "tied": True}),
+    "plain moe": ("qwen3_moe", {"layers": 2}),
+}
+"""Dropout draws from the RNG in every step, so that a generator that is not restored shows; "plain" ones have none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """world: processes. parallel: degrees other than 1. model: a key of FAMILIES."""
+
+    world: int
+    model: str = "dense"
+    backend: str = "megatron"
+    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+LAYOUTS = {
+    "tp1": Layout(1),
+    "tp2": Layout(2, parallel={"tp": 2}),
+    "pp2 tied": Layout(2, "tied", parallel={"pp": 2}),
+    "dp2": Layout(2),
+    "ep2": Layout(2, "moe", parallel={"ep": 2}),
+    "fsdp dp2": Layout(2, backend="fsdp"),
+}
+
+
+def make_inputs(folder: pathlib.Path) -> pathlib.Path:
+    """Models under `folder/NAME` with the odd vocabulary of tests/engine/tiny.py, and rows of uneven length."""
+    tokenizer = load_example("arithmetic/make_data.py").make_tokenizer()
+    for name, (family, fields) in FAMILIES.items():
+        tiny.make_model(str(folder / name), family, **fields)
+        tokenizer.save_pretrained(folder / name)
+    rng = random.Random(0)
+    for part, count in (("train", ROWS), ("eval", 6)):
+        rows = [[rng.randrange(3, len(tokenizer)) for _ in range(rng.randint(4, 24))] for _ in range(count)]
+        lines = [json.dumps({"input_ids": row, "loss_mask": [0, 0, *[1] * (len(row) - 2)]}) + "\n" for row in rows]
+        (folder / f"{part}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout, **changes: Any) -> dict[str, Any]:
+    """Plain data of a config. changes: whole sections over it, merged key by key."""
+    config: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "seed": 7,
+        "model": {"path": str(inputs / layout.model), "dtype": "float32"},
+        "engine": {"backend": layout.backend, "device": "cpu", "parallel": layout.parallel, "micro_batch": {"size": 2}},
+        "optimizer": {"lr": 5e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1, "eps": 1e-6},
+        "data": {"train": str(inputs / "train.jsonl"), "eval": str(inputs / "eval.jsonl"), "max_length": 32},
+        "train": {"steps": STEPS, "global_batch_size": BATCH, "eval_every": 5},
+        "checkpoint": {"every": 1},
+        "log": {"console": "plain"},
+    }
+    for section, value in changes.items():
+        config[section] = {**config.get(section, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+@dataclasses.dataclass
+class Run:
+    """One command, started again and again: `mrl sft config.yaml --nproc N` with its output in `folder/run`."""
+
+    folder: pathlib.Path
+    config: dict[str, Any]
+    world: int
+
+    @property
+    def output(self) -> pathlib.Path:
+        return pathlib.Path(self.config["output_dir"])
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        """The launcher, in a session of its own; its output goes to files."""
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(self.config))
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
+        env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "mrl", "sft", str(path), *overrides, "--nproc", str(self.world)]
+        with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
+            return subprocess.Popen(command, cwd=self.folder, env=env, stdout=out, stderr=err, start_new_session=True)
+
+    def finish(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        code = process.wait(timeout=TIMEOUT_S)
+        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
+
+    def to_the_end(self, *overrides: str) -> str:
+        """Runs until done. Returns what was printed."""
+        code, out, err = self.finish(self.start(*overrides))
+        assert code == 0, f"exit code {code}\n{out}\n{err}"
+        return out
+
+
+def new_run(folder: pathlib.Path, inputs: pathlib.Path, layout: Layout, **changes: Any) -> Run:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Run(folder, make_config(inputs, folder / "run", layout, **changes), layout.world)
+
+
+# ----------------------------------------------------------------------------------------------------- comparison
+
+
+def steps(output: pathlib.Path) -> list[dict[str, float]]:
+    """metrics.jsonl without timings and memory."""
+    rows = metrics.read(output / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+
+
+def newest(output: pathlib.Path) -> pathlib.Path:
+    """The checkpoint that `latest` names."""
+    return output / "checkpoints" / (output / "checkpoints" / "latest").read_text().strip()
+
+
+def sharded_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole: parameters, master weights and moments, under their names."""
+    folder = checkpoint / "mcore" if (checkpoint / "mcore").exists() else checkpoint
+    found: dict[str, Any] = {}
+    _load_state_dict(found, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return dict(flat(found))
+
+
+def flat(tree: Any, name: str = "") -> Any:
+    """(dotted name, leaf) of nested dicts and lists."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None:
+        yield name, tree
+        return
+    for key, value in items:
+        yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+def small_state(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """What is beside the tensors: RNG of every rank, schedule, step counts, position in the data, trained tokens."""
+    found: dict[str, Any] = {}
+    for path in sorted(checkpoint.rglob("*.pt")):
+        if path.parent.name == "mcore":  # megatron's own note of its format
+            continue
+        state = torch.load(path, weights_only=True)
+        if "state" in state:  # the trainer's: this run's folder, and an id that is random by design
+            state["state"]["config"].pop("output_dir")
+            state["state"]["progress"].pop("run_id")
+        if "python" in state:  # Python's own generator, which nothing draws from and each process seeds anew
+            del state["python"]
+        found |= dict(flat(state, path.relative_to(checkpoint).as_posix()))
+    return found
+
+
+def assert_same_state(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
+    """Bitwise, and the same names; says which differ."""
+    assert a.keys() == b.keys(), f"{what}: {sorted(a.keys() ^ b.keys())}"
+    differ = [name for name in a if not _equal(a[name], b[name])]
+    assert not differ, f"{what}: {len(differ)} of {len(a)} differ: {differ[:5]}"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
+    """Metrics but for timings, the export byte by byte, and everything in the last checkpoint: equal."""
+    assert steps(a) == steps(b)
+    exports = [{p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (o / "hf").iterdir()} for o in (a, b)]
+    assert exports[0] == exports[1] and "model.safetensors" in exports[0]
+    assert newest(a).name == newest(b).name
+    tensors = [sharded_tensors(newest(o)) for o in (a, b)]
+    assert any("exp_avg_sq" in name for name in tensors[0]), "no optimizer state"
+    assert_same_state(*tensors, "tensors of the checkpoint")
+    assert_same_state(*(small_state(newest(o)) for o in (a, b)), "state of the checkpoint")
+    saved = [sorted(p.name for p in (o / "checkpoints").iterdir()) for o in (a, b)]
+    assert saved[0] == saved[1] and not any(name.startswith(".") for name in saved[0]), saved
+    ours, theirs = (read_yaml(o / "config.yaml") | {"output_dir": ""} for o in (a, b))
+    assert ours == theirs
+
+
+def exported(output: pathlib.Path) -> dict[str, torch.Tensor]:
+    """The exported model: Hugging Face name -> tensor."""
+    return load_file(output / "hf" / "model.safetensors")

@@ -1,0 +1,49 @@
+"""A run that is killed by SIGKILL, again and again, and started with the same command is the run that was not killed.
+
+Through the real command line, at 20 seeded moments over six layouts, at least a third of them at a save. Equal: metrics
+but for timings, the exported files byte by byte, and everything in the last checkpoint: parameters, master weights,
+moments and step count of AdamW (trap 25), schedule (trap 23), RNG of every rank (the models have dropout), position in
+the data (trap 32), all experts on all ranks (trap 33). The processes of a kill are gone before the next start.
+"""
+
+import pytest
+
+from tests.resume import kit
+from tests.resume.kills import PLACES, Moment, kill_at, moments
+
+QUICK = {
+    "tp1": [Moment("save", "everyone", 1, 0.0)],
+    "tp2": [Moment("marker", "last rank", 1, 0.0)],
+}
+SEEDED = {"tp1": 4, "tp2": 4, "pp2 tied": 3, "dp2": 3, "ep2": 3, "fsdp dp2": 3}
+
+
+def kill_and_compare(folder, inputs, unharmed, name, chosen):
+    """The moments one after another in one run, then to the end."""
+    run = kit.new_run(folder, inputs, kit.LAYOUTS[name])
+    ends = []
+    for moment in chosen:
+        ends.append(kill_at(run, moment))
+        print(f"{name}: {moment}: {ends[-1]}")
+    assert "missed" not in ends, list(zip(chosen, ends, strict=True))
+    assert "resuming from" in run.to_the_end()
+    kit.assert_same_run(run.output, unharmed(name))
+    assert not (run.output / ".tmp-hf").exists()
+    return ends
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, unharmed, tmp_path, name):
+    kill_and_compare(tmp_path, inputs, unharmed, name, QUICK[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_run_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
+    kill_and_compare(tmp_path, inputs, unharmed, name, moments(f"kill {name}", SEEDED[name]))
+
+
+def test_there_are_20_moments_at_every_place_and_a_third_inside_saves():
+    drawn = [moment for name, count in SEEDED.items() for moment in moments(f"kill {name}", count)]
+    assert len(drawn) == 20 and {moment.place for moment in drawn} == set(PLACES)
+    assert sum(moment.place in ("save", "marker", "rename", "delete") for moment in drawn) >= 7
