@@ -8,19 +8,21 @@ and all must take part in every forward: there each takes all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.mcore_models import platform
-from mrl.mcore_models.attention import CacheLayout
+from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
@@ -49,13 +51,30 @@ def run(engine: "MegatronEngine", requests: Sequence[GenerateRequest]) -> list[C
     shared = engine.dims.ep * engine.dims.etp > engine.dims.tp or replicas == 1
     replica = engine.coords.dp_rank * engine.dims.cp + engine.coords.cp_rank
     mine = sequences if shared else sequences[replica::replicas]
-    for group in _groups(mine):
-        _generate(engine, group)
+    with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):
+        for group in _groups(mine):
+            _generate(engine, group)
     if not shared:
         everyone: list[list[_Sequence]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
         sequences = sorted({s.index: s for part in everyone for s in part}.values(), key=lambda s: s.index)
     return [Completion(s.tokens, s.log_probs, s.finished) for s in sequences]
+
+
+@contextlib.contextmanager
+def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
+    """Core attention that knows `CacheLayout`, in place of transformer-engine's; neither has parameters."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    attentions = [layer.self_attention for model in engine.models for layer in model.decoder.layers]
+    replaced = [attention.core_attention for attention in attentions]
+    for attention in attentions:
+        own = SdpaAttention(engine.model_config, attention.layer_number, pg_collection=groups)
+        attention.core_attention = own.eval()
+    try:
+        yield
+    finally:
+        for attention, core in zip(attentions, replaced, strict=True):
+            attention.core_attention = core
 
 
 def _groups(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
