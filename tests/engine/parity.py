@@ -55,7 +55,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe step 2": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
+    "qwen3_moe window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # which transformers does not read
+    ),
     "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 5}),
 }
 
 

@@ -18,7 +18,9 @@ ONE_PROCESS = (
     Row("qwen3", size=8),
     Row("qwen3_moe", size=4),
     Row("qwen3_moe step 2", packing=False, size=4),
+    Row("qwen3_moe window", size=4),
     Row("mixtral", size=4),
+    Row("mixtral window", tokens=64),
     Row("llama tied", tokens=48, recompute="full"),
     Row("llama value head", size=2),
 )

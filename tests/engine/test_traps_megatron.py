@@ -65,7 +65,7 @@ CONTRACT = {
     "micro_batches_do_not_matter": ("dp2", "tp2+spxcp2"),  # trap 5
     "documents_do_not_see_each_other": ("dp1", "cp2"),  # trap 17
     "hooks_own_their_micro_batch": ("dp2",),
-    "dropout_is_off_in_eval_mode": ("tp2", "pp2"),  # trap 18
+    "dropout_is_off_in_eval_mode": ("cp2",),  # trap 18
 }
 
 

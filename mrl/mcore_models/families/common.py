@@ -38,11 +38,9 @@ NEUTRAL = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
-        "quantization_config_removed",
         "return_dict",
         "rope_interleaved",
         "router_aux_loss_coef",
-        "router_jitter_noise",
         "task_specific_params",
         "tie_word_embeddings",
         "tokenizer_class",
@@ -56,7 +54,6 @@ NEUTRAL = frozenset(
         "decoder_start_token_id",
         "classifier_dropout",
         "use_bfloat16",
-        "mlp_bias_removed",
         "min_length",
         "do_sample",
     ]
@@ -79,14 +76,12 @@ DENSE = frozenset(
         "attention_dropout",
         "attention_bias",
         "mlp_bias",
-        "partial_rotary_factor",
-        "sliding_window",
-        "use_sliding_window",
-        "max_window_layers",
-        "layer_types",
     ]
 )
 """Fields that `dense_fields` reads."""
+
+LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
+"""Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
 
 
 def harmless(value: Any) -> bool:
@@ -98,7 +93,6 @@ def dense_fields(hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = 
     """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not supported."""
     require(hf, "hidden_act", ("silu",))
     require(hf, "mlp_bias", (False, None))
-    require(hf, "partial_rotary_factor", (1.0, 1, None))
     if not qkv_bias:
         require(hf, "attention_bias", (False, None))
     check_rope(hf)
@@ -119,24 +113,23 @@ def dense_fields(hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = 
         "activation_func": F.silu,
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
-    } | window_fields(hf)
+    }
 
 
-def window_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """Sliding window: `sliding_window` tokens are seen, the own one included; megatron counts those to the left."""
+def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[str, Any]:
+    """Sliding window: `sliding_window` tokens are seen, the own one included; megatron counts those to the left.
+
+    types: "full_attention" or "sliding_attention" for each layer; None for families whose layers all slide.
+    """
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
-    if not window or not hf.get("use_sliding_window", True):
-        return {}
-    types = hf.get("layer_types")
-    if types is None:
-        types = [
-            "full_attention" if i < (hf.get("max_window_layers") or 0) else "sliding_attention" for i in range(layers)
-        ]
+    types = ["sliding_attention"] * layers if types is None else types
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers:
         raise ModelError(
             f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; got {unknown or len(types)}"
         )
+    if not window:
+        return {}
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(t == "sliding_attention") for t in types]}
 
 
@@ -163,6 +156,11 @@ def moe_fields(hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normal
 
 def check_rope(hf: dict[str, Any]) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
+    partial = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if partial not in (None, 1):
+        raise ModelError(
+            f"config.json: partial_rotary_factor = {partial!r} is not supported by the megatron engine; supported: 1"
+        )
     scaling = hf.get("rope_scaling")
     if scaling is None:
         return

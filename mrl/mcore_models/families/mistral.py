@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mrl.mcore_models.families.common import DENSE, dense_fields
+from mrl.mcore_models.families.common import DENSE, dense_fields, window_fields
 
-READ = DENSE
+READ = DENSE | {"sliding_window"}
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    return dense_fields(hf)
+    return dense_fields(hf) | window_fields(hf)

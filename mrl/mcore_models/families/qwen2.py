@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mrl.mcore_models.families.common import DENSE, dense_fields
+from mrl.mcore_models.families.common import DENSE, LAYER_WINDOWS, dense_fields, window_fields
 
-READ = DENSE
+READ = DENSE | LAYER_WINDOWS
 
 
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
-    return dense_fields(hf, qkv_bias=True)
+    return dense_fields(hf, qkv_bias=True) | window_fields(hf, hf["layer_types"])

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from mrl.mcore_models.families.common import DENSE, dense_fields, moe_fields
+from mrl.mcore_models.families.common import DENSE, dense_fields, moe_fields, window_fields
 
 READ = DENSE | {
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
+    "sliding_window", "use_sliding_window", "max_window_layers",  # transformers slides in every layer or in none
 }  # fmt: skip
 
 
@@ -24,4 +25,4 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
         sparse=sparse_layers(hf),
         normalise=bool(hf.get("norm_topk_prob", False)),
     )
-    return dense_fields(hf, qk_norm=True) | moe
+    return dense_fields(hf, qk_norm=True) | window_fields(hf) | moe
