@@ -115,6 +115,18 @@ def find_checkpoint(root: str) -> str | None:
     return whole[-1][0] if whole else None
 
 
+def damage(root: str) -> list[str]:
+    """What is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of these."""
+    found = []
+    for entry in _listdir(root):
+        if entry.startswith(PREFIX):
+            try:
+                validate(os.path.join(root, entry))
+            except CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
 def validate(path: str, *, backend: str | None = None) -> Marker:
     """The marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
 

@@ -111,10 +111,20 @@ def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
     if own is None:
+        _refuse_damaged(run)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
     return Start(own, step, f"resuming from {own}, after step {step}")
+
+
+def _refuse_damaged(run: RunDirectory) -> None:
+    """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
+    if damaged := checkpoint.damage(str(run.checkpoints)):
+        raise CheckpointError(
+            f"{'; '.join(damaged)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
+            "from the beginning, or give another output_dir"
+        )
 
 
 def _refuse_foreign(run: RunDirectory) -> None:

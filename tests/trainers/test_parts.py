@@ -152,6 +152,19 @@ def test_auto_takes_the_newest_whole_checkpoint_and_says_so(tmp_path):
     assert start_of(tmp_path).step == 10
 
 
+def test_checkpoints_of_which_none_is_whole_are_refused_by_name(tmp_path):
+    """Starting anew would overwrite them, and metrics.jsonl."""
+    for step in (10, 20):
+        pathlib.Path(make_checkpoint(tmp_path / "checkpoints", step), "weights").write_text("damaged")
+    with pytest.raises(
+        CheckpointError, match=r"step_00000010: damaged: weights .*step_00000020: damaged: .*is whole: put"
+    ):
+        start_of(tmp_path)
+    (tmp_path / "foreign" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"step_00000003: not a whole checkpoint of mrl"):
+        start_of(tmp_path / "foreign")
+
+
 def test_auto_takes_the_remote_copy_where_the_local_one_is_gone(tmp_path):
     from mrl.engine import checkpoint_remote
 
