@@ -31,6 +31,12 @@ def join_processes(device_type: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def denominator_of(batch: Batch, name: str) -> float:
+    """What a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it counts."""
+    assert name in batch.denominators, f"the batch has the denominators {sorted(batch.denominators)}, not {name!r}"
+    return float(batch.denominators[name]) or 1.0
+
+
 def add_over(sums: Mapping[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
     """Sums of all ranks of `group`, added in rank order (the same float on each), whatever names each of them has."""
     if dist.get_world_size(group) == 1:

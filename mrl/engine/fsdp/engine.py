@@ -106,7 +106,7 @@ class FSDPEngine(BaseEngine):
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         ctx = dict(ctx or {})
-        denominator = float(batch.denominators.get(self.loss_denominator, 0.0)) or 1.0
+        denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
         predictions, sums = [], {}
         with self.offload.used(gradients=not forward_only), torch.set_grad_enabled(not forward_only):

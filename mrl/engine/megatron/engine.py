@@ -219,7 +219,7 @@ class MegatronEngine(BaseEngine):
         )
 
     def _call(self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None) -> step.Call:
-        denominator = float(batch.denominators.get(self.loss_denominator, 0.0)) or 1.0
+        denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
         if not forward_only and (self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss):
             mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
