@@ -128,9 +128,12 @@ class _ProcessGroup:
     def _end_all_after_failure(self) -> None:
         """Once a rank failed the others wait for it in vain: they get a grace period and are killed."""
         while not self.finished.wait(POLL_S):
+            ended = [rank for rank, pid in enumerate(self.pids()) if not _is_running(pid)]
+            # read after looking at the processes: one that ends in between has written its outcome before
             outcomes = {outcome.rank: outcome.kind for outcome in read_outcomes(self.folder)}
-            died = any(not _is_running(pid) and rank not in outcomes for rank, pid in enumerate(self.pids()))
-            if died or any(kind in ("user", "fault") for kind in outcomes.values()):
+            if any(rank not in outcomes for rank in ended) or any(
+                kind in ("user", "fault") for kind in outcomes.values()
+            ):
                 self.finished.wait(GRACE_S)
                 self._kill_all()
                 return
