@@ -262,7 +262,11 @@ HEADER = (
 
 
 def line(row: Row, outcome: Outcome | str) -> str:
-    layout = row.layout + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
+    layout = (
+        ("fsdp " if row.backend == "fsdp" else "")
+        + row.layout
+        + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
+    )
     head = f"{row.model:21} {layout:20} {'packed' if row.packing else 'padded':7} "
     if isinstance(outcome, str):
         return head + "failed: " + outcome.strip().splitlines()[-1]
@@ -277,11 +281,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import ROWS, SLOW_ROWS
+    from tests.engine.parity_rows import FSDP_ROWS, ROWS, SLOW_ROWS
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS) if wanted in str(row)]):
+    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS) if wanted in str(row)]):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()
