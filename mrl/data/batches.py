@@ -59,6 +59,11 @@ class Report:
     truncated: int = 0
     notes: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """As `BatchSource.counts`."""
+        return {"skipped": self.skipped, "dropped": self.dropped, "truncated": self.truncated}
+
     def count(self, dataset: SFTDataset, row: int) -> Example | None:
         """Loads a row and counts what became of it; None where it is left out."""
         loaded = dataset.load(row)

@@ -39,14 +39,21 @@ class SFTDataset:
     """Random access to tokenized rows; holds no row in memory.
 
     Raises DataError on construction where the data cannot be used at all (missing, empty, no format fits, a
-    conversation without a chat template). `load` may be called from several threads; the tokenizer is copied.
+    conversation without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several threads; the tokenizer is copied.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, part: Part = "train") -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        part: Part = "train",
+        vocab_size: int | None = None,
+    ) -> None:
         path = config.train if part == "train" else config.eval
         if path is None:
             raise DataError("data.eval: is null; name the rows to evaluate on")
-        self.config, self.path, self.part = config, path, part
+        self.config, self.path, self.part, self.vocab_size = config, path, part, vocab_size
         check_columns(config.columns)
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
         if config.chat_template is not None:
@@ -92,6 +99,11 @@ class SFTDataset:
     def _fit(self, index: int, encoded: Encoded) -> Example | Rejected:
         """The sequence within max_length, by the truncation policy."""
         ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
+        if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
+            raise DataError(
+                f"the tokenizer gives token {max(ids)}, and the model's config.json has vocab_size {self.vocab_size}; "
+                "use the tokenizer that belongs to the model"
+            )
         too_long = len(ids) > limit
         if too_long:
             what = f"the row has {len(ids)} tokens and data.max_length is {limit}"

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl import metrics
@@ -22,7 +22,7 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.data.batches import BatchSource, eval_batches, steps_for_epochs
+from mrl.data.batches import BatchSource, Report, eval_batches, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import checkpoint
@@ -68,8 +68,11 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     metrics.check_packages(config.log)
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    train_set = SFTDataset(config.data, tokenizer)
-    eval_set = SFTDataset(config.data, tokenizer, part="eval") if config.data.eval is not None else None
+    vocab_size = read_hf_config(folder).get("vocab_size")
+    train_set = SFTDataset(config.data, tokenizer, vocab_size=vocab_size)
+    eval_set = None
+    if config.data.eval is not None:
+        eval_set = SFTDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
     batch_size = config.train.global_batch_size
     total_steps = config.train.steps or steps_for_epochs(config.train.resolved_epochs, len(train_set), batch_size)
     source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
@@ -131,6 +134,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     finally:
         log.close()
         console.close()
+        say_left_out(console, "train", trainer.source.counts)
     if config.checkpoint.export_hf:
         engine.export_hf(str(directory.partial_hf))
         engine.on_main(directory.publish_export)
@@ -157,7 +161,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
     config, engine, console, total_steps = trainer.config, trainer.engine, trainer.console, trainer.total_steps
     due = lambda every: progress.step == total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
     flops = FlopsMeter(trainer)
-    guard = config.train.guards
+    guard, eval_reported = config.train.guards, False
     while progress.step < total_steps:
         began_s = time.perf_counter()
         batch = trainer.source.next()
@@ -176,7 +180,11 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
             **flops.utilization(batch, step_s),
         }
         if trainer.eval_set is not None and due(config.train.eval_every):
-            row["eval/loss"] = evaluate(engine, trainer.eval_set, batch_size=config.train.global_batch_size, limit=config.train.eval_batches)  # fmt: skip
+            report = Report()
+            row["eval/loss"] = evaluate(engine, trainer.eval_set, batch_size=config.train.global_batch_size, limit=config.train.eval_batches, report=report)  # fmt: skip
+            if not eval_reported:
+                say_left_out(console, "eval", report.counts, report.notes)
+            eval_reported = True
         stop_requested, row["perf/memory_gb"] = engine.max_over_ranks(trainer.stop.requested, memory_gb(engine.device))
         log.write(progress.step, row)
         console.step(progress.step, row)
@@ -227,17 +235,25 @@ def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -
     return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last}")
 
 
-def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit: int | None) -> float:
-    """Mean loss per trained token over the evaluation set: the sums of all batches, divided once."""
+def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit: int | None, report: Report) -> float:
+    """Mean loss per trained token over the evaluation set: the sums of all batches, divided once. `report` is filled."""
     loss_sum = tokens = 0.0
     with engine.eval_mode():
-        for number, batch in enumerate(eval_batches(eval_set, batch_size)):
+        for number, batch in enumerate(eval_batches(eval_set, batch_size, report)):
             if number == limit:
                 break
             _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
             loss_sum += ctx["loss"] * batch.denominators["tokens"]
             tokens += batch.denominators["tokens"]
     return loss_sum / tokens
+
+
+def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:
+    """Says how many rows of a data set were not used as they are, if any, and `notes` on some of them."""
+    if any(counts.values()):
+        console.say(f"data.{part}: rows " + ", ".join(f"{what}: {number}" for what, number in counts.items() if number))
+    for note in notes:
+        console.say(note)
 
 
 def save(trainer: Trainer, progress: Progress) -> str:

@@ -248,3 +248,14 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n"))
     with pytest.raises(DataError, match=r"a.jsonl.gz: its copy cannot be written .*set HF_DATASETS_CACHE"):
         SFTDataset(kit.config(tmp_path / "a.jsonl.gz"), kit.make_tokenizer())
+
+
+def test_a_token_that_the_model_does_not_have(tmp_path):
+    """Under tensor parallelism it would have a zero embedding and train nothing, in silence."""
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    ids = SFTDataset(kit.config(path), kit.make_tokenizer()).load(0).ids
+    assert SFTDataset(kit.config(path), kit.make_tokenizer(), vocab_size=max(ids) + 1).load(0).ids == ids
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl:1: the tokenizer gives token {max(ids)}, .* vocab_size {max(ids)}; use"
+    ):
+        SFTDataset(kit.config(path), kit.make_tokenizer(), vocab_size=max(ids)).load(0)

@@ -13,7 +13,7 @@ import torch
 from mrl.config.load import from_dict
 from mrl.engine import checkpoint
 from mrl.errors import CheckpointError, ConfigError, ModelError
-from mrl.trainers import console, hub, throughput
+from mrl.trainers import console, hub, sft, throughput
 from mrl.trainers.run_directory import RunDirectory, choose_start
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 
@@ -29,6 +29,16 @@ def test_plain_lines_have_step_loss_lr_tokens_mfu_and_eta(capsys):
     plain.step(5, METRICS)
     line = capsys.readouterr().out
     assert re.fullmatch(r"step 5/10  loss 1\.2346  lr 1e-05  tok/s 12,346  mfu 42\.1%  eta 0:00:\d\d\n", line), line
+
+
+def test_rows_left_out_are_counted_out_loud(capsys):
+    plain = console.open_console("plain", enabled=True)
+    sft.say_left_out(plain, "train", {"skipped": 2, "dropped": 0, "truncated": 31})
+    sft.say_left_out(plain, "eval", {"skipped": 0, "dropped": 1, "truncated": 0}, ["dropped: e.jsonl:7: why"])
+    sft.say_left_out(plain, "train", {"skipped": 0, "dropped": 0, "truncated": 0})
+    assert capsys.readouterr().out.splitlines() == [
+        "data.train: rows skipped: 2, truncated: 31", "data.eval: rows dropped: 1", "dropped: e.jsonl:7: why",
+    ]  # fmt: skip
 
 
 def test_rich_falls_back_to_plain_without_a_terminal():
