@@ -26,9 +26,21 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Updates that AdamW has made."""
-    states = [state for part in optimizers_of(optimizer) for state in part.optimizer.state.values()]
-    return max((int(state["step"]) for state in states), default=0)
+    """Updates that AdamW has made: torch's counts them for each tensor, the fused ones of transformer-engine and apex
+    for a group of tensors."""
+    inner = [part.optimizer for part in optimizers_of(optimizer)]
+    counted = [*(s for adam in inner for s in adam.state.values()), *(g for adam in inner for g in adam.param_groups)]
+    return max((int(place["step"]) for place in counted if "step" in place), default=0)
+
+
+def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
+    """The other way: puts the count where this AdamW keeps it."""
+    if isinstance(adam, torch.optim.AdamW):
+        for state in adam.state.values():
+            state["step"] = torch.tensor(float(steps))
+    else:
+        for group in adam.param_groups:
+            group["step"] = steps
 
 
 def sharded(optimizer: MegatronOptimizer, model_state: Mapping[str, Any], *, loading: bool) -> dict[str, Any]:
@@ -71,11 +83,12 @@ def restore(optimizer: MegatronOptimizer, loaded: Mapping[str, Tensor], steps: i
                 if id(parameter) not in mine:
                     continue
                 _, main, span = mine[id(parameter)]
-                state = {"step": torch.tensor(float(steps))}
-                for name in PARTS[1:]:
-                    state[name] = whole[name][span].to(main.device).view(main.shape).clone()
                 main.data.copy_(whole["master"][span].view(main.shape))
-                part.optimizer.state[main] = state
+                part.optimizer.state[main] = {
+                    name: whole[name][span].to(main.device).view(main.shape).clone() for name in PARTS[1:]
+                }
+    for part in optimizers_of(optimizer):
+        set_step_count(part.optimizer, steps)
 
 
 def _local(name: str, shard: tuple | None) -> tuple[Tensor, slice] | None:
