@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import shutil
 import signal
 import threading
@@ -40,13 +41,14 @@ def count(config: Mapping[str, Any], rank: int) -> int:
     return counts[rank]
 
 
-def train_until(config: Mapping[str, Any], event: int, rank: int) -> None:
-    """SIGKILL to `rank` as its event number `event` begins."""
+def train_until(config: Mapping[str, Any], event: int, rank: int, killed: str) -> None:
+    """SIGKILL to `rank` as its event number `event` begins; the file `killed` says that it came to that."""
     left = [event]
 
     def step(name: str) -> None:
         left[0] -= 1
         if left[0] < 0:
+            pathlib.Path(killed).write_text(name)
             os.kill(os.getpid(), signal.SIGKILL)
 
     with each_event(rank, step):

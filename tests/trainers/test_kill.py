@@ -19,7 +19,7 @@ import torch
 from tests.engine.harness import Case, run_case, run_world
 from tests.trainers import kit
 
-MOMENTS = 20
+MOMENTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +78,19 @@ def plain(state: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def whole(inputs, tmp_path_factory):
-    """layout -> (the folder of a run that nothing happened to, its number of events on the last rank)."""
+    """layout -> (the folder of a run that nothing happened to, the number of events on rank 0 of a run like it)."""
     made = {}
 
     def of(name: str) -> tuple[pathlib.Path, int]:
         if name not in made:
             layout, folder = LAYOUTS[name], tmp_path_factory.mktemp("whole")
-            config = config_of(inputs, folder, layout)
-            made[name] = folder, run_case(layout.world, "tests.trainers.kills:count", config=config, rank=0)
+            counts = [  # libraries touch the disk more often in a process's first run
+                run_case(
+                    layout.world, "tests.trainers.kills:count", config=config_of(inputs, folder / run, layout), rank=0
+                )
+                for run in ("first", "second")
+            ]
+            made[name] = folder / "first", min(counts)
         return made[name]
 
     return of
@@ -95,16 +100,20 @@ def whole(inputs, tmp_path_factory):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, whole, tmp_path, name, moment):
     unharmed, events = whole(name)
     layout, draw = LAYOUTS[name], random.Random(f"{name} {moment}")
-    config = config_of(inputs, tmp_path, layout)
+    output_dir = tmp_path / "run"
+    config = config_of(inputs, output_dir, layout)
     for kill in range(draw.choice([1, 1, 2])):
         event = draw.randrange(events)
-        kwargs = {"config": config, "event": event, "rank": 0}
-        (result,) = run_world(layout.world, [Case("tests.trainers.kills:train_until", kwargs)])
+        killed = tmp_path / f"killed{kill}"
+        case = Case(
+            "tests.trainers.kills:train_until", {"config": config, "event": event, "rank": 0, "killed": str(killed)}
+        )
+        (result,) = run_world(layout.world, [case])
         done_before = kill > 0 and result.error is None  # what is left after a kill may have fewer events
-        assert done_before or "died with exit code -9" in result.error, result.error
+        assert killed.exists() or done_before, result.error
     ended = run_case(layout.world, "tests.trainers.cases:train", config=config)
     assert ended[:2] == ("done", ""), f"killed at event {event} of {events}: {ended}"
-    assert kit.steps(tmp_path) == kit.steps(unharmed)
-    assert contents(tmp_path) == contents(unharmed)
-    leftovers = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
-    assert not leftovers and not (tmp_path / ".tmp-hf").exists()
+    assert kit.steps(output_dir) == kit.steps(unharmed)
+    assert contents(output_dir) == contents(unharmed)
+    leftovers = [p.name for p in (output_dir / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not leftovers and not (output_dir / ".tmp-hf").exists()
