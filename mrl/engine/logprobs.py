@@ -121,20 +121,23 @@ def _chunks(total: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, total)) for start in range(0, total, chunk)]
 
 
-def _local_sums(z_CV: Tensor, labels_C: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """(max [C], [4, C]: sum exp(z-m), sum exp(z-m)(z-m), z of the label, whether the label is here) of these columns."""
+def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
+    """(max [C], [4, C]: sum exp(z-m), sum exp(z-m)(z-m), z of the label, whether the label is here) of these columns.
+
+    The second sum is 0 where no entropy is asked for.
+    """
     columns = z_CV.shape[1]
     if columns == 0:  # this rank holds nothing but padding
         return z_CV.new_full((z_CV.shape[0],), -torch.inf), z_CV.new_zeros(4, z_CV.shape[0])
     max_C = z_CV.amax(dim=1)
     shifted = z_CV - max_C[:, None]
-    exp = shifted.exp()
-    local = labels_C - start
+    exp = shifted.exp_() if spec.entropy == "none" else shifted.exp()
+    local = labels_C - spec.shard.start
     here = (local >= 0) & (local < columns)
     target = z_CV.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0]
     sums = [
         exp.sum(1),
-        torch.linalg.vecdot(exp, shifted),
+        torch.zeros_like(max_C) if spec.entropy == "none" else torch.linalg.vecdot(exp, shifted),
         target.where(here, target.new_zeros(())),
         here.to(z_CV.dtype),
     ]
@@ -168,10 +171,11 @@ def _logits_gradient(
 ) -> Tensor:
     """Gradient of the unscaled logits [C, V valid]. entropy_terms: (entropy [C], its gradient [C]) or None."""
     log_p = z_CV - lse_C[:, None]
-    grad = log_p.exp()
     if entropy_terms is None:
+        grad = log_p.exp_()
         grad *= -grad_C[:, None]
     else:
+        grad = log_p.exp()
         entropy_C, entropy_grad_C = entropy_terms
         log_p += entropy_C[:, None]
         log_p *= -entropy_grad_C[:, None]
@@ -188,8 +192,7 @@ class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, spec: _Spec):
         parts = [
-            _local_sums(spec.scaled(logits[rows]), labels[rows], spec.shard.start)
-            for rows in _chunks(logits.shape[0], spec.chunk)
+            _local_sums(spec.scaled(logits[rows]), labels[rows], spec) for rows in _chunks(logits.shape[0], spec.chunk)
         ]
         log_prob, entropy, lse = _join_parts(parts, logits, spec)
         ctx.save_for_backward(logits, labels, lse, entropy)
@@ -217,7 +220,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         parts, kept = [], []
         for rows in _chunks(hidden.shape[0], spec.chunk):
             logits = hidden[rows] @ weight.t()
-            parts.append(_local_sums(spec.scaled(logits), labels[rows], spec.shard.start))
+            parts.append(_local_sums(spec.scaled(logits), labels[rows], spec))
             if keep:
                 kept.append(logits)
         log_prob, entropy, lse = _join_parts(parts, hidden, spec)

@@ -131,10 +131,11 @@ class SdpaAttention(MegatronModule):
         if self.cp > 1:
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
-        for start, count, length in packed_seq_params.runs:
-            rows = slice(start, start + count * length)
-            # [count, heads, length, D]
-            q, k, v = (t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (query, key, value))
+        runs = packed_seq_params.runs
+        # split, not slices: the gradients of slices are each as long as the micro-batch
+        pieces = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
+        for (_, count, length), *piece in zip(runs, *pieces, strict=True):
+            q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in piece)  # [count, heads, length, D]
             if self.window is None or self.window >= length:
                 out = self._attend(q, k, v, None, causal=True)
             else:

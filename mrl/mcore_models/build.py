@@ -75,7 +75,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=layers.platform.device().type == "cpu",  # elementwise.swiglu there
     )
 
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.mcore_models import platform
+from mrl.mcore_models import elementwise, platform
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.router import Router
 
@@ -39,6 +39,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
+            if x.is_cpu:
+                return elementwise.RMSNormFunction.apply(x, self.weight, self.eps)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return self.weight * normed.to(x.dtype)

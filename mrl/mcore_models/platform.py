@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
+from mrl.mcore_models import elementwise
+
 CPU = torch.device("cpu")
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",
@@ -61,11 +63,6 @@ def prepare() -> None:
 def device() -> torch.device:
     """Where models live in this process: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
-
-
-def backend() -> str:
-    """Backend of the default process group: CPU tensors (checkpoints, metadata) always go over gloo."""
-    return "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
 
 
 @contextlib.contextmanager
@@ -211,10 +208,28 @@ def _complete_gloo() -> None:
 
     dist.all_gather = gather
     dist.distributed_c10d.all_gather = gather
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, _nothing_to_move(getattr(dist, name)))
+
+
+def _nothing_to_move(collective):
+    """megatron gathers and scatters buffers in place; gloo copies them through another of the same size also where the
+    group has one rank and nothing is to be done."""
+
+    @functools.wraps(collective)
+    def run(output, input, *args: Any, **kwargs: Any):
+        group = kwargs.get("group", args[-1] if args and isinstance(args[-1], dist.ProcessGroup) else None)
+        in_place = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+        if in_place and not kwargs.get("async_op") and dist.get_world_size(group) == 1:
+            return None
+        return collective(output, input, *args, **kwargs)
+
+    return run
 
 
 def _mend_megatron() -> None:
-    """Places of megatron-core that break for want of a GPU even when its CUDA calls are answered."""
+    """Places of megatron-core that break, or are slow, for want of a GPU even when its CUDA calls are answered."""
+    _use_cpu_functions()
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
@@ -228,3 +243,22 @@ def _mend_megatron() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _use_cpu_functions() -> None:
+    """Functions that megatron fuses on a GPU: what stands in for them makes few passes over memory (elementwise.py)."""
+    for name in ("mlp", "moe.experts", "moe.shared_experts"):
+        module = importlib.import_module(f"megatron.core.transformer.{name}")
+        if hasattr(module, "bias_swiglu_impl"):
+            module.bias_swiglu_impl = elementwise.swiglu
+        if hasattr(module, "weighted_bias_swiglu_impl"):
+            module.weighted_bias_swiglu_impl = elementwise.weighted_swiglu
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    apply = rope._apply_rotary_pos_emb_bshd
+
+    def turn(t, freqs, *options, mscale=1.0, **named):
+        """The versions differ in names and order of the options; those that we do not set are false."""
+        plain = freqs.shape[-1] == t.shape[-1] and mscale == 1.0 and not any(options) and not any(named.values())
+        return elementwise.rotary(t, freqs) if plain else apply(t, freqs, *options, mscale=mscale, **named)
+
+    rope._apply_rotary_pos_emb_bshd = turn

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
+from mrl.mcore_models import platform
 from mrl.mcore_models.build import Model
 
 # megatron's own names for what becomes of a chunk's gradients
@@ -47,6 +48,8 @@ def build_optimizer(
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if isinstance(part.optimizer, torch.optim.AdamW) and platform.device().type == "cpu":
+                group["fused"] = True  # one pass over memory; on a GPU torch chooses
     return optimizer
 
 
