@@ -118,21 +118,3 @@ def make_batch(
         token_fields=dict(token_fields or {}),
         sequence_fields=dict(sequence_fields or {}),
     ).with_denominators()
-
-
-def concat(batches: Sequence[Batch]) -> Batch:
-    """Batches of one global mini-batch joined in order; they must agree on fields and denominators."""
-    first = batches[0]
-    for other in batches[1:]:
-        assert dict(other.denominators) == dict(first.denominators), (
-            f"denominators differ: {dict(first.denominators)} and {dict(other.denominators)}"
-        )
-    return dataclasses.replace(
-        first,
-        tokens=torch.cat([b.tokens for b in batches]),
-        labels=torch.cat([b.labels for b in batches]),
-        loss_mask=torch.cat([b.loss_mask for b in batches]),
-        lengths=torch.cat([b.lengths for b in batches]),
-        token_fields={k: torch.cat([b.token_fields[k] for b in batches]) for k in first.token_fields},
-        sequence_fields={k: torch.cat([b.sequence_fields[k] for b in batches]) for k in first.sequence_fields},
-    )

@@ -71,6 +71,8 @@ def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run
 
     joined = joined_world(os.environ)
     config = load_config(config_path, overrides)
+    if config.engine.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     model = preflight.check_files(config)
     if joined is None:
         nproc = _choose_nproc(config, nproc)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def upload(path: str, url: str, *, keep: int | None = None) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: newest whole checkpoints that stay at the URL, None for all.
+    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too.
     """
     marker = checkpoint.validate(path)
     files, base = _open(url)
@@ -37,9 +37,18 @@ def upload(path: str, url: str, *, keep: int | None = None) -> str:
     files.put_file(os.path.join(path, MARKER), f"{target}/{MARKER}")
     files.pipe_file(f"{base}/{LATEST}", f"{name}\n".encode())
     if keep is not None:
-        for old, _ in _whole(files, base)[:-keep]:
+        for old in [path for path, _ in _whole(files, base)[:-keep]] + _unmarked(files, base):
             _delete(files, old)
     return f"{url.rstrip('/')}/{name}"
+
+
+def ensure(path: str, url: str, *, keep: int | None = None) -> None:
+    """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between the save and its copy."""
+    marker = checkpoint.validate(path)
+    files, base = _open(url)
+    files.invalidate_cache()
+    if marker not in [there for _, there in _whole(files, base)]:
+        upload(path, url, keep=keep)
 
 
 def fetch(url: str, root: str) -> str | None:
@@ -100,6 +109,12 @@ def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -
     return sorted(found, key=lambda item: (item[1].serial, item[0]))
 
 
+def _unmarked(files: fsspec.AbstractFileSystem, base: str) -> list[str]:
+    """Folders of checkpoints without a marker."""
+    paths = [path.rstrip("/") for path in files.ls(base, detail=False)]
+    return [p for p in paths if os.path.basename(p).startswith(PREFIX) and not files.exists(f"{p}/{MARKER}")]
+
+
 def _check_sizes(files: fsspec.AbstractFileSystem, path: str, marker: Marker) -> None:
     """Refuses a copy that lacks files or has files of another size."""
     present = {full[len(path) :].lstrip("/"): facts["size"] for full, facts in files.find(path, detail=True).items()}
@@ -117,3 +132,15 @@ def _delete(files: fsspec.AbstractFileSystem, path: str) -> None:
         files.rm_file(f"{path}/{MARKER}")
     if files.exists(path):
         files.rm(path, recursive=True)
+
+
+def locate(local: str, remote: str | None, *, backend: str) -> str:
+    """The folder to load from: what `remote` has, fetched into `local`, else the newest whole one in `local`. For one rank.
+
+    Raises CheckpointError where there is none, or it is damaged, foreign or of another backend.
+    """
+    path = (fetch(remote, local) if remote else None) or checkpoint.find_checkpoint(local)
+    if path is None:
+        raise CheckpointError(f"{remote or local}: holds no whole checkpoint; name one that does")
+    checkpoint.validate(path, backend=backend)
+    return path

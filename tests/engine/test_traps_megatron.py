@@ -2,7 +2,7 @@
 
 Where a trap is covered elsewhere or cannot occur:
 - 2, 3, 4 (factors of cp, token counts): mrl hands megatron a 2-tuple, whose factors scaling.py cancels, and never sets
-  `calculate_per_token_loss` (`test_trap_3`); the rows cp2, dp2 and cp2xpp2 with one trained token are in the parity table.
+  `calculate_per_token_loss` (`test_traps_3_and_4`); the rows cp2, dp2 and cp2xpp2 with one trained token are in the parity table.
 - 5 (means of means, "the critic forgotten"): rows with 1, 2, 4 and 8 micro-batches, also of the value head.
 - 9 (router losses): test_router_losses.py. 12 (tied value head), 16 (layers that tensor parallelism does not split: the
   value head, norms of heads, the router): parity rows.
@@ -131,7 +131,8 @@ def test_traps_6_and_8_reported_numbers(folder, layout):
     run("results_are_the_same_on_every_rank", folder("llama"), layout, options={"tokens": None, "size": 2})
 
 
-def test_trap_3_megatron_gets_a_2_tuple_and_never_counts_tokens(folder):
+def test_traps_3_and_4_megatron_gets_a_2_tuple_and_never_counts_tokens(folder):
+    """What follows from it is in the parity rows with one trained token: cp2, dp2 and cp2xpp2, whose gradients are right."""
     engine = MegatronEngine(config_of(folder("mixtral"), "dp1"))
     assert engine.model_config.calculate_per_token_loss is False
 

@@ -27,7 +27,7 @@ from mrl.engine.fsdp.offload import HOST, Offload
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
-from mrl.errors import CheckpointError, ConfigError
+from mrl.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKEND = "fsdp"
@@ -230,15 +230,7 @@ class FSDPEngine(BaseEngine):
     def load_checkpoint(
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
-        def locate() -> str:
-            path = checkpoint_remote.fetch(remote_path, local_path) if remote_path else None
-            path = path or checkpoint.find_checkpoint(local_path)
-            if path is None:
-                raise CheckpointError(f"{remote_path or local_path}: holds no whole checkpoint; name one that does")
-            checkpoint.validate(path, backend=BACKEND)
-            return path
-
-        path = self.on_main(locate)
+        path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
         with self.offload.used(optimizer=True):
             self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
         dist.barrier()

@@ -52,25 +52,14 @@ def save(
             dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
     final = os.path.join(root, folder.step_name(step))
     if remote is not None:
-        if rank == 0:
-            checkpoint_remote.upload(final, remote, keep=keep)
-        dist.barrier()
+        engine.on_main(lambda: checkpoint_remote.upload(final, remote, keep=keep))
     return final
 
 
 def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: bool) -> dict[str, Any]:
     """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
     rank = dist.get_rank()
-    if remote is not None:
-        if rank == 0:
-            checkpoint_remote.fetch(remote, path)
-        dist.barrier()
-    found = folder.find_checkpoint(path)
-    if found is None:
-        raise CheckpointError(
-            f"{path}: holds no whole checkpoint; give a folder that has step_XXXXXXXX in it, or one of those"
-        )
-    folder.validate(found, backend=BACKEND)
+    found = engine.on_main(lambda: checkpoint_remote.locate(path, remote, backend=BACKEND))
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
     sharded = _sharded(engine, loading=True)

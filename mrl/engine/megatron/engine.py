@@ -58,6 +58,10 @@ class MegatronEngine(BaseEngine):
         super().__init__(config)
         if config.engine.device == "cuda" and not platform.has_gpu():
             raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
+        if config.engine.device == "cpu" and platform.has_gpu():
+            raise ConfigError(
+                "engine.device: cpu, but megatron uses the GPU that is visible; set CUDA_VISIBLE_DEVICES= too"
+            )
         collective.join_processes("cuda" if platform.has_gpu() else "cpu")
         parallel = config.engine.parallel
         self.dims = ParallelDims(

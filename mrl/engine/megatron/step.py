@@ -139,7 +139,7 @@ def totals(micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
     for mb in micro_batches:
         if mb.loss is not None:
             sums["loss"] = sums.get("loss", 0.0) + float(mb.loss)
-        for name, value in mb.ctx["metrics"].items():
+        for name, value in mb.ctx.get("metrics", {}).items():
             sums["metrics/" + name] = sums.get("metrics/" + name, 0.0) + float(value)
     return sums
 
