@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import sys
 import types
 import warnings
@@ -233,6 +234,8 @@ def _mend_megatron() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would warn
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     if not hasattr(moe_utils, "te_general_gemm"):

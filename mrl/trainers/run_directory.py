@@ -20,7 +20,7 @@ import mrl
 from mrl.batch import Batch
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import check_resume
-from mrl.config.schema import SFTConfig
+from mrl.config.schema import CheckpointConfig, SFTConfig
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
 
@@ -116,6 +116,13 @@ def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
     return Start(own, step, f"resuming from {own}, after step {step}")
+
+
+def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:
+    """Copies the run's own newest checkpoint to `checkpoint.remote` where a kill came between the save and its copy."""
+    own = start.checkpoint is not None and _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints))
+    if own and config.remote is not None:
+        checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep)
 
 
 def _refuse_damaged(run: RunDirectory) -> None:

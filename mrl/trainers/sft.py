@@ -31,7 +31,7 @@ from mrl.engine.registry import build_engine
 from mrl.errors import Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
-from mrl.trainers.run_directory import RunDirectory, Start, choose_start
+from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
@@ -83,6 +83,7 @@ def run(config: SFTConfig, command_line: str = "") -> None:
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
         try:
             start = engine.on_main(lambda: choose_start(directory, config))
+            engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
             if not already_done(trainer, start):
                 train(trainer, start, command_line)
         finally:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from mrl import metrics
 from mrl.config.load import read_yaml
 from tests.engine import tiny
+from tests.engine.harness import run_case
 from tests.trainers.kit import REPO, load_example
 
 ROWS, BATCH, STEPS = 26, 4, 12
@@ -149,7 +150,7 @@ def sharded_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
     folder = checkpoint / "mcore" if (checkpoint / "mcore").exists() else checkpoint
     found: dict[str, Any] = {}
     _load_state_dict(found, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return dict(flat(found))
+    return {name: value for name, value in flat(found) if isinstance(value, torch.Tensor)}
 
 
 def flat(tree: Any, name: str = "") -> Any:
@@ -170,7 +171,8 @@ def small_state(checkpoint: pathlib.Path) -> dict[str, Any]:
             continue
         state = torch.load(path, weights_only=True)
         if "state" in state:  # the trainer's: this run's folder, and an id that is random by design
-            state["state"]["config"].pop("output_dir")
+            for name in ("output_dir", "checkpoint"):
+                state["state"]["config"].pop(name)
             state["state"]["progress"].pop("run_id")
         if "python" in state:  # Python's own generator, which nothing draws from and each process seeds anew
             del state["python"]
@@ -192,6 +194,15 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
+    """The same result, the same checkpoints kept and nothing half made, the same config."""
+    assert_same_result(a, b)
+    saved = [sorted(p.name for p in (o / "checkpoints").iterdir()) for o in (a, b)]
+    assert saved[0] == saved[1] and not any(name.startswith(".") for name in saved[0]), saved
+    ours, theirs = (read_yaml(o / "config.yaml") | {"output_dir": ""} for o in (a, b))
+    assert ours == theirs
+
+
+def assert_same_result(a: pathlib.Path, b: pathlib.Path) -> None:
     """Metrics but for timings, the export byte by byte, and everything in the last checkpoint: equal."""
     assert steps(a) == steps(b)
     exports = [{p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (o / "hf").iterdir()} for o in (a, b)]
@@ -201,12 +212,29 @@ def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
     assert any("exp_avg_sq" in name for name in tensors[0]), "no optimizer state"
     assert_same_state(*tensors, "tensors of the checkpoint")
     assert_same_state(*(small_state(newest(o)) for o in (a, b)), "state of the checkpoint")
-    saved = [sorted(p.name for p in (o / "checkpoints").iterdir()) for o in (a, b)]
-    assert saved[0] == saved[1] and not any(name.startswith(".") for name in saved[0]), saved
-    ours, theirs = (read_yaml(o / "config.yaml") | {"output_dir": ""} for o in (a, b))
-    assert ours == theirs
 
 
 def exported(output: pathlib.Path) -> dict[str, torch.Tensor]:
     """The exported model: Hugging Face name -> tensor."""
     return load_file(output / "hf" / "model.safetensors")
+
+
+# ------------------------------------------------------------------------------- without a command, in waiting processes
+
+
+def train(config: dict[str, Any], world: int, **happening: Any) -> tuple[str, str, str]:
+    """The trainer in the processes of tests/engine/harness.py: how it ended, its message, and what it printed."""
+    return run_case(world, "tests.trainers.cases:train", config=config, **happening)
+
+
+def stop_after(config: dict[str, Any], world: int, step: int) -> None:
+    """Trains until a signal in `step`; what is made is saved."""
+    ended, message, _ = train(config, world, happening="signals", step=step)
+    assert ended == "stopped", message
+
+
+def finish(config: dict[str, Any], world: int) -> str:
+    """Trains to the end. Returns what was printed."""
+    ended, message, said = train(config, world)
+    assert ended == "done", message
+    return said
