@@ -25,6 +25,8 @@ from mrl.engine.schedule import learning_rate
 from mrl.errors import CheckpointError
 from tests.engine import tiny
 
+PAD = int(tiny.uneven_batch().tokens[0])
+
 
 def loss_fn(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     ctx["metrics"]["trained"] = data.loss_mask.sum()
@@ -105,6 +107,16 @@ def gradients_accumulate_until_zeroed(config: RoleConfig) -> None:
     assert_close(accumulated, whole, 1e-5)
     _, again = gradients(engine, engine.shard_data(batch))
     assert_equal(again, whole)
+
+
+def the_pad_token_trains_like_any_other(config: RoleConfig) -> None:
+    """A model whose `pad_token_id` is a token of the data (as an end-of-turn token often is): its row has a gradient."""
+    engine = make_engine(config)
+    batch = tiny.uneven_batch()
+    assert (batch.tokens == PAD).any()
+    _, found = gradients(engine, engine.shard_data(batch))
+    rows = found.get("model.embed_tokens.weight")
+    assert not engine.is_main or (rows[PAD] != 0).any()
 
 
 def predictions_come_back_in_order(config: RoleConfig) -> None:

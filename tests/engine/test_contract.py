@@ -9,6 +9,7 @@ import pytest
 from mrl.config.schema import ParallelConfig
 from mrl.errors import ConfigError
 from tests.engine import tiny
+from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 
 # name -> (world size, backend, degrees)
@@ -74,6 +75,11 @@ def run(layout, case, folder, **kwargs):
 @pytest.mark.parametrize(("layout", "case"), CASES)
 def test_contract(folder, layout, case):
     run(layout, case, folder("llama"))
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron", "megatron tp2"])
+def test_the_pad_token_trains(folder, layout):
+    run(layout, "the_pad_token_trains_like_any_other", folder("qwen3", pad_token_id=PAD))
 
 
 @pytest.mark.parametrize("layout", WIDE_LAYOUTS)

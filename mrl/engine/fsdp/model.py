@@ -58,6 +58,9 @@ class Model:
             if config.head == "value":  # a module of its own, also where the output layer was tied to the embedding
                 hf.lm_head = nn.Linear(hf.config.hidden_size, 1, bias=False)
         hf.config.use_cache = False
+        # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
+        # token of the data, as an end-of-turn token often is, it trains like any other.
+        hf.get_input_embeddings().padding_idx = None
         hf.set_attn_implementation(attention.NAME)
         if config.engine.recompute == "full":
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
