@@ -7,6 +7,7 @@ launcher shows the first one, once.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -137,10 +138,13 @@ def main() -> None:
         with log_path(task.log_dir, rank).open("a", encoding="utf-8") as log:
             log.write(outcome.text)
     write_outcome(folder, outcome)
-    if outcome.kind in ("user", "fault", "interrupted"):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a normal exit may wait for process groups whose peers are gone
+    failed = outcome.kind in ("user", "fault", "interrupted")
+    if not failed:
+        atexit._run_exitfuncs()  # after a failure they may wait for process groups whose peers are gone
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run
+    os._exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
