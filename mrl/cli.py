@@ -59,7 +59,11 @@ def main() -> None:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: the GPUs, else what the layout needs.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Check everything, print the resolved config and layout, write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check config, layout and model, print what would run, write nothing. Rows are not read.",
+)
 def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
     """Fine-tune a model on the rows that the YAML file CONFIG names.
 
