@@ -122,6 +122,13 @@ class BatchSource:
             self._ahead = self._thread.submit(self._build, built.progress)
         return built.batch
 
+    def peek(self) -> None:
+        """Raises what `next` would raise, and changes nothing: the batch is kept for it."""
+        if self._ahead is None:
+            self._ahead = Future()
+            self._ahead.set_result(self._build(self._progress))
+        self._ahead.result()
+
     @property
     def epoch(self) -> float:
         """Passes over the data so far, as 1.25."""

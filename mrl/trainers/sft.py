@@ -67,8 +67,8 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     """
     metrics.check_packages(config.log)
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
+    vocab_size = read_hf_config(folder).get("vocab_size")  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    vocab_size = read_hf_config(folder).get("vocab_size")
     train_set = SFTDataset(config.data, tokenizer, vocab_size=vocab_size)
     eval_set = None
     if config.data.eval is not None:
@@ -125,6 +125,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
+    if progress.step < trainer.total_steps:
+        trainer.source.peek()  # a bad row in the first batch is an error before anything is written
     engine.on_main(lambda: directory.prepare(config, command_line))
     log = metrics.open_metrics(
         directory.path, config.log, step=progress.step, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
@@ -186,6 +188,10 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
             if not eval_reported:
                 say_left_out(console, "eval", report.counts, report.notes)
             eval_reported = True
+            if not math.isfinite(row["eval/loss"]):
+                raise TrainingError(
+                    f"step {progress.step}: the loss on data.eval is {row['eval/loss']}; {last_good(trainer)}"
+                )
         stop_requested, row["perf/memory_gb"] = engine.max_over_ranks(trainer.stop.requested, memory_gb(engine.device))
         log.write(progress.step, row)
         console.step(progress.step, row)
@@ -231,9 +237,13 @@ def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -
     step, directory = progress.step + 1, trainer.directory
     rows = [trainer.source.dataset.where(row) for row in trainer.source.rows]
     kept = trainer.engine.on_main(lambda: directory.save_failed_batch(step, batch, rows))
-    good = trainer.engine.on_main(lambda: checkpoint.find_checkpoint(str(directory.checkpoints)))
-    last = f"the last good checkpoint is {good}" if good else "no checkpoint had been saved"
-    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last}")
+    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last_good(trainer)}")
+
+
+def last_good(trainer: Trainer) -> str:
+    """Where to go on from after a failed step or evaluation, in words."""
+    good = trainer.engine.on_main(lambda: checkpoint.find_checkpoint(str(trainer.directory.checkpoints)))
+    return f"the last good checkpoint is {good}" if good else "no checkpoint had been saved"
 
 
 def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit: int | None, report: Report) -> float:

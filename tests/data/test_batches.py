@@ -94,6 +94,20 @@ def test_the_state_is_that_of_the_batch_returned_not_of_the_one_ahead(path):
         assert ahead.state_dict() == plain.state_dict() and ahead.counts == plain.counts
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_peek_changes_nothing(path, prefetch):
+    peeked, plain = make(path, prefetch=prefetch), make(path, prefetch=prefetch)
+    for _ in range(3):
+        before = peeked.state_dict()
+        peeked.peek()
+        assert peeked.state_dict() == before
+        assert same(peeked.next(), plain.next()) and peeked.rows == plain.rows
+    assert peeked.state_dict() == plain.state_dict()
+    peeked.peek()
+    peeked.load_state_dict(before)  # what was peeked at is forgotten
+    assert peeked.next() is not None and peeked.state_dict() == plain.state_dict()
+
+
 def changed_row(path):
     kit.write_jsonl(path, [*rows(4), {"text": "doG 4"}, *rows()[5:]])
 

@@ -53,19 +53,23 @@ def signals(step: int, name: str = "SIGTERM", rank: int = 0, again: bool = False
 
 
 @contextlib.contextmanager
-def nan_loss(step: int) -> Iterator[None]:
-    """The loss of `step` is not a number."""
-    calls = {"step": 0}
+def nan_loss(step: int, part: str = "train") -> Iterator[None]:
+    """The loss of `step`, or the one on the evaluation set after it, is not a number."""
+    now = {"part": "train", "step": 0}
 
-    def note(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
-        calls["step"] = progress.step + 1
+    def note_step(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
+        now.update(part="train", step=progress.step + 1)
+
+    def note_eval(*_: Any, **__: Any) -> None:
+        now["part"] = "eval"
 
     def poisoned(data: Any, predictions: Any, ctx: Any) -> Any:
         loss, ctx = sft.sft_loss.original(data, predictions, ctx)
-        return loss * (float("nan") if calls["step"] == step else 1.0), ctx
+        return loss * (float("nan") if now == {"part": part, "step": step} else 1.0), ctx
 
     poisoned.original = sft.sft_loss
-    with before(sft, "train_step", note), mock.patch.object(sft, "sft_loss", poisoned):
+    patched = mock.patch.object(sft, "sft_loss", poisoned)
+    with before(sft, "train_step", note_step), before(sft, "evaluate", note_eval), patched:
         yield
 
 

@@ -282,6 +282,24 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_checkpoint(inp
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"  # no save of what came after
 
 
+def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
+    config = kit.make_config(
+        inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3}, checkpoint={"every": 1}
+    )
+    kind, message = train(config, happening="nan_loss", step=3, part="eval")
+    assert kind == "TrainingError"
+    assert message.startswith("step 3: the loss on data.eval is nan") and "step_00000002" in message
+    assert [row["step"] for row in kit.steps(tmp_path)] == [1, 2]
+
+
+def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
+    config = kit.make_config(inputs, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")})
+    kind, message = train(config)
+    assert kind == "DataError" and message.startswith(f"{tmp_path}/rows.jsonl:1: has nothing to train on")
+    assert not (tmp_path / "run").exists()
+
+
 def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tmp_path):
     kind, message = train(kit.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
