@@ -58,7 +58,9 @@ def account(
             f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
         )
     if parts:
-        raise ModelError(f"{where}: tensors do not fit config.json: {'; '.join(parts)}")
+        raise ModelError(
+            f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one model"
+        )
     return missing
 
 

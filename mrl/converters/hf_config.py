@@ -45,7 +45,9 @@ def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     try:
         config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
     except Exception as error:  # transformers has no common class for what a config can have wrong
-        raise ModelError(f"{where}: transformers refuses it: {' '.join(str(error).split())}") from None
+        raise ModelError(
+            f"{where}: transformers refuses it: {' '.join(str(error).split())}; correct the field, or get the file again"
+        ) from None
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None)
     config["rope_theta"] = float(theta) if theta is not None else None

@@ -108,7 +108,7 @@ def _read_index(file: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file}: not a safetensors index ({error!r}); get the file again") from None
     if bad:
-        raise ModelError(f"{file}: names {bad[0]!r}, which is not a file of this folder")
+        raise ModelError(f"{file}: names {bad[0]!r}, which is not a file of this folder; get the file again")
     return weight_map
 
 

@@ -43,12 +43,9 @@ def load_tokenizer(
         where = (
             "the tokenizer cannot be loaded" if os.path.isdir(folder) else "is no folder here, and no hub id that loads"
         )
-        hint = (
-            ""
-            if trust_remote_code or "trust_remote_code" not in str(e)
-            else "; model.trust_remote_code: true allows it"
-        )
-        raise ModelError(f"{path}: {where} ({type(e).__name__}: {one_line(e)}){hint}") from e
+        asks_for_code = not trust_remote_code and "trust_remote_code" in str(e)
+        hint = "model.trust_remote_code: true allows it" if asks_for_code else "get the tokenizer's files again"
+        raise ModelError(f"{path}: {where} ({type(e).__name__}: {one_line(e)}); {hint}") from e
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     check_chat_template(tokenizer)

@@ -106,7 +106,8 @@ def replacing(root: str, name: str) -> Iterator[str]:
 def find_checkpoint(root: str) -> str | None:
     """The newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
 
-    Damaged folders are passed over with a warning that names them and what is wrong.
+    Damaged folders are passed over for a whole one with a warning that names them and what is wrong; `damage` tells
+    where there is none.
     """
     if os.path.exists(os.path.join(root, MARKER)):
         validate(root)
@@ -185,7 +186,7 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
 
     A temporary folder that has its marker counts: it was killed between the marker and the rename.
     """
-    found = []
+    found, damaged = [], []
     for entry in _listdir(root):
         temporary = entry.startswith(TEMPORARY)
         if not entry.removeprefix(TEMPORARY).startswith(PREFIX):
@@ -196,8 +197,10 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
         try:
             found.append((path, validate(path)))
         except CheckpointError as error:
-            if warn:
-                logger.warning("passed over %s", error)
+            damaged.append(error)
+    if warn and found:  # where none is whole, the caller's error says why
+        for error in damaged:
+            logger.warning("passed over %s", error)
     return sorted(found, key=lambda item: (item[1].serial, item[0]))
 
 

@@ -164,8 +164,9 @@ def _elsewhere(run: RunDirectory, resume: str) -> str:
         checkpoint_remote.fetch(resume, str(run.checkpoints)) if "://" in resume else checkpoint.find_checkpoint(resume)
     )
     if found is None:
+        damaged = "" if "://" in resume else "".join(f" ({what})" for what in checkpoint.damage(resume))
         raise CheckpointError(
-            f"checkpoint.resume: value {resume!r} holds no whole checkpoint; give a folder such as "
+            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{damaged}; give a folder such as "
             f"runs/demo/checkpoints/{checkpoint.step_name(100)}"
         )
     return found

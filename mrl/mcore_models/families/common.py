@@ -175,7 +175,9 @@ def check_rope(hf: dict[str, Any]) -> None:
         )
     missing = [k for k in needed[kind] if k not in scaling]
     if missing:
-        raise ModelError(f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}")
+        raise ModelError(
+            f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}; get the model's config.json again"
+        )
 
 
 def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
