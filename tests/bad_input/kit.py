@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -42,10 +44,20 @@ class Workspace:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
-    def make(self) -> None:
+    def make(self, inputs: pathlib.Path | None = None) -> None:
+        """inputs: a folder with model/, which has weights and a tokenizer; without, preflight alone is satisfied."""
+        if inputs is not None:
+            shutil.copytree(inputs / "model", self.root / "model")
+            self.write("config.yaml", yaml.safe_dump(CONFIG | {"model": {"path": "model", "dtype": "float32"}}))
+            self.write_rows([chat(f"{i}+1=", str(i + 1)) for i in range(4)])
+            return
         self.write("config.yaml", yaml.safe_dump(CONFIG))
         self.write("model/config.json", json.dumps(MODEL))
         self.write("rows.jsonl", "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)))  # fmt: skip
+
+    def write_rows(self, rows: Sequence[Any], name: str = "rows.jsonl") -> None:
+        """One line each; strings as they are. Four rows are a batch, so that each of them is in the first."""
+        self.write(name, "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
     def snapshot(self) -> dict[str, bytes]:
         """Every file and what it holds, logs aside."""
@@ -55,6 +67,10 @@ class Workspace:
             for path in sorted(self.root.rglob("*"))
             if logs not in path.parents and path not in (logs, logs.parent)
         }
+
+
+def chat(question: Any, answer: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +95,14 @@ def set_config(text: str | bytes) -> Callable[[Workspace], None]:
     return lambda workspace: workspace.write("config.yaml", text)
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment, which looks like no launcher's."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
+
+
 def run_mrl(workspace: Workspace, *args: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
     """`mrl sft config.yaml ARGS` in the workspace: exit code, stdout, stderr."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
-    env = inherited | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (environ or {})
+    env = inherited() | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (environ or {})
     done = subprocess.run(
         [sys.executable, "-m", "mrl", "sft", "config.yaml", *args],
         cwd=workspace.root, env=env, capture_output=True, text=True, timeout=120,
@@ -90,12 +110,34 @@ def run_mrl(workspace: Workspace, *args: str, environ: dict[str, str] | None = N
     return done.returncode, done.stdout, done.stderr
 
 
-def check(case: Case, workspace: Workspace) -> None:
+class WarmMrl:
+    """`mrl sft` as `run_mrl`, in forks of one process that has imported torch and megatron already."""
+
+    def __init__(self, cache: pathlib.Path) -> None:
+        environ = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bad_input.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=REPO, env=inherited() | environ | {"HF_DATASETS_CACHE": str(cache)},
+        )  # fmt: skip
+
+    def run(self, workspace: Workspace, *args: str) -> tuple[int, str, str]:
+        with tempfile.TemporaryDirectory() as name:
+            print(json.dumps([str(workspace.root), name, ["sft", "config.yaml", *args]]), file=self.process.stdin, flush=True)  # fmt: skip
+            code = int(self.process.stdout.readline())
+            return code, *(pathlib.Path(name, stream).read_text() for stream in ("stdout", "stderr"))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+        self.process.stdout.close()
+
+
+def check(case: Case, workspace: Workspace, run: Callable[..., tuple[int, str, str]] = run_mrl) -> None:
     """Exit code 2, one line on stderr that says what is expected, no traceback, nothing written but a log."""
     if case.edit is not None:
         case.edit(workspace)
     before = workspace.snapshot()
-    code, out, err = run_mrl(workspace, *case.args)
+    code, out, err = run(workspace, *case.args)
     assert code == 2, f"exit code {code}\n{out}\n{err}"
     assert len(err.splitlines()) == 1, f"more than one line:\n{err}"
     message = err.removeprefix("mrl: ").rstrip("\n")

@@ -1,17 +1,29 @@
 """Every mistake in the tables: exit code 2, one line that names the key or file:line, nothing written but a log.
 
-To add cases, write a module with CASES beside this one and list it in TABLES.
+To add cases, write a module with CASES beside this one and list it in COLD, where a process of its own is what a user
+starts and the launcher sees the mistake, or in WARM, where the trainer has to look: it runs in forks of one process.
 """
 
 from __future__ import annotations
 
+import pathlib
+import shutil
+from collections.abc import Iterator
+
 import pytest
 
-from tests.bad_input import config_cases
-from tests.bad_input.kit import Case, Workspace, check, run_mrl
+from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases
+from tests.bad_input.kit import Case, WarmMrl, Workspace, check, run_mrl
+from tests.trainers.kit import make_inputs
 
-TABLES = {"config": config_cases.CASES}
-ALL = [(f"{table}: {case.name}", case) for table, cases in TABLES.items() for case in cases]
+COLD = {"config": config_cases.CASES}
+WARM = {"data": data_cases.CASES, "model": model_cases.CASES, "checkpoint": checkpoint_cases.CASES}
+
+
+def table(tables: dict[str, list[Case]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=f"{name}: {case.name}") for name, cases in tables.items() for case in cases]
+    )
 
 
 @pytest.fixture
@@ -21,14 +33,44 @@ def workspace(tmp_path) -> Workspace:
     return made
 
 
-@pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Iterator[WarmMrl]:
+    made = WarmMrl(tmp_path_factory.mktemp("cache"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(warm, tmp_path_factory) -> pathlib.Path:
+    """A model with weights, and a run of one step that shows that the workspace of the warm tables works."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    root = tmp_path_factory.mktemp("whole")
+    Workspace(root).make(folder)
+    code, _, err = warm.run(Workspace(root), "train.steps=1", "output_dir=earlier")
+    assert (code, err) == (0, "")
+    shutil.copytree(root / "earlier", folder / "earlier")
+    return folder
+
+
+@table(COLD)
 def test_is_refused(case: Case, workspace: Workspace):
     check(case, workspace)
 
 
+@table(WARM)
+def test_is_refused_by_the_trainer(case: Case, inputs, warm, tmp_path):
+    workspace = Workspace(tmp_path)
+    workspace.make(inputs)
+    if case in checkpoint_cases.CASES:
+        shutil.copytree(inputs / "earlier", tmp_path / "earlier")
+    check(case, workspace, warm.run)
+
+
 def test_names_are_unique():
-    names = [name for name, _ in ALL]
-    assert len(set(names)) == len(names)
+    for cases in (COLD | WARM).values():
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
 
 
 def test_what_the_cases_break_works(workspace: Workspace):
