@@ -32,7 +32,7 @@ from mrl.errors import Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
-from mrl.trainers.signals import StopSignal
+from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
 
@@ -201,8 +201,9 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
             log.sync()
             saved = save(trainer, progress)
             if stop_requested:
+                (number,) = engine.max_over_ranks(trainer.stop.number)  # it may have come to another rank
                 raise Stopped(
-                    f"stopped by {trainer.stop.name or 'a signal'} after step {progress.step} of {total_steps}, saved in {saved}; "
+                    f"stopped by {signal_name(number)} after step {progress.step} of {total_steps}, saved in {saved}; "
                     "run the same command again to go on"
                 )
 

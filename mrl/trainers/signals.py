@@ -22,6 +22,11 @@ class StopSignal:
     def requested(self) -> bool:
         return self.name is not None
 
+    @property
+    def number(self) -> int:
+        """The signal's number; 0 where none came."""
+        return 0 if self.name is None else int(signal.Signals[self.name])
+
     def __enter__(self) -> "StopSignal":
         self._before = {signum: signal.signal(signum, self._remember) for signum in STOP_SIGNALS}
         return self
@@ -32,3 +37,8 @@ class StopSignal:
 
     def _remember(self, signum: int, frame: types.FrameType | None) -> None:
         self.name = self.name or signal.Signals(signum).name
+
+
+def signal_name(number: float) -> str:
+    """`SIGTERM` of 15."""
+    return signal.Signals(int(number)).name

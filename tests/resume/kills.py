@@ -60,11 +60,14 @@ def kill_at(run: Run, moment: Moment) -> str:
     process = run.start()
     pids: list[int] = []
     try:
-        if not _wait(run, process, moment, before):
-            assert process.wait(timeout=TIMEOUT_S) == 0, (run.folder / "err").read_text()
-            return "missed"
+        if not _steps_pass(run, process, moment, before):
+            return _ended_first(run, process)
+        pids = processes(process.pid)  # before the place comes: looking them up takes longer than a save
+        if not _place_comes(run, process, moment.place):
+            return _ended_first(run, process)
         time.sleep(moment.delay_s)
-        pids = processes(process.pid)
+        if moment.place == "start-up":
+            pids = processes(process.pid)
         _kill(pids, moment.victim)
         code = process.wait(timeout=TIMEOUT_S)
         _check_end(run, code, launcher_died=len(pids) == 1 or moment.victim in ("everyone", "launcher"))
@@ -125,36 +128,40 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> b
     return True
 
 
-def _wait(run: Run, process: subprocess.Popen[str], moment: Moment, before: tuple[int, int]) -> bool:
-    """Until the moment's place comes; False where the run ended first. before: what _log said of the last start."""
-    checkpoints = run.output / "checkpoints"
-    names: set[str] = set()
+def _steps_pass(run: Run, process: subprocess.Popen[str], moment: Moment, before: tuple[int, int]) -> bool:
+    """Until this start has made the moment's steps; False where it ended first. before: what _log said before it."""
+    if moment.place == "start-up":
+        return process.poll() is None
     base: list[int] = []
 
-    def stepped() -> bool:
+    def passed() -> bool:
         inode, lines = _log(run.output)
         if inode != before[0] and not base:  # this start has opened the log: a resume puts a new file in its place
             base.append(lines if before[0] else 0)
-        names.clear(), names.update(_names(checkpoints))
-        return bool(base) and lines > base[0] + moment.steps
+        return bool(base) and (moment.place == "export" or lines > base[0] + moment.steps)
 
-    def fresh(prefix: str, holds: str = "") -> Callable[[], bool]:
-        return lambda: any(
-            n.startswith(prefix) and n not in names and (checkpoints / n / holds).exists() for n in _names(checkpoints)
-        )
+    return wait_for(passed, process)
 
-    if moment.place == "start-up":
-        return process.poll() is None
-    if moment.place == "export":
-        return wait_for((run.output / ".tmp-hf").exists, process)
+
+def _place_comes(run: Run, process: subprocess.Popen[str], place: str) -> bool:
+    """Until the next time that what a place leaves on disk is there; False where the run ended first."""
+    checkpoints = run.output / "checkpoints"
+    names = set(_names(checkpoints))
     conditions: dict[str, Callable[[], bool]] = {
+        "start-up": lambda: True,
         "step": lambda: True,
         "save": lambda: any(n.startswith(".tmp-") for n in _names(checkpoints)),
         "marker": lambda: any(n.startswith(".tmp-") and _is_marked(checkpoints / n) for n in _names(checkpoints)),
-        "rename": fresh("step_"),
+        "rename": lambda: any(n.startswith("step_") and n not in names for n in _names(checkpoints)),
         "delete": lambda: any(n.startswith(".trash-") for n in _names(checkpoints)),
+        "export": (run.output / ".tmp-hf").exists,
     }
-    return wait_for(stepped, process) and wait_for(conditions[moment.place], process)
+    return wait_for(conditions[place], process)
+
+
+def _ended_first(run: Run, process: subprocess.Popen[str]) -> str:
+    assert process.wait(timeout=TIMEOUT_S) == 0, (run.folder / "err").read_text()
+    return "missed"
 
 
 def _log(output: pathlib.Path) -> tuple[int, int]:
