@@ -24,6 +24,7 @@ setup(
         "click>=8.1",
         "wandb>=0.20",
         "datasets>=4",  # `datasets` folders and hub ids
+        "filelock",  # the cache of line positions
         "fsspec",  # remote checkpoints
         "huggingface_hub",
         "jinja2",  # chat templates
@@ -33,7 +34,6 @@ setup(
         "pyyaml>=6",
         "rich>=13",
         "safetensors>=0.4",
-        "zstandard",  # .jsonl.zst
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],

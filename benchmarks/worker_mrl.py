@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import sys
 
 from measure import Meter, read_arguments
@@ -88,6 +89,7 @@ def command_run(spec: dict, out: str) -> None:
 
     metrics.MetricsLog.write = measured
     folder = pathlib.Path(spec["folder"])
+    shutil.rmtree(folder / "run", ignore_errors=True)  # of the round before
     config = {
         "output_dir": str(folder / "run"),
         "model": {"path": str(folder / "model"), "dtype": "float32"},
@@ -101,10 +103,9 @@ def command_run(spec: dict, out: str) -> None:
     path = folder / "run.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     sys.argv = ["mrl", "sft", str(path), "--nproc", "1"]
-    try:
-        main(standalone_mode=False)
-    finally:
-        meter.write(out)
+    if code := main(standalone_mode=False):
+        raise SystemExit(code)
+    meter.write(out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
+INTERRUPTED = (
+    "interrupted: what was done since the last checkpoint is lost (SIGTERM saves first); the same command goes on"
+)
+
 _SFT = "mrl.trainers.sft:run"
 
 
@@ -38,7 +42,7 @@ class _Commands(click.Group):
             _say(str(stop) or "stopped after saving a checkpoint; run the same command again to go on")
             ctx.exit(EXIT_STOPPED)
         except KeyboardInterrupt:
-            _say("interrupted")
+            _say(INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
 
 
@@ -72,6 +76,7 @@ def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run
     from mrl.config.load import load_config
     from mrl.launch import preflight
     from mrl.launch.environment import joined_world
+    from mrl.launch.worker import log_path, warnings_in
 
     joined = joined_world(os.environ)
     config = load_config(config_path, overrides)
@@ -90,7 +95,8 @@ def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if joined is not None:
         os.environ.update(joined.variables)
-        _target()(config, command_line)
+        with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
+            _target()(config, command_line)
     else:
         _start(config, command_line, nproc)
 
@@ -114,7 +120,9 @@ def _start(config: SFTConfig, command_line: str, nproc: int) -> None:
 
     try:
         if nproc == 1:
-            local.run_here(_target(), config, command_line)
+            local.run_here(
+                lambda *given: _target()(*given), config, command_line
+            )  # warnings of its imports go to the log
         else:
             local.launch(_SFT, config, command_line, nproc)
     except local.RankFailed as failure:

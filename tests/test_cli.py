@@ -113,7 +113,7 @@ def test_the_trainer_gets_the_config_and_the_command_line(workspace, monkeypatch
     [
         (DataError("rows.jsonl:3: is not an object;\n give one"), 2, "mrl: rows.jsonl:3: is not an object; give one\n"),
         (Stopped("stopped at step 3"), 75, "mrl: stopped at step 3\n"),
-        (KeyboardInterrupt(), 130, "mrl: interrupted\n"),
+        (KeyboardInterrupt(), 130, f"mrl: {cli.INTERRUPTED}\n"),
     ],
 )
 def test_exit_codes(workspace, monkeypatch, error, code, message):

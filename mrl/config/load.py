@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mrl.config import yaml_text
 from mrl.config.checks import check_config
-from mrl.config.keys import Key, expected, kind, nearest, section_keys, show
+from mrl.config.keys import Key, expected, kind, nearest, section_keys, show, walk
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
@@ -112,6 +112,11 @@ def _build(section: type, raw: Any, path: str, root: type) -> Any:
 def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> ConfigError:
     dotted = f"{path}.{name}" if path else str(name)
     guess = nearest(str(name), section, root, path)
+    if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
+        (below, value), *_ = value.items()
+        dotted = f"{dotted}.{below}"
+        if f"{guess}.{below}" in {key.path for key in walk(root)}:
+            guess = f"{guess}.{below}"
     known = ", ".join(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     return ConfigError(f"{dotted}: value {show(value)} is given to an unknown key; {advice}")

@@ -13,7 +13,7 @@ ABSENT = "(absent)"
 
 MAY_CHANGE = (
     "output_dir", "model.trust_remote_code", "engine.device", "engine.recompute", "engine.offload", "engine.parallel",
-    "engine.micro_batch", "data.eval", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
+    "engine.micro_batch", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
     "train.guards", "checkpoint", "log",
 )  # fmt: skip
 """Keys and sections that a resumed run may change: they keep the same model on the same data."""

@@ -129,10 +129,14 @@ class BatchSource:
             self._ahead.set_result(self._build(self._progress))
         self._ahead.result()
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far, as 1.25."""
-        return self._progress.epoch + self._progress.position / len(self.dataset)
+    def next_error(self) -> DataError | None:
+        """What `next` will raise of a batch that is being made already, for a checkpoint to be saved first; waits for it."""
+        try:
+            if self._ahead is not None:
+                self._ahead.result()
+        except DataError as error:
+            return error
+        return None
 
     @property
     def counts(self) -> dict[str, int]:

@@ -131,7 +131,10 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
-        """Brings parameters, gradients and optimizer to the device; puts back on exit what the config offloads."""
+        """Brings parameters and gradients to the device and puts back on exit what the config offloads; dropout is on.
+
+        The optimizer's state comes when `optimizer_step` needs it.
+        """
 
     @abc.abstractmethod
     def eval_mode(self) -> contextlib.AbstractContextManager[None]:
@@ -217,7 +220,11 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use."""
+        """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use.
+
+        Call it after the last `forward_backward_step` of an optimizer step: megatron's reduction ends the accumulation, and
+        another one before `optimizer_zero_grad` is refused.
+        """
 
     @abc.abstractmethod
     def export_hf(self, path: str) -> None:

@@ -3,10 +3,10 @@
 An engine hands over its local tensors before and after the step; nothing here knows how they are split. A tensor is
 compared by a 64-bit checksum of its bits, so no second copy of the weights is held.
 
-A parameter counts as unchanged where no rank's piece of it changed. That is a fault only where its gradient, seen from
-any rank, would have moved it: Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the
-rounding of `w` (a long warm-up, a norm weight of 1) staying put is right. Rows that never occur in an embedding are
-pieces of a parameter; an expert that got no token has a zero gradient and may stay as it is.
+Each rank's piece of a parameter is judged on its own: a piece that stayed as it was is a fault where its gradient would
+have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a long
+warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows that never occur of an embedding.
+A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _fault(found: list[Finding]) -> str | None:
         return "it has no gradient"
     if not any(f.nonzero for f in found):
         return None if all(f.may_be_idle for f in found) else "its gradient is zero"
-    if any(f.should_change for f in found) and not any(f.changed for f in found):
+    if any(f.should_change and not f.changed for f in found):
         return "it has a gradient but the step did not change it"
     return None
 

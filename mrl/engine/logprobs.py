@@ -42,26 +42,6 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), columns)
 
 
-def log_probs_from_logits(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    shard: VocabShard,
-    temperature: float = 1.0,
-    entropy: EntropyMode = "none",
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label, and the entropy of each distribution when asked for.
-
-    logits: [T, V] local columns, any float dtype. labels: [T] global ids. chunk: tokens computed at once; None
-    chooses by size. Returns [T] fp32 (fp64 for fp64 logits) each, the same on every rank of the group; the entropy
-    is None for "none" and carries no gradient for "detached". A label that no rank holds gives NaN.
-    """
-    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(logits.shape[-1], logits.device))
-    log_probs, entropies = _LogitsLogProbs.apply(logits, labels, spec)
-    return log_probs, None if entropy == "none" else entropies
-
-
 def log_probs_from_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -74,9 +54,13 @@ def log_probs_from_hidden(
     keep_logits: bool | None = None,
     reduce_hidden_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from `logits = hidden @ weight.T`, a chunk of which is the most that exists at once.
+    """Log-probability of each label under `logits = hidden @ weight.T`, and the entropy of each distribution if asked for.
 
-    hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer.
+    hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T] global
+    ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64) each, the
+    same on every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A label that no
+    rank holds gives NaN.
+
     keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there;
     None keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each
     rank's part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
@@ -100,7 +84,7 @@ def _chunk_tokens(columns: int, device: torch.device) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What both autograd functions need beside tensors."""
+    """What the autograd function needs beside tensors."""
 
     shard: VocabShard
     temperature: float
@@ -186,32 +170,6 @@ def _logits_gradient(
     if z_CV.shape[1]:
         grad.scatter_add_(1, local.clamp(0, z_CV.shape[1] - 1)[:, None], (grad_C * here)[:, None])
     return grad if spec.temperature == 1.0 else grad.div_(spec.temperature)
-
-
-class _LogitsLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, spec: _Spec):
-        parts = [
-            _local_sums(spec.scaled(logits[rows]), labels[rows], spec) for rows in _chunks(logits.shape[0], spec.chunk)
-        ]
-        log_prob, entropy, lse = _join_parts(parts, logits, spec)
-        ctx.save_for_backward(logits, labels, lse, entropy)
-        ctx.spec = spec
-        if spec.entropy != "differentiable":
-            ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
-
-    @staticmethod
-    def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
-        logits, labels, lse, entropy = ctx.saved_tensors
-        spec = ctx.spec
-        grad = torch.zeros_like(logits)
-        valid = spec.shard.num_valid(logits.shape[1])
-        for rows in _chunks(logits.shape[0], spec.chunk):
-            terms = (entropy[rows], grad_entropy[rows]) if spec.entropy == "differentiable" else None
-            z = spec.scaled(logits[rows])
-            grad[rows, :valid] = _logits_gradient(z, labels[rows], lse[rows], grad_log_prob[rows], terms, spec)
-        return grad, None, None
 
 
 class _HiddenLogProbs(torch.autograd.Function):

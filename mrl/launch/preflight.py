@@ -35,7 +35,7 @@ def check_layout(config: SFTConfig, model: dict[str, Any], world_size: int) -> P
 
 def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int) -> int:
     """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs."""
-    if device == "cuda" and gpus == 0:
+    if device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
         raise ConfigError('engine.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
     if asked is None:
         return gpus or needed

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan
 from mrl.errors import ConfigError
-from mrl.mcore_models import layers
+from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.families import fields_of
 from mrl.mcore_models.head import LanguageHead, ValueHead
@@ -62,7 +62,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
             "moe_aux_loss_coeff": aux_loss,
             "moe_z_loss_coeff": z_loss or None,
-            "moe_grouped_gemm": layers.use_transformer_engine(),
+            "moe_grouped_gemm": platform.has_transformer_engine(),
         }
     return TransformerConfig(
         **fields,
@@ -75,7 +75,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=layers.platform.device().type == "cpu",  # elementwise.swiglu there
+        bias_activation_fusion=True,  # on a CPU, elementwise.swiglu
     )
 
 
@@ -173,7 +173,7 @@ def build_chunks(
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
                 )
                 model.output_layer = replaced
-            models.append(model.to(device=layers.platform.device()))
+            models.append(model.to(device=platform.device()))
     return models
 
 

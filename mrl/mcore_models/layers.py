@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
 
@@ -83,14 +82,9 @@ class Rotary(RotaryEmbedding):
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def use_transformer_engine() -> bool:
-    """The spec from transformer-engine is used where it is installed and there is a GPU."""
-    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
-
-
 def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
     """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
-    if use_transformer_engine():
+    if platform.has_transformer_engine():
         return _te_block_spec(config, layers)
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
 import sys
 import types
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
+from mrl.errors import ConfigError
 from mrl.mcore_models import elementwise
 
 CPU = torch.device("cpu")
@@ -59,6 +61,18 @@ def prepare() -> None:
             importlib.import_module(name)
     if not has_gpu():
         _mend_megatron()
+
+
+def device_type(wanted: str = "auto") -> str:
+    """ "cuda" or "cpu" for a value of engine.device. Raises ConfigError where there is no such device."""
+    if wanted == "cuda" and not has_gpu():
+        raise ConfigError('engine.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+    return wanted if wanted != "auto" else "cuda" if has_gpu() else "cpu"
+
+
+def has_transformer_engine() -> bool:
+    """Whether transformer-engine is installed and has the GPU that it needs."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:

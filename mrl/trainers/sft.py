@@ -8,6 +8,7 @@ with a test of its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import time
@@ -28,7 +29,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.errors import Stopped, TrainingError
+from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -111,7 +112,10 @@ def already_done(trainer: Trainer, start: Start) -> bool:
     if start.step < trainer.total_steps:
         trainer.console.say(start.message)
         return False
-    done = f"the run in {directory.path} is complete: {start.step} of {trainer.total_steps} steps are made"
+    steps = f"{start.step} of {trainer.total_steps} steps are made"
+    if start.step > trainer.total_steps:
+        steps = f"it has made {start.step} steps, and this config asks for {trainer.total_steps}"
+    done = f"the run in {directory.path} is complete: {steps}"
     if wanted and not trainer.engine.on_main(directory.hf.exists):
         trainer.console.say(f"{done}, but not its export; exporting")
         return False
@@ -126,7 +130,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.step < trainer.total_steps:
-        trainer.source.peek()  # a bad row in the first batch is an error before anything is written
+        read_first_rows(trainer)
     engine.on_main(lambda: directory.prepare(config, command_line))
     log = metrics.open_metrics(
         directory.path, config.log, step=progress.step, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
@@ -145,6 +149,15 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )
+
+
+def read_first_rows(trainer: Trainer) -> None:
+    """Reads the first batch and, whole, what is evaluated on: a bad row there is an error before anything is written."""
+    trainer.source.peek()
+    if trainer.eval_set is not None:
+        batches = eval_batches(trainer.eval_set, trainer.config.train.global_batch_size)
+        for _ in itertools.islice(batches, trainer.config.train.eval_batches):
+            pass
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
@@ -192,20 +205,33 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
                 raise TrainingError(
                     f"step {progress.step}: the loss on data.eval is {row['eval/loss']}; {last_good(trainer)}"
                 )
-        stop_requested, row["perf/memory_gb"] = engine.max_over_ranks(trainer.stop.requested, memory_gb(engine.device))
+        bad_row = trainer.source.next_error() if progress.step < total_steps else None
+        stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
+            trainer.stop.requested, bad_row is None, memory_gb(engine.device)
+        )
         log.write(progress.step, row)
         console.step(progress.step, row)
         for note in trainer.source.take_notes():
             console.say(note)
-        if stop_requested or due(config.checkpoint.every):
+        if stop_requested or not any_can_go_on or due(config.checkpoint.every):
             log.sync()
             saved = save(trainer, progress)
             if stop_requested:
-                (number,) = engine.max_over_ranks(trainer.stop.number)  # it may have come to another rank
-                raise Stopped(
-                    f"stopped by {signal_name(number)} after step {progress.step} of {total_steps}, saved in {saved}; "
-                    "run the same command again to go on"
+                raise stopped(trainer, progress, saved)
+            if not any_can_go_on:
+                raise DataError(
+                    f"{bad_row}; steps 1 to {progress.step} are saved in {saved}: with data.on_bad_row=skip the same command "
+                    "goes on from there"
                 )
+
+
+def stopped(trainer: Trainer, progress: Progress, saved: str) -> Stopped:
+    """What a run says that a signal, to whichever rank, has stopped after a save. Collective."""
+    (number,) = trainer.engine.max_over_ranks(trainer.stop.number)
+    return Stopped(
+        f"stopped by {signal_name(number)} after step {progress.step} of {trainer.total_steps}, saved in {saved}; "
+        "run the same command again to go on"
+    )
 
 
 def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float]:
@@ -251,9 +277,7 @@ def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit
     """Mean loss per trained token over the evaluation set: the sums of all batches, divided once. `report` is filled."""
     loss_sum = tokens = 0.0
     with engine.eval_mode():
-        for number, batch in enumerate(eval_batches(eval_set, batch_size, report)):
-            if number == limit:
-                break
+        for batch in itertools.islice(eval_batches(eval_set, batch_size, report), limit):
             _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
             loss_sum += ctx["loss"] * batch.denominators["tokens"]
             tokens += batch.denominators["tokens"]

@@ -67,10 +67,10 @@ def test_every_breaking_key_is_named():
 
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
     old = plain()
-    del old["data"]["on_bad_row"]
+    del old["data"]["truncation"]
     assert check_resume(old, plain()) == []
-    with pytest.raises(ConfigError, match="data.on_bad_row"):
-        check_resume(old, plain(data={"on_bad_row": "skip"}))
+    with pytest.raises(ConfigError, match="data.truncation"):
+        check_resume(old, plain(data={"truncation": "drop"}))
 
 
 def test_the_table_names_real_keys():

@@ -68,20 +68,21 @@ def test_a_checksum_does_not_depend_on_the_chunks(monkeypatch):
 
 
 def over_ranks():
-    """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "stuck" moves on neither; replicas differ."""
+    """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "half" stays on rank 1 alone, where it should
+    move too; replicas differ."""
     rank = dist.get_rank()
     rows = Watched("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
     own = Watched(f"stage{rank}", torch.ones(1), torch.ones(1))
-    stuck = Watched("stuck", torch.ones(2), torch.ones(2))
-    found = guards.inspect([rows, own, stuck], lr=LR, eps=EPS)
+    half = Watched("half", torch.ones(2), torch.ones(2))
+    found = guards.inspect([rows, own, half], lr=LR, eps=EPS)
     moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
-    messages = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("stuck", torch.ones(2))])
+    messages = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("half", moved)])
     replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank)))]
     messages += guards.replica_problems(replicas, None)
     return messages, guards.union([f"from {rank}", "both"])
 
 
-def test_ranks_judge_a_parameter_together_and_compare_replicas():
+def test_each_piece_of_a_parameter_is_judged_and_replicas_are_compared():
     messages, union = run_case(2, "tests.engine.test_guards:over_ranks")
-    assert messages == ["stuck: it has a gradient but the step did not change it", "other: its replicas on ranks [0, 1] differ"]  # fmt: skip
+    assert messages == ["half: it has a gradient but the step did not change it", "other: its replicas on ranks [0, 1] differ"]  # fmt: skip
     assert union == ["both", "from 0", "from 1"]

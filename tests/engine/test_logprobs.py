@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, log_probs_from_logits
+from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 
 T, H, V = 13, 8, 29
 
@@ -35,16 +35,13 @@ def objective(log_probs, entropy):
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, T])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])  # trap 19
-@pytest.mark.parametrize("source", ["logits", "hidden", "hidden, logits kept"])
-def test_values_and_gradients_match_log_softmax(source, temperature, chunk):
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_values_and_gradients_match_log_softmax(keep_logits, temperature, chunk):
     hidden, weight, labels = inputs()
     ours = [t.clone().requires_grad_() for t in (hidden, weight)]
     theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
     options = {"shard": VocabShard(V), "temperature": temperature, "entropy": "differentiable", "chunk": chunk}
-    if source == "logits":
-        log_probs, entropy = log_probs_from_logits(ours[0] @ ours[1].t(), labels, **options)
-    else:
-        log_probs, entropy = log_probs_from_hidden(*ours, labels, keep_logits="kept" in source, **options)
+    log_probs, entropy = log_probs_from_hidden(*ours, labels, keep_logits=keep_logits, **options)
     expected, expected_entropy = reference(theirs[0] @ theirs[1].t(), labels, temperature)
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
@@ -67,11 +64,7 @@ def test_gradcheck(entropy):
         out = log_probs_from_hidden(h, w, labels, shard=VocabShard(7), entropy=entropy, chunk=2, keep_logits=False)
         return tuple(o for o in out if o is not None)
 
-    def plain(z):
-        return log_probs_from_logits(z, labels, shard=VocabShard(7), temperature=0.5, chunk=2)[0]
-
     assert torch.autograd.gradcheck(fused, (hidden, weight))
-    assert torch.autograd.gradcheck(plain, ((hidden @ weight.t()).detach().requires_grad_(),))
 
 
 def test_trap_13_padded_columns_take_no_part():
@@ -85,13 +78,16 @@ def test_trap_13_padded_columns_take_no_part():
     assert not padded.grad[V:].any() and padded.grad[:V].any(dim=1).all()
 
 
-def test_trap_20_logits_are_not_written_to():
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_trap_20_kept_logits_are_not_written_to(temperature):
+    """A second backward pass over the same logits gives the first one's gradients, with and without the entropy."""
     hidden, weight, labels = inputs(torch.float32)
-    logits = (hidden @ weight.t()).requires_grad_()
-    before = logits.detach().clone()
-    log_probs, entropy = log_probs_from_logits(logits, labels, shard=VocabShard(V), entropy="differentiable", chunk=4)
-    objective(log_probs, entropy).backward()
-    assert torch.equal(logits, before)
+    hidden.requires_grad_(), weight.requires_grad_()
+    options = {"shard": VocabShard(V), "temperature": temperature, "chunk": 4, "keep_logits": True}
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, entropy="differentiable", **options)
+    for value in (objective(log_probs, None), objective(log_probs, entropy)):
+        first, again = (torch.autograd.grad(value, (hidden, weight), retain_graph=True) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_detached_entropy_has_the_value_and_no_gradient():
@@ -114,13 +110,15 @@ def test_bf16_is_computed_in_fp32_and_returned_in_fp32():
 
 
 def test_large_logits_do_not_overflow():
-    logits = torch.tensor([[1e4, -1e4, 0.0]])
-    log_probs, entropy = log_probs_from_logits(logits, torch.tensor([1]), shard=VocabShard(3), entropy="detached")
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    log_probs, entropy = log_probs_from_hidden(
+        torch.ones(1, 1), weight, torch.tensor([1]), shard=VocabShard(3), entropy="detached"
+    )
     assert log_probs.item() == -2e4 and entropy.item() == 0.0
 
 
 def test_a_label_outside_the_vocabulary_is_nan():
-    log_probs, _ = log_probs_from_logits(torch.zeros(2, 4), torch.tensor([1, 3]), shard=VocabShard(3))
+    log_probs, _ = log_probs_from_hidden(torch.ones(2, 1), torch.zeros(4, 1), torch.tensor([1, 3]), shard=VocabShard(3))
     assert log_probs.isnan().tolist() == [False, True]
 
 
@@ -142,16 +140,13 @@ def vocab_parallel_rank(rank, store, columns_per_rank):
     expected_hidden = hidden.clone().requires_grad_()
     expected = reference((expected_hidden @ full.t())[:, :V], labels, 0.9)
     objective(*expected).backward()
-    for source in ("logits", "hidden", "partial"):
+    for reduce in (True, False):
         local, h = weight[rows].clone().requires_grad_(), hidden.clone().requires_grad_()
         options = {"shard": shard, "temperature": 0.9, "entropy": "differentiable", "chunk": 5}
-        if source == "logits":
-            out = log_probs_from_logits(h @ local.t(), labels, **options)
-        else:
-            out = log_probs_from_hidden(h, local, labels, reduce_hidden_grad=source == "hidden", **options)
+        out = log_probs_from_hidden(h, local, labels, reduce_hidden_grad=reduce, **options)
         torch.testing.assert_close(out, expected)
         objective(*out).backward()
-        if source != "hidden":  # each rank holds its part
+        if not reduce:  # each rank holds its part
             dist.all_reduce(h.grad)
         torch.testing.assert_close(h.grad, expected_hidden.grad)
         torch.testing.assert_close(local.grad, full.grad[rows])

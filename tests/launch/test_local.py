@@ -13,6 +13,7 @@ import warnings
 import psutil
 import pytest
 
+from mrl import cli
 from mrl.config.load import from_dict
 from mrl.launch import local
 
@@ -147,7 +148,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids = wait_for_pids(tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     code, _, err = finish(process)
-    assert (code, err) == (130, "mrl: interrupted\n")
+    assert (code, err) == (130, f"mrl: {cli.INTERRUPTED}\n")
     assert are_gone(pids)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.errors import CheckpointError
+from mrl.mcore_models import platform
 
 STATE = "state.pt"
 
@@ -81,7 +82,7 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
 
 def _rng_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
+    if platform.has_gpu():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
@@ -89,5 +90,5 @@ def _rng_states() -> dict[str, Any]:
 def _set_rng_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
-    if torch.cuda.is_available() and "cuda" in states:
+    if platform.has_gpu() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
+from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKEND = "fsdp"
@@ -39,10 +41,7 @@ class FSDPEngine(BaseEngine):
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
         _refuse_unsupported(config)
-        wanted = config.engine.device
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
-        kind = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+        kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         self.mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -65,7 +64,9 @@ class FSDPEngine(BaseEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        torch.manual_seed(self.config.seed + self.dp_rank)  # ranks have different data, and so different dropout
+        seed = self.config.seed + self.dp_rank  # ranks have different data, and so different dropout
+        torch.manual_seed(seed)
+        random.seed(seed)  # for a model's own code; saved with a checkpoint too
         self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
@@ -74,7 +75,7 @@ class FSDPEngine(BaseEngine):
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self.offload.used(gradients=True, optimizer=True):
+        with self.offload.used(gradients=True):
             self.model.module.train()
             try:
                 yield
@@ -283,9 +284,9 @@ class FSDPEngine(BaseEngine):
 def _refuse_unsupported(config: RoleConfig) -> None:
     """Config keys that mean nothing to this engine are errors, not ignored."""
     parallel = config.engine.parallel
-    for axis in ("tp", "pp", "vpp", "cp", "ep"):
+    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         degree = getattr(parallel, axis)
-        if degree > 1:
+        if degree is not None and degree > 1:
             raise ConfigError(
                 f"engine.parallel.{axis}: {degree} is not possible with engine.backend fsdp, which is data-parallel only; "
                 f"set it to 1 or engine.backend to megatron"

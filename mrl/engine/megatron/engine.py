@@ -33,7 +33,6 @@ from megatron.core import parallel_state  # noqa: E402
 
 from mrl.engine.megatron import checkpoint, generate, guard, offload, optim, step, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState  # noqa: E402
-from mrl.mcore_models import layers  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
@@ -56,13 +55,11 @@ class MegatronEngine(BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        if config.engine.device == "cuda" and not platform.has_gpu():
-            raise ConfigError("engine.device: cuda, but no GPU is visible; use auto or cpu")
-        if config.engine.device == "cpu" and platform.has_gpu():
+        if platform.device_type(config.engine.device) != platform.device_type():
             raise ConfigError(
-                "engine.device: cpu, but megatron uses the GPU that is visible; set CUDA_VISIBLE_DEVICES= too"
+                'engine.device: value "cpu", but megatron uses the GPU that is visible; set CUDA_VISIBLE_DEVICES= too'
             )
-        collective.join_processes("cuda" if platform.has_gpu() else "cpu")
+        collective.join_processes(platform.device_type())
         parallel = config.engine.parallel
         self.dims = ParallelDims(
             world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
@@ -77,7 +74,7 @@ class MegatronEngine(BaseEngine):
         )  # fmt: skip
         self.state = MegatronState(self.dims, config.seed)
         self.coords = self.state.coords
-        self.spec = "te" if layers.use_transformer_engine() else "local"
+        self.spec = "te" if platform.has_transformer_engine() else "local"
         self.setup = step.Setup(
             dims=self.dims, coords=self.coords, packed=config.packing, thd=self.spec == "te", head=config.head,
             vocab_size=self.hf["vocab_size"],

@@ -31,9 +31,9 @@ class Offload:
         self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._users = dict.fromkeys(KINDS, 0)
 
-    def parked_bytes(self, kind: str) -> int:
-        """Bytes of `kind` that wait on the host now."""
-        return sum(host.numel() for _, host in self._parked.get(kind, ()))
+    def tensors(self, kind: str) -> Iterable[Tensor]:
+        """What is of `kind`, wherever it is."""
+        return self._tensors[kind]()
 
     @contextlib.contextmanager
     def used(self, *kinds: str) -> Iterator[None]:
@@ -56,11 +56,9 @@ class Offload:
         if kind in self._parked:
             return
         # optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters
-        others = (
-            {t.untyped_storage().data_ptr() for t in self._tensors["parameters"]()} if kind == "optimizer" else set()
-        )
+        others = {t.untyped_storage().data_ptr() for t in self.tensors("parameters")} if kind == "optimizer" else set()
         parked: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for tensor in self._tensors[kind]():
+        for tensor in self.tensors(kind):
             storage = tensor.untyped_storage()
             if storage.size() == 0 or storage.data_ptr() in others:
                 continue

@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mrl.engine.megatron.optim import optimizers_of, shards
+from mrl.mcore_models import platform
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -106,10 +107,7 @@ def _gather(local: tuple[Tensor, slice] | None, size: int, group: dist.ProcessGr
     """[size] fp32 on the host, bit for bit what the ranks of the group hold: bit patterns are summed as integers."""
     if group.size() == 1:
         return local[0].cpu().clone()
-    device = (
-        local[0].device if local is not None else torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    )
-    bits = torch.zeros(size, dtype=torch.int32, device=device)
+    bits = torch.zeros(size, dtype=torch.int32, device=platform.device())
     if local is not None:
         bits[local[1]] = local[0].contiguous().view(torch.int32)
     dist.all_reduce(bits, group=group)
