@@ -23,7 +23,7 @@ def shard(change: Callable[[str], None]) -> Callable[[Workspace], None]:
     return edit
 
 
-def run_of_another(workspace: Workspace) -> None:
+def damaged_run(workspace: Workspace) -> None:
     """The output directory holds a run whose checkpoints are all damaged."""
     shutil.copytree(workspace.root / "earlier", workspace.root / "run")
     (workspace.root / "run/checkpoints/step_00000001/COMPLETE").write_text("{}")
@@ -38,5 +38,7 @@ CASES = [
     Case("another model", STEP, ("of another model", "intermediate_size 48 there and 64 here"), (*RESUME, "model.init=random"), model_cases.fields(intermediate_size=64)),
     Case("another engine", STEP, ("saved by the megatron engine",), (*RESUME, "engine.backend=fsdp")),
     Case("all damaged", "checkpoint.resume", ("no whole checkpoint", "damaged or foreign"), ("checkpoint.resume=earlier/checkpoints",), lambda w: w.write(f"{STEP}/COMPLETE", "{}")),
+    Case("never", "checkpoint.resume", ("would overwrite", "output_dir"), ("checkpoint.resume=never",), lambda w: shutil.copytree(w.root / "earlier", w.root / "run")),
+    Case("damaged run", "run/checkpoints/step_00000001", ("put one back",), edit=damaged_run),
     Case("other seed", "seed", ("7",), (*RESUME, "seed=7")),
 ]  # fmt: skip

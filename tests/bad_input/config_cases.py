@@ -14,7 +14,7 @@ CASES = [
     Case("empty", "output_dir", ("is missing",), edit=set_config("")),
     Case("key twice", "model.path", ("lines 2 and 3",), edit=set_config("model:\n  path: a\n  path: b\n")),
     # Keys.
-    Case("unknown section", "trian", ("did you mean train",), ("trian.steps=3",)),
+    Case("unknown section", "trian.steps", ("value 3", "did you mean train.steps?"), ("trian.steps=3",)),
     Case("unknown key", "train.step", ("value 3", "did you mean train.steps"), ("train.step=3",)),
     Case("key of another section", "lr", ("did you mean optimizer.lr",), ("lr=0.1",)),
     Case("unknown key deep down", "engine.parallel.tensor", ("tp, pp, vpp",), ("engine.parallel.tensor=2",)),

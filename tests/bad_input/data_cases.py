@@ -34,6 +34,9 @@ CASES = [
     Case("not jinja", "the chat template", ("line 1",), ("data.chat_template=chat.jinja",), file("chat.jinja", "{% for %}")),
     Case("empty template", "data.chat_template", ("is empty",), ("data.chat_template=chat.jinja",), file("chat.jinja", "")),
     # Lines.
+    Case("broken first line", "rows.jsonl:1", ("is not a JSON object",), edit=rows("{'text': 1}", GOOD)),
+    Case("broken eval line", "eval.jsonl:1", ("spread over several lines", "jq"), ("data.eval=eval.jsonl",), file("eval.jsonl", "{\n")),
+    Case("bad eval row", "eval.jsonl:2", ("nothing to train on",), ("data.eval=eval.jsonl",), lambda w: w.write_rows([GOOD, {"messages": GOOD["messages"][:1]}], "eval.jsonl")),
     Case("cut line", "rows.jsonl:4", ("is not a JSON object",), edit=rows(GOOD, GOOD, GOOD, '{"messages": [{"role": "us')),
     Case("a list", "rows.jsonl:3", ("object",), edit=row([1, 2])),
     # Formats.

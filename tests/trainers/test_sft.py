@@ -300,6 +300,33 @@ def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_path, world):
+    """Ten rows in batches of four: row 10 is in the third. Skipped, it leaves the run that always skipped it."""
+    rows = (inputs / "train.jsonl").read_text().splitlines()
+    rows[9] = '{"messages": [{"role": "user", "content": "1+1="}]}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "shuffle": False}
+    config = kit.make_config(inputs, tmp_path / "run", data=data)
+    kind, message = train(config, world)
+    assert kind == "DataError" and message.startswith(f"{tmp_path}/rows.jsonl:10: has nothing to train on")
+    assert "steps 1 to 2 are saved in" in message and "step_00000002" in message and "data.on_bad_row=skip" in message
+    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2]
+    config["data"]["on_bad_row"] = "skip"
+    assert train(config, world) == ("done", "")
+    once = kit.make_config(inputs, tmp_path / "once", data=data | {"on_bad_row": "skip"})
+    assert train(once, world) == ("done", "")
+    assert_same_run(tmp_path / "run", tmp_path / "once")
+
+
+def test_a_bad_row_of_the_evaluation_is_met_before_anything_is_written(inputs, tmp_path):
+    (tmp_path / "eval.jsonl").write_text((inputs / "eval.jsonl").read_text() + "{}\n")
+    data = {"eval": str(tmp_path / "eval.jsonl")}
+    kind, message = train(kit.make_config(inputs, tmp_path / "run", data=data))
+    assert kind == "DataError" and message.startswith(f"{tmp_path}/eval.jsonl:8: ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tmp_path):
     kind, message = train(kit.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
