@@ -62,6 +62,8 @@ CHAT_SUBJECTS = [
     Subject(TRL_FP32, "chats", "worker_trl.py", {"arguments": FP32}, peer=True),
     Subject(ENGINE_CHATS, "chats", "worker_mrl.py", {"data": "chats"}),
     Subject(COMMAND, "chats", "worker_mrl.py", {"data": "command"}),
+    Subject(f"{TRL_FP32}, over 2", "chats", "worker_trl.py", {"arguments": FP32}, nproc=2, peer=True),
+    Subject(f"{ENGINE_CHATS}, dp2", "chats", "worker_mrl.py", {"data": "chats"}, nproc=2),
     Subject("TRL, padded, its defaults", "chats", "worker_trl.py", {"arguments": {}}, peer=True, same_losses=False),
 ]
 
@@ -182,12 +184,14 @@ def goals(runs: dict[str, list[dict]]) -> Iterable[str]:
     rows = [
         ("mrl megatron", PLAIN, "tokens_per_cpu_s", "at least 0.95"),
         ("mrl megatron", "plain loop, AdamW(fused=True)", "tokens_per_cpu_s", "-"),
-        ("mrl megatron dp2", "plain loop, DDP over 2", "tokens_per_cpu_s", "-"),
+        ("mrl megatron dp2", "plain loop, DDP over 2", "tokens_per_cpu_s", "at least 0.95"),
         ("mrl megatron tp2", PLAIN, "tokens_per_cpu_s", "-"),
         ("mrl FSDP", PLAIN, "tokens_per_cpu_s", "-"),
         ("mrl megatron", PLAIN, "peak_mb", "at most 1.1"),
+        ("mrl megatron dp2", "plain loop, DDP over 2", "peak_mb", "at most 1.1"),
         (ENGINE_CHATS, TRL_FP32, "tokens_per_cpu_s", "at least 1.4"),
         (COMMAND, TRL_FP32, "tokens_per_cpu_s", "at least 1.4"),
+        (f"{ENGINE_CHATS}, dp2", f"{TRL_FP32}, over 2", "tokens_per_cpu_s", "at least 1.4"),
     ]
     names = {"tokens_per_cpu_s": "tokens per CPU second", "peak_mb": "peak memory"}
     rows = [row for row in rows if row[0] in runs and row[1] in runs]

@@ -174,8 +174,6 @@ def small_state(checkpoint: pathlib.Path) -> dict[str, Any]:
             for name in ("output_dir", "checkpoint"):
                 state["state"]["config"].pop(name)
             state["state"]["progress"].pop("run_id")
-        if "python" in state:  # Python's own generator, which nothing draws from and each process seeds anew
-            del state["python"]
         found |= dict(flat(state, path.relative_to(checkpoint).as_posix()))
     return found
 

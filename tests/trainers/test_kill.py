@@ -59,8 +59,6 @@ def contents(folder: pathlib.Path) -> dict[str, str]:
             state = torch.load(path, weights_only=True)
             if "state" in state:  # the trainer's: names this run's folder, and an id that is random by design
                 state["state"]["config"]["output_dir"], state["state"]["progress"]["run_id"] = "", ""
-            if "python" in state:  # Python's own generator, which nothing here draws from and each process seeds anew
-                del state["python"]
             result[name] = repr(plain(state))
         elif path.is_file() and path.name not in ("COMPLETE", ".metadata"):  # serial numbers, and ids of the writer
             result[name] = hashlib.sha256(path.read_bytes()).hexdigest()
