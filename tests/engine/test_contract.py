@@ -178,7 +178,8 @@ def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
     [
         ({"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: 2 is not possible with engine.backend fsdp"),
         ({"recompute": "selective"}, "engine.recompute: selective is not possible with engine.backend fsdp"),
-        ({"device": "cuda"}, "engine.device: cuda, but no GPU is visible"),
+        ({"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
+        ({"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: 2 is not possible with engine.backend fsdp"),
     ],
 )
 def test_fsdp_refuses_what_it_cannot_do(folder, change, message):

@@ -137,7 +137,7 @@ def test_traps_3_and_4_megatron_gets_a_2_tuple_and_never_counts_tokens(folder):
     assert engine.model_config.calculate_per_token_loss is False
 
 
-@pytest.mark.parametrize(("dp", "cp", "count", "share"), itertools.product((1, 2), (1, 2), (1, 3), (1.0, 0.25)))
+@pytest.mark.parametrize(("dp", "cp", "count", "share"), list(itertools.product((1, 2), (1, 2), (1, 3), (1.0, 0.25))))
 def test_trap_2_what_megatron_multiplies_is_cancelled(dp, cp, count, share):
     """The derivation of scaling.py, followed with numbers: `* cp / M`, the scale function, `/ (dp * cp)` and a sum over ranks."""
     sums = torch.arange(1.0, 1 + dp * count)
