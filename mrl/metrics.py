@@ -105,6 +105,14 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def last_step(path: pathlib.Path) -> int | None:
+    """The newest step of a metrics.jsonl; None where it is empty, torn or not there."""
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"])
+    except (OSError, ValueError, LookupError):
+        return None
+
+
 def check_packages(log: LogConfig) -> None:
     """Raises ConfigError where a key of `log` needs a package that is not installed."""
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:

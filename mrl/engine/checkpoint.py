@@ -116,6 +116,11 @@ def find_checkpoint(root: str) -> str | None:
     return whole[-1][0] if whole else None
 
 
+def steps_of(root: str) -> list[tuple[int, str]]:
+    """(step, folder) of each whole checkpoint in `root`, oldest first."""
+    return [(marker.step, path) for path, marker in _whole(root)]
+
+
 def damage(root: str) -> list[str]:
     """What is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of these."""
     found = []

@@ -59,6 +59,7 @@ def prepare() -> None:
     with _quiet(), contextlib.nullcontext() if has_gpu() else _eager():
         for name in _MODULES:
             importlib.import_module(name)
+    _name_what_is_absent()
     if not has_gpu():
         _mend_megatron()
 
@@ -73,6 +74,11 @@ def device_type(wanted: str = "auto") -> str:
 def has_transformer_engine() -> bool:
     """Whether transformer-engine is installed and has the GPU that it needs."""
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def fused_adamw() -> bool | None:
+    """torch's `fused` for AdamW: one pass over memory on a CPU; on a GPU torch chooses."""
+    return None if has_gpu() else True
 
 
 def device() -> torch.device:
@@ -242,6 +248,13 @@ def _nothing_to_move(collective):
     return run
 
 
+def _name_what_is_absent() -> None:
+    """0.16.1 leaves a name of its router undefined where transformer-engine is not installed, GPU or not."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def _mend_megatron() -> None:
     """Places of megatron-core that break, or are slow, for want of a GPU even when its CUDA calls are answered."""
     _use_cpu_functions()
@@ -252,8 +265,6 @@ def _mend_megatron() -> None:
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without transformer-engine
 
     def to_host(tensor, as_numpy: bool = False, record_stream: bool = False):
         """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""

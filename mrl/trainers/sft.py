@@ -39,11 +39,21 @@ from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
 @dataclasses.dataclass
 class Progress:
-    """What a run has done so far; saved with a checkpoint. tokens: trained. run_id: wandb's."""
+    """What a run has done so far; saved with a checkpoint.
+
+    tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while they are not in the log, because its
+    evaluation has yet to be done.
+    """
 
     step: int = 0
     tokens: float = 0.0
     run_id: str = ""
+    unlogged: dict[str, float] | None = None
+
+    @property
+    def logged(self) -> int:
+        """Steps in the log."""
+        return self.step - bool(self.unlogged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +119,10 @@ def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleCon
 def already_done(trainer: Trainer, start: Start) -> bool:
     """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
     directory, wanted = trainer.directory, trainer.config.checkpoint.export_hf
-    if start.step < trainer.total_steps:
+    last_is_logged = trainer.engine.on_main(
+        lambda: metrics.last_step(directory.path / "metrics.jsonl") != start.step - 1
+    )
+    if start.step < trainer.total_steps or not last_is_logged:
         trainer.console.say(start.message)
         return False
     steps = f"{start.step} of {trainer.total_steps} steps are made"
@@ -129,14 +142,14 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
-    if progress.step < trainer.total_steps:
+    if progress.logged < trainer.total_steps:
         read_first_rows(trainer)
     engine.on_main(lambda: directory.prepare(config, command_line))
     log = metrics.open_metrics(
-        directory.path, config.log, step=progress.step, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
+        directory.path, config.log, step=progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
     )  # fmt: skip
     try:
-        console.start(progress.step, trainer.total_steps)
+        console.start(progress.logged, trainer.total_steps)
         loop(trainer, progress, log)
     finally:
         log.close()
@@ -176,41 +189,26 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
     """Step, evaluate, log, save; ends after the last step, which is saved, or raises Stopped."""
     config, engine, console, total_steps = trainer.config, trainer.engine, trainer.console, trainer.total_steps
     due = lambda every: progress.step == total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
-    flops = FlopsMeter(trainer)
-    guard, eval_reported = config.train.guards, False
-    while progress.step < total_steps:
-        began_s = time.perf_counter()
-        batch = trainer.source.next()
-        loss, grad_norm, lr = train_step(trainer, progress, batch, guard=guard)
-        guard = False
-        progress.step += 1
-        progress.tokens += batch.denominators["tokens"]
-        step_s = time.perf_counter() - began_s
-        row = {
-            "train/loss": loss,
-            "train/grad_norm": grad_norm,
-            "train/lr": lr,
-            "train/tokens": progress.tokens,
-            "perf/step_s": step_s,
-            "perf/tokens_per_s": batch.num_tokens / step_s,
-            **flops.utilization(batch, step_s),
-        }
+    flops, evaluation = FlopsMeter(trainer), Evaluation(trainer)
+    guard = config.train.guards
+    if any(engine.max_over_ranks(trainer.stop.requested)):
+        raise stopped(trainer, progress, None)
+    while progress.step < total_steps or progress.unlogged:
+        if not progress.unlogged:
+            progress.unlogged = one_step(trainer, progress, flops, guard=guard)
+            guard = False
+        row = progress.unlogged
         if trainer.eval_set is not None and due(config.train.eval_every):
-            report = Report()
-            row["eval/loss"] = evaluate(engine, trainer.eval_set, batch_size=config.train.global_batch_size, limit=config.train.eval_batches, report=report)  # fmt: skip
-            if not eval_reported:
-                say_left_out(console, "eval", report.counts, report.notes)
-            eval_reported = True
-            if not math.isfinite(row["eval/loss"]):
-                raise TrainingError(
-                    f"step {progress.step}: the loss on data.eval is {row['eval/loss']}; {last_good(trainer)}"
-                )
+            if (loss := evaluation.run(progress.step)) is None:
+                raise stopped(trainer, progress, save(trainer, progress))
+            row["eval/loss"] = loss
         bad_row = trainer.source.next_error() if progress.step < total_steps else None
         stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
             trainer.stop.requested, bad_row is None, memory_gb(engine.device)
         )
         log.write(progress.step, row)
         console.step(progress.step, row)
+        progress.unlogged = None
         for note in trainer.source.take_notes():
             console.say(note)
         if stop_requested or not any_can_go_on or due(config.checkpoint.every):
@@ -225,11 +223,33 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
                 )
 
 
-def stopped(trainer: Trainer, progress: Progress, saved: str) -> Stopped:
-    """What a run says that a signal, to whichever rank, has stopped after a save. Collective."""
+def one_step(trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard: bool) -> dict[str, float]:
+    """The next batch and a step on it; `progress` has made it then. Returns its metrics."""
+    began_s = time.perf_counter()
+    batch = trainer.source.next()
+    loss, grad_norm, lr = train_step(trainer, progress, batch, guard=guard)
+    progress.step += 1
+    progress.tokens += batch.denominators["tokens"]
+    step_s = time.perf_counter() - began_s
+    return {
+        "train/loss": loss,
+        "train/grad_norm": grad_norm,
+        "train/lr": lr,
+        "train/tokens": progress.tokens,
+        "perf/step_s": step_s,
+        "perf/tokens_per_s": batch.num_tokens / step_s,
+        **flops.utilization(batch, step_s),
+    }
+
+
+def stopped(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
+    """What a run says that a signal, to whichever rank, has stopped after a save, or before there was anything to save."""
     (number,) = trainer.engine.max_over_ranks(trainer.stop.number)
+    where = (
+        f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
+    )
     return Stopped(
-        f"stopped by {signal_name(number)} after step {progress.step} of {trainer.total_steps}, saved in {saved}; "
+        f"stopped by {signal_name(number)} after step {progress.step} of {trainer.total_steps}, {where}; "
         "run the same command again to go on"
     )
 
@@ -264,24 +284,51 @@ def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -
     step, directory = progress.step + 1, trainer.directory
     rows = [trainer.source.dataset.where(row) for row in trainer.source.rows]
     kept = trainer.engine.on_main(lambda: directory.save_failed_batch(step, batch, rows))
-    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last_good(trainer)}")
+    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last_good(trainer, progress.step)}")
 
 
-def last_good(trainer: Trainer) -> str:
-    """Where to go on from after a failed step or evaluation, in words."""
-    good = trainer.engine.on_main(lambda: checkpoint.find_checkpoint(str(trainer.directory.checkpoints)))
-    return f"the last good checkpoint is {good}" if good else "no checkpoint had been saved"
+def last_good(trainer: Trainer, step: int) -> str:
+    """Where to go on from when the state after `step` steps has failed, in words: a checkpoint of an earlier one is good."""
+
+    def found() -> tuple[str | None, str | None]:
+        whole = checkpoint.steps_of(str(trainer.directory.checkpoints))
+        return next((p for s, p in reversed(whole) if s < step), None), next((p for s, p in whole if s == step), None)
+
+    good, failed = trainer.engine.on_main(found)
+    suspect = f"; {failed} holds the very state that failed" if failed else ""
+    return (f"the last good checkpoint is {good}" if good else "no good checkpoint had been saved") + suspect
 
 
-def evaluate(engine: BaseEngine, eval_set: SFTDataset, *, batch_size: int, limit: int | None, report: Report) -> float:
-    """Mean loss per trained token over the evaluation set: the sums of all batches, divided once. `report` is filled."""
-    loss_sum = tokens = 0.0
-    with engine.eval_mode():
-        for batch in itertools.islice(eval_batches(eval_set, batch_size, report), limit):
-            _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
-            loss_sum += ctx["loss"] * batch.denominators["tokens"]
-            tokens += batch.denominators["tokens"]
-    return loss_sum / tokens
+class Evaluation:
+    """The loss on data.eval, as often as it is asked for."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.reported = False
+
+    def run(self, step: int) -> float | None:
+        """Mean loss per trained token after `step`: the sums of all batches, divided once. None where a signal came first.
+
+        Raises TrainingError where it is not finite.
+        """
+        trainer, report = self.trainer, Report()
+        loss_sum = tokens = 0.0
+        batches = eval_batches(trainer.eval_set, trainer.config.train.global_batch_size, report)
+        with trainer.engine.eval_mode():
+            for batch in itertools.islice(batches, trainer.config.train.eval_batches):
+                if any(trainer.engine.max_over_ranks(trainer.stop.requested)):
+                    return None
+                _, ctx = trainer.engine.forward_backward_step(trainer.engine.shard_data(batch), forward_only=True)
+                loss_sum += ctx["loss"] * batch.denominators["tokens"]
+                tokens += batch.denominators["tokens"]
+        if not self.reported:
+            say_left_out(trainer.console, "eval", report.counts, report.notes)
+        self.reported = True
+        if not math.isfinite(loss_sum / tokens):
+            raise TrainingError(
+                f"step {step}: the loss on data.eval is {loss_sum / tokens}; {last_good(trainer, step)}"
+            )
+        return loss_sum / tokens
 
 
 def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Mapping
@@ -25,8 +26,15 @@ def peak_flops(device: torch.device) -> float | None:
     """The dense bf16 peak of a device, in FLOP/s; None for a CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """The dense bf16 peak of a GPU by its name, in FLOP/s: an `RTX A4000` is no `A40`."""
+    if "Laptop" in name:  # slower than the card of the same name
+        return None
+    words = f" {re.sub(r'[-_/]', ' ', name)} "
+    return next((peak for part, peak in PEAK_BF16_FLOPS if f" {part} " in words), None)
 
 
 def training_flops(hf: Mapping[str, Any], lengths_S: Tensor) -> float:

@@ -53,6 +53,30 @@ def signals(step: int, name: str = "SIGTERM", rank: int = 0, again: bool = False
 
 
 @contextlib.contextmanager
+def signal_in_evaluation(step: int) -> Iterator[None]:
+    """SIGTERM to the last rank at the second batch of the evaluation after `step`."""
+    now = {"step": 0, "batches": 0}
+
+    def note_step(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
+        now.update(step=progress.step + 1, batches=0)
+
+    def note_batch(*_: Any, forward_only: bool = False, **__: Any) -> None:
+        now["batches"] += forward_only
+        if forward_only and now == {"step": step, "batches": 1} and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with before(sft, "train_step", note_step), before(FSDPEngine, "forward_backward_step", note_batch):
+        yield
+
+
+@contextlib.contextmanager
+def signal_at_start() -> Iterator[None]:
+    """SIGTERM while the model is built."""
+    with before(FSDPEngine, "init_model", lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
+        yield
+
+
+@contextlib.contextmanager
 def nan_loss(step: int, part: str = "train") -> Iterator[None]:
     """The loss of `step`, or the one on the evaluation set after it, is not a number."""
     now = {"part": "train", "step": 0}
@@ -69,7 +93,7 @@ def nan_loss(step: int, part: str = "train") -> Iterator[None]:
 
     poisoned.original = sft.sft_loss
     patched = mock.patch.object(sft, "sft_loss", poisoned)
-    with before(sft, "train_step", note_step), before(sft, "evaluate", note_eval), patched:
+    with before(sft, "train_step", note_step), before(sft.Evaluation, "run", note_eval), patched:
         yield
 
 
@@ -126,6 +150,8 @@ def before(owner: Any, name: str, first: Callable[..., Any]) -> Iterator[None]:
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "signals": signals,
     "nan_loss": nan_loss,
+    "signal_in_evaluation": signal_in_evaluation,
+    "signal_at_start": signal_at_start,
     "step_changes": step_changes,
     "only_main_writes": only_main_writes,
 }

@@ -194,6 +194,30 @@ def test_a_signal_to_one_rank_stops_all(inputs, tmp_path):
     assert kind == "stopped" and "after step 2 of 8" in message
 
 
+@pytest.mark.parametrize("world, step", [(1, 3), (2, 3), (1, 8)])
+def test_a_signal_inside_an_evaluation_does_not_wait_for_its_end(inputs, tmp_path, world, step):
+    """The step is saved and not yet in the log; the next start evaluates it first. Step 8 is the last."""
+    data = {"eval": str(inputs / "eval.jsonl")}
+    make = lambda name: kit.make_config(inputs, tmp_path / name, data=data, train={"eval_every": 3}, checkpoint={"export_hf": step != 8})  # noqa: E731  # fmt: skip
+    assert train(make("whole"), world) == ("done", "")
+    kind, message = train(make("run"), world, happening="signal_in_evaluation", step=step)
+    assert kind == "stopped" and f"after step {step} of 8, saved in" in message
+    assert len(kit.steps(tmp_path / "run")) == step - 1
+    assert train(make("run"), world) == ("done", "")
+    assert kit.steps(tmp_path / "run") == kit.steps(tmp_path / "whole")
+    if step != 8:
+        assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_signal_before_the_first_step_stops_the_run_there(inputs, whole_run, tmp_path):
+    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
+    kind, message = train(config, happening="signal_at_start")
+    assert kind == "stopped" and message.startswith("stopped by SIGTERM after step 0 of 8, before it began; ")
+    assert not (tmp_path / "checkpoints").exists()
+    assert train(config) == ("done", "")
+    assert_same_run(tmp_path, whole_run)
+
+
 def test_resume_drops_metrics_after_the_checkpoint_and_a_torn_line(inputs, whole_run, tmp_path):
     config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
     train(config, happening="signals", step=5)
@@ -282,6 +306,13 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_checkpoint(inp
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"  # no save of what came after
 
 
+def test_the_checkpoint_of_the_state_that_failed_is_not_called_good(inputs, tmp_path):
+    kind, message = train(kit.make_config(inputs, tmp_path, checkpoint={"every": 1}), happening="nan_loss", step=4)
+    assert kind == "TrainingError"
+    assert f"the last good checkpoint is {tmp_path}/checkpoints/step_00000002; " in message
+    assert message.endswith("step_00000003 holds the very state that failed")
+
+
 def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
     config = kit.make_config(
         inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3}, checkpoint={"every": 1}
@@ -331,7 +362,7 @@ def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tm
     kind, message = train(kit.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
     assert message.startswith("step 1: the gradient norm is inf (a gradient is not finite)")
-    assert "no checkpoint had been saved" in message
+    assert "no good checkpoint had been saved" in message
 
 
 def test_trap_34_only_the_main_process_writes(inputs, tmp_path):

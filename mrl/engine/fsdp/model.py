@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.config.schema import RoleConfig
 from mrl.converters.accounting import check_model
 from mrl.converters.families import family_for
+from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names
@@ -97,7 +98,8 @@ class Model:
             std = self.hf_config.get("initializer_range") or 0.02
             self._fill(RandomWeights(self.file_shapes, seed=config.seed, std=std))
             return
-        with HFReader(config.model.path) as reader:
+        with HFReader(config.model.path) as stored:
+            reader = unstacked(stored, self.family)
             may_lack = [SCORE] if self.head == "value" else []
             absent = check_model(reader, self.family, self.hf_config, head=self.head, may_lack=may_lack)
             self._fill(lambda name: torch.zeros(self.file_shapes[name]) if name in absent else reader(name))

@@ -48,8 +48,8 @@ def build_optimizer(
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            if isinstance(part.optimizer, torch.optim.AdamW) and platform.device().type == "cpu":
-                group["fused"] = True  # one pass over memory; on a GPU torch chooses
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                group["fused"] = platform.fused_adamw()
     return optimizer
 
 
