@@ -26,7 +26,8 @@ class CheckpointError(UserError):
 
 
 class TrainingError(UserError):
-    """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters."""
+    """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters. No fault of a program
+    can be told from a rate that is too high, so it ends as the user's mistakes do."""
 
 
 class Stopped(Exception):

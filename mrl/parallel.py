@@ -66,6 +66,11 @@ class ParallelDims:
         """Replicas of an expert."""
         return self.world_size // (self.pp * self.ep * self.etp)
 
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether an MoE layer needs ranks of several dense replicas (dp or cp) at once: ep*etp ranks in a row hold its experts."""
+        return self.tp % (self.ep * self.etp) != 0
+
     def coordinates(self, rank: int) -> "Coordinates":
         """Where `rank` (0 <= rank < world_size) stands on each axis."""
         tp_rank, rest = rank % self.tp, rank // self.tp

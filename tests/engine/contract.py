@@ -290,6 +290,15 @@ def bf16_keeps_fp32_masters(config: RoleConfig) -> None:
     assert all((after[name] != before[name]).any() for name in after)
 
 
+def weights_are_those_of(config: RoleConfig, other: str) -> None:
+    """What is read from the model folder is the model of the folder `other`, bit for bit."""
+    read = [
+        dict(make_engine(c).hf_weights())
+        for c in (config, dataclasses.replace(config, model=dataclasses.replace(config.model, path=other)))
+    ]
+    assert_equal(*read)
+
+
 def value_head_export_is_a_sequence_classifier(config: RoleConfig, path: str) -> None:
     """Trap 12: what a value head exports says that it is no language model and ties nothing; transformers loads it."""
     engine = make_engine(config)

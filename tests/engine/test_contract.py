@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import ParallelConfig
 from mrl.errors import ConfigError
@@ -188,3 +189,11 @@ def test_fsdp_refuses_what_it_cannot_do(folder, change, message):
     config = tiny.role(folder("llama"))
     with pytest.raises(ConfigError, match=message):
         FSDPEngine(dataclasses.replace(config, engine=dataclasses.replace(config.engine, **change)))
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_are_read(folder, tmp_path, family, layout):
+    """transformers can save the experts of a layer as one tensor (`save_original_format=False`): the same model."""
+    AutoModelForCausalLM.from_pretrained(folder(family)).save_pretrained(tmp_path, save_original_format=False)
+    run(layout, "weights_are_those_of", str(tmp_path), other=folder(family))

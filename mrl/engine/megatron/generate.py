@@ -48,7 +48,7 @@ def run(engine: "MegatronEngine", requests: Sequence[GenerateRequest]) -> list[C
     """Completions in the order of the requests, on every rank."""
     sequences = [_Sequence(request, i) for i, request in enumerate(requests)]
     replicas = engine.dims.dp * engine.dims.cp
-    shared = replicas == 1 or engine.dims.tp % (engine.dims.ep * engine.dims.etp) != 0  # experts of several replicas
+    shared = replicas == 1 or engine.dims.experts_span_replicas
     replica = engine.coords.dp_rank * engine.dims.cp + engine.coords.cp_rank
     mine = sequences if shared else sequences[replica::replicas]
     with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mrl.converters.families.qwen3_moe import is_sparse
 from mrl.mcore_models.families.common import DENSE, dense_fields, moe_fields, window_fields
 
 READ = DENSE | {
@@ -10,19 +11,11 @@ READ = DENSE | {
 }  # fmt: skip
 
 
-def sparse_layers(hf: dict[str, Any]) -> list[int]:
-    """1 for each sparse layer, as transformers' Qwen3MoeDecoderLayer decides it."""
-    dense, step = set(hf.get("mlp_only_layers") or ()), hf.get("decoder_sparse_step", 1)
-    return [
-        int(i not in dense and hf["num_experts"] > 0 and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"])
-    ]
-
-
 def fields(hf: dict[str, Any]) -> dict[str, Any]:
     moe = moe_fields(
         hf,
         expert_ffn=hf["moe_intermediate_size"],
-        sparse=sparse_layers(hf),
+        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
         normalise=bool(hf.get("norm_topk_prob", False)),
     )
     return dense_fields(hf, qk_norm=True) | window_fields(hf) | moe
