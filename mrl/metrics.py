@@ -162,16 +162,22 @@ class WandbSink:
         import wandb as client
 
         mode = wandb.mode if wandb.mode != "auto" else ("online" if _wandb_reachable(client) else "offline")
-        self._run = client.init(
-            project=wandb.project,
-            name=wandb.name or output_dir.resolve().name,
-            id=run_id,
-            dir=str(output_dir),
-            mode=mode,
-            resume="allow",
-            config=dict(config),
-            settings=client.Settings(silent=True, console="off", x_disable_stats=True),
-        )
+        try:
+            self._run = client.init(
+                project=wandb.project,
+                name=wandb.name or output_dir.resolve().name,
+                id=run_id,
+                dir=str(output_dir),
+                mode=mode,
+                resume="allow",
+                config=dict(config),
+                settings=client.Settings(silent=True, console="off", x_disable_stats=True),
+            )
+        except client.Error as error:
+            raise ConfigError(
+                f'log.wandb.mode: value "{wandb.mode}": wandb cannot start the run {mode} ({" ".join(str(error).split())}); '
+                "log in again with `wandb login`, or set it to offline"
+            ) from error
         # steps come with the metrics: wandb's own counter refuses the steps that a resumed run makes again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

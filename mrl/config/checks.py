@@ -127,6 +127,11 @@ def _check_backend(config: SFTConfig) -> None:
                 f"engine.parallel.{name}: value {degree} is not supported by backend fsdp, which is data parallel only; "
                 "set it to 1, or engine.backend to megatron"
             )
+    if engine.recompute == "selective":
+        raise ConfigError(
+            'engine.recompute: value "selective" is not supported by backend fsdp; set it to none or full, or '
+            "engine.backend to megatron"
+        )
     for name in ("aux_loss", "z_loss"):
         if getattr(engine.moe, name):
             raise ConfigError(

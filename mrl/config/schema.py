@@ -34,7 +34,10 @@ class ModelConfig:
         "bfloat16",
         "dtype of parameters and activations; bfloat16 keeps fp32 master weights and reduces gradients in fp32",
     )
-    trust_remote_code: bool = key(False, "let transformers run Python code that comes with the tokenizer or model")
+    trust_remote_code: bool = key(
+        False,
+        "let transformers run Python code that comes with the tokenizer; the model is never built by code of its own",
+    )
     lora: None = key(None, "reserved for adapters; only null is accepted today")
 
 

@@ -58,6 +58,8 @@ TWO_PROCESSES = (
     Row("qwen3 tied", "dp2", size=4),
     Row("qwen3_moe", "dp2xep2", size=2),
     Row("qwen3_moe", "tp2+sp", size=4, why="experts split over tp (etp 2)"),
+    Row("mixtral", "tp2+spxetp1", size=4, why="whole experts beside split attention, with ep 1"),
+    Row("mixtral", "dp2xetp2", size=4, why="split experts beside whole attention, with ep 1"),
     Row("qwen3_moe", "pp2", size=4),
     Row("mixtral", "dp2xep2", packing=False, size=4),
     Row("mixtral", "cp2", size=4),

@@ -46,6 +46,8 @@ ONCE = (
 WIDE_LAYOUTS = {
     "megatron ep2": (2, "megatron", {"ep": 2}),
     "megatron pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}),
+    "megatron tp2 etp1": (2, "megatron", {"tp": 2, "etp": 1}),
+    "megatron dp2 etp2": (2, "megatron", {"etp": 2}),
     "megatron tp2 ep2 etp2": (4, "megatron", {"tp": 2, "ep": 2, "etp": 2}),
 }
 ONCE_LAYOUTS = ("fsdp dp2", "megatron tp2", "megatron pp2")

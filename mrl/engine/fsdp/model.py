@@ -51,9 +51,8 @@ class Model:
         self.family = family_for(self.hf_config)
         self.head = config.head
         self.file_shapes = expected_hf_names(self.family, self.hf_config, head=config.head)
-        transformers_config = AutoConfig.from_pretrained(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        # never by code of the model's own: the tables of the families say what it is, on every backend
+        transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32, attn_implementation="sdpa")
             if config.head == "value":  # a module of its own, also where the output layer was tied to the embedding

@@ -23,7 +23,16 @@ BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
 def wrap(models: Sequence[Model], config: TransformerConfig) -> list[DistributedDataParallel]:
-    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called."""
+    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called.
+
+    megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
+    those are other ranks, which hold other pieces of an expert or the same: each expert is told apart here.
+    """
+    if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if ".experts." in name:
+                    parameter.allreduce = False
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
     )

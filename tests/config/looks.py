@@ -1,0 +1,319 @@
+"""What is seen of a run, as values that the table of test_keys_reach.py can name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mrl.config.schema import OptimizerConfig
+from tests.config.reach import Run
+from tests.engine import tiny
+from tests.engine.parity import Row as Layout
+from tests.engine.test_router_losses import reference_gradients
+
+Look = Callable[[Run], Any]
+
+# ---------------------------------------------------------------------------------------------------- data and order
+
+
+def rows(run: Run, *, trains: bool = True) -> list[int]:
+    """The numbers that the questions begin with, which tell rows apart, in the order of the data."""
+    return [int(re.search(r"user\n(\d+)", text)[1]) for text in texts(run, trains=trains)]
+
+
+def texts(run: Run, *, trains: bool = True) -> list[str]:
+    """Sequences as text."""
+    tokenizer = AutoTokenizer.from_pretrained(run.inputs / "dense")
+    return [tokenizer.decode(ids) for ids in run.sequences(trains=trains)]
+
+
+def sorted_rows(run: Run) -> list[int]:
+    return sorted(rows(run))
+
+
+def first_text(run: Run) -> str:
+    return texts(run)[0]
+
+
+def trained_text(run: Run) -> str:
+    """What trains of the first sequence, as text."""
+    batch = run.batches()[0]
+    ids = [token for token, counts in zip(batch.ids[0], batch.mask[0], strict=True) if counts]
+    return AutoTokenizer.from_pretrained(run.inputs / "dense").decode(ids)
+
+
+def evaluated_rows(run: Run) -> list[int]:
+    return rows(run, trains=False)
+
+
+def epochs(run: Run) -> dict[str, bool]:
+    """Of a run of two epochs."""
+    order = rows(run)
+    first, second = order[: len(order) // 2], order[len(order) // 2 :]
+    assert sorted(first) == sorted(second)
+    return {"as in the file": first == sorted(first), "the same again": first == second}
+
+
+def lengths(run: Run) -> list[list[int]]:
+    """Tokens of each sequence of each micro-batch of the first step, which the model is given without the last."""
+    return sorted(sorted(len(ids) - 1 for ids in batch.ids) for batch in run.batches() if batch.step == 1)
+
+
+def ends(run: Run) -> list[tuple[int, int]]:
+    """First and last token of each sequence."""
+    return [(ids[0], ids[-1]) for ids in run.sequences()]
+
+
+def left_out(run: Run) -> str | None:
+    """What the run says about rows that were not used as they are."""
+    found = re.search(r"^data\.train: rows (.*)$", run.said, re.MULTILINE)
+    return found and found[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- numbers
+
+
+def metric(name: str) -> Look:
+    """A metric of every step; None where it is not there."""
+    return lambda run: [row.get(name) for row in run.metrics]
+
+
+def steps_with(name: str) -> Look:
+    return lambda run: [row["step"] for row in run.metrics if name in row]
+
+
+def eval_loss_is_train_loss(run: Run) -> bool | None:
+    """Of a run that hardly trains; None where it evaluates nothing."""
+    last = run.metrics[-1]
+    return math.isclose(last["eval/loss"], last["train/loss"], rel_tol=1e-5) if "eval/loss" in last else None
+
+
+def steps_made_here(run: Run) -> list[int]:
+    """By this run, not by one that it goes on from."""
+    return [row["step"] for row in run.metrics[-run.ranks[0].steps :]]
+
+
+def the_same_as_with(what: Look, **keys: Any) -> Look:
+    """Whether `what` is the same in a run with other keys."""
+    return lambda run: what(run) == what(run.other(**keys))
+
+
+def all_of(*looks: Look) -> Look:
+    return lambda run: tuple(look(run) for look in looks)
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+def exported_model(run: Run) -> str | None:
+    """The input model that has the exported weights (of a run that hardly trains)."""
+    for name in ("dense", "other"):
+        stored = load_file(run.inputs / name / "model.safetensors")
+        if all(torch.allclose(run.weights[key], value, rtol=0, atol=1e-20) for key, value in stored.items()):
+            return name
+    return None
+
+
+def spread(run: Run) -> float:
+    """Standard deviation of the exported embedding, to two digits."""
+    return round(float(run.weights["model.embed_tokens.weight"].float().std()), 2)
+
+
+def norms_are_one(run: Run) -> bool:
+    return all(bool((value == 1).all()) for name, value in run.weights.items() if name.endswith("layernorm.weight"))
+
+
+def dtypes(run: Run) -> tuple[set[str], set[str]]:
+    """Of the exported tensors, and of what the layers compute with."""
+    exported = {str(value.dtype).removeprefix("torch.") for value in run.weights.values()}
+    return exported, {call.dtype for call in run.calls("mlp")}
+
+
+def small_updates_add_up(run: Run) -> bool:
+    """Whether weights moved whose every single update is below the rounding of bfloat16."""
+    rate, halfway = run.config["optimizer.lr"], 2**-11  # between two numbers of bfloat16 from 0.125 to 0.25
+    assert 4 * rate <= halfway < run.config["train.steps"] * rate, "AdamW moves a weight by up to the rate"
+    stored = load_file(run.inputs / "dense" / "model.safetensors")["model.embed_tokens.weight"]
+    before, after = stored.bfloat16(), run.weights["model.embed_tokens.weight"].bfloat16()
+    one_update_rounds_off = (before.abs() > 0.125) & ((stored - before.float()).abs() < halfway / 2)
+    return bool((after != before)[one_update_rounds_off].any())
+
+
+def adamw_has(name: str, *candidates: Any) -> Look:
+    """Those values of optimizer.NAME with which torch's AdamW makes of the model what the run exported."""
+
+    def look(run: Run) -> list[Any]:
+        start = load_file(pathlib.Path(run.config["model.path"]) / "model.safetensors")
+        actual = torch.cat([(run.weights[key] - start[key]).flatten() for key in sorted(start)])
+        fits = []
+        for value in candidates:
+            expected = reference_weights(run, name, value)
+            update = torch.cat([(expected[key] - start[key]).flatten() for key in sorted(start)])
+            if tiny.relative_l2(actual, update) < 2e-2:
+                fits.append(value)
+        return fits
+
+    return look
+
+
+def reference_weights(run: Run, name: str, value: Any) -> dict[str, torch.Tensor]:
+    """What AdamW makes of the model on the batch that the run had in each of its steps."""
+    given = {k.removeprefix("optimizer."): v for k, v in run.config.items() if k.startswith("optimizer.")}
+    optimizer = OptimizerConfig(**given | {name: value})
+    if not optimizer.clip_grad:
+        optimizer = dataclasses.replace(optimizer, clip_grad=math.inf)
+    steps = run.config["train.steps"]
+    reference = tiny.hf_reference(
+        run.config["model.path"], run.first_batch, optimizer=optimizer, total_steps=steps, steps=steps
+    )
+    return reference.weights
+
+
+def gradient_has(name: str, *candidates: float) -> Look:
+    """Those coefficients of a router loss with which the gradient of the Hugging Face model has the run's norm."""
+
+    def look(run: Run) -> list[float]:
+        fits = []
+        for value in candidates:
+            coefficients = {"aux": 0.0, "z": 0.0, name: value}
+            gradients = reference_gradients(
+                Layout("mixtral", size=64), run.config["model.path"], [run.first_batch], **coefficients
+            )
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+            if math.isclose(run.metrics[0]["train/grad_norm"], norm, rel_tol=1e-5):
+                fits.append(value)
+        return fits
+
+    return look
+
+
+# ------------------------------------------------------------------------------------------------ layout and the model
+
+
+def forwards(run: Run) -> dict[str, int]:
+    """Forward calls in a training step of one micro-batch, of each layer's attention and MLP."""
+    layers = len({name for name in run.ranks[0].parameters if "input_layernorm" in name})
+    return {name: len(run.calls(name)) // layers for name in ("attention", "mlp")}
+
+
+def heads(run: Run) -> list[int]:
+    """Attention heads that each rank computes."""
+    return [run.calls("attention", rank)[0].shape[-2] for rank in range(len(run.ranks))]
+
+
+def layers_run(run: Run) -> list[list[int]]:
+    """The numbers of the layers that each rank runs."""
+    return [sorted({call.layer for call in run.calls("layer", rank)}) for rank in range(len(run.ranks))]
+
+
+def tokens_run(run: Run) -> list[int]:
+    """Tokens that the model is given in each micro-batch on rank 0, padding included."""
+    return sorted(math.prod(call.shape) for call in run.calls("embedding"))
+
+
+def tokens_between_blocks(run: Run) -> list[int]:
+    """Tokens that a layer is given on each rank, of micro-batches of one length."""
+    found = [{call.shape[0] for call in run.calls("layer input", rank)} for rank in range(len(run.ranks))]
+    return [tokens for of_rank in found for tokens in of_rank]
+
+
+def devices(run: Run) -> set[str]:
+    """Where the parameters are."""
+    return run.ranks[0].devices
+
+
+def empty_at_rest(run: Run) -> list[str]:
+    """Kinds of state that have no memory between two steps."""
+    return run.ranks[0].empty_at_rest
+
+
+def experts(run: Run) -> tuple[int, int]:
+    """Experts of a layer on rank 0, and rows of the first matrix of one."""
+    held = {
+        name: shape for name, shape in run.ranks[0].parameters.items() if re.search(r"layers\.0\..*experts.*fc1", name)
+    }
+    return len(held), next(iter(held.values()))[0]
+
+
+def sequences_in_first_step(run: Run) -> int:
+    """Over all ranks."""
+    return sum(len(b.ids) for seen in run.ranks for b in seen.micro_batches if b.step == 1)
+
+
+# ------------------------------------------------------------------------------------------------------- what is left
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def places(run: Run) -> list[str]:
+    """Where the run has written, of the places that it had for itself."""
+    return [name for name in names(run.root) if name != "home"]
+
+
+def checkpoints(where: str = "checkpoints") -> Look:
+    """Steps of the whole checkpoints in a folder beside or below output_dir."""
+    return lambda run: [
+        int(name.removeprefix("step_")) for name in names(run.folder / where) if name.startswith("step_")
+    ]
+
+
+def marker(run: Run) -> str:
+    """The engine that the newest checkpoint says has written it."""
+    (folder,) = (run.folder / "checkpoints").glob("step_*")
+    return json.loads((folder / "COMPLETE").read_text())["backend"]
+
+
+def loads_in_transformers(run: Run) -> bool:
+    return (run.folder / "hf").exists() and AutoModelForCausalLM.from_pretrained(run.folder / "hf") is not None
+
+
+def printed(run: Run) -> str:
+    """A live bar, lines, or nothing."""
+    if not run.said:
+        return "nothing"
+    assert "step 1" in run.said
+    return "bar" if "\x1b[" in run.said else "lines"
+
+
+def tensorboard_steps(run: Run) -> list[int] | None:
+    """Those whose train/loss is that of metrics.jsonl."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not (run.folder / "tb").exists():
+        return None
+    events = EventAccumulator(str(run.folder / "tb")).Reload().Scalars("train/loss")
+    return [
+        event.step
+        for event in events
+        if math.isclose(event.value, run.metrics[event.step - 1]["train/loss"], rel_tol=1e-6)
+    ]
+
+
+def wandb_run(run: Run) -> tuple[str, str, str] | None:
+    """How wandb ran, and the project and the name of the run in the file that it wrote."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = list((run.folder / "wandb").glob("*run-*/*.wandb"))
+    if not found:
+        return None
+    content, at = found[0].read_bytes(), 7
+    while at < len(content):  # a log of LevelDB: crc, length, type
+        size, record = int.from_bytes(content[at + 4 : at + 6], "little"), Record()
+        record.ParseFromString(content[at + 7 : at + 7 + size])
+        if record.HasField("run"):
+            how = "offline" if found[0].parent.name.startswith("offline-") else "online"
+            return how, record.run.project, record.run.display_name
+        at += 7 + size
+    raise AssertionError(f"{found[0]} has no run in it")

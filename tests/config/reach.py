@@ -1,0 +1,300 @@
+"""Runs of the whole SFT trainer on tiny inputs, and what is seen of them: the machinery of test_keys_reach.py.
+
+A run is seen from outside (its directory, what it prints, how it ends) and from inside its processes: the micro-batches
+that the loss function is given, the calls of the model's modules, the parameters a rank holds, and what has no memory
+between two steps. Nothing is replaced: the loss function is wrapped, modules have a hook, the engine is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mrl import metrics
+from mrl.batch import Batch, make_batch
+from mrl.config.load import from_dict
+from mrl.errors import UserError
+from mrl.trainers import sft
+from tests.engine.harness import run_case
+from tests.trainers.cases import before
+
+DEFAULT = "(left out)"
+BACKENDS = ("megatron", "fsdp")
+BASE = {
+    "output_dir": "{run}/demo", "model.path": "{inputs}/dense", "model.dtype": "float32", "engine.device": "cpu",
+    "optimizer.lr": 1e-2, "data.train": "{inputs}/sums.jsonl", "train.steps": 1, "train.global_batch_size": 4,
+    "log.console": "plain",
+}  # fmt: skip
+"""The run that rows change. {inputs} is the folder that inputs.py filled, {run} one that each run has for itself."""
+
+MODULES = {
+    "Embedding": "embedding", "VocabParallelEmbedding": "embedding", "TransformerLayer": "layer",
+    "SelfAttention": "layer input", "SdpaAttention": "attention", "Qwen3Attention": "attention", "MLP": "mlp",
+    "Qwen3MLP": "mlp",
+}  # fmt: skip
+"""Class -> what looks call it, for both backends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A run that is to end with an error of class `kind` whose message has `says` in it."""
+
+    kind: str
+    says: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A key, and what is seen of a run with each of some values of it.
+
+    seen: pairs of a value, or DEFAULT where the key is left out, and what `look` gives (or a Refusal). given: other
+    keys. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
+    in the same output_dir. terminal: it prints to a terminal. environ: environment variables.
+    """
+
+    key: str
+    look: Callable[[Run], Any]
+    seen: Sequence[tuple[Any, Any]]
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _: dataclasses.KW_ONLY
+    what: str = ""
+    world: int = 1
+    on: Sequence[str] = BACKENDS
+    after: Mapping[str, Any] | None = None
+    terminal: bool = False
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.key}{f', {self.what}' if self.what else ''}"
+
+
+# --------------------------------------------------------------------------------------------------- inside a process
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """One call of the loss function. ids, mask: of each sequence, not shifted."""
+
+    step: int
+    trains: bool
+    ids: list[list[int]]
+    mask: list[list[float]]
+
+    @classmethod
+    def of(cls, data: Batch, step: int) -> MicroBatch:
+        split = [t.split(data.lengths.tolist()) for t in (data.tokens, data.labels, data.loss_mask)]
+        ids = [[*tokens.tolist(), int(labels[-1])] for tokens, labels, _ in zip(*split, strict=True)]
+        return cls(step, torch.is_grad_enabled(), ids, [[0.0, *mask.tolist()] for mask in split[2]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A module's forward in the first step. shape, dtype: of its first tensor. layer: megatron's number, from 1."""
+
+    module: str
+    layer: int | None
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one rank saw. empty_at_rest: kinds of state that had no memory between the last two steps."""
+
+    steps: int = 0
+    micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    parameters: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    devices: set[str] = dataclasses.field(default_factory=set)
+    empty_at_rest: list[str] = dataclasses.field(default_factory=list)
+
+    def note_call(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        name = MODULES.get(type(module).__name__)
+        if name is not None and module.training and self.steps == 1:
+            tensor = next((x for x in inputs if isinstance(x, torch.Tensor)), torch.empty(0))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.calls.append(Call(name, getattr(module, "layer_number", None), tuple(tensor.shape), dtype))
+
+    def note_engine(self, trainer: sft.Trainer, *_: Any, **__: Any) -> None:
+        self.steps += 1
+        engine = trainer.engine
+        models = engine.models if hasattr(engine, "models") else [engine.model.module]
+        held = [(name, p) for model in models for name, p in model.named_parameters()]
+        self.parameters = {name: tuple(p.shape) for name, p in held}
+        self.devices = {p.device.type for _, p in held}
+        state = {
+            "parameters": [p.data for _, p in held],
+            "gradients": [g for _, p in held if (g := getattr(p, "main_grad", p.grad)) is not None],
+            "optimizer": list(moments(engine)),
+        }
+        self.empty_at_rest = [kind for kind, tensors in state.items() if not any(map(bytes_of, tensors))]
+
+
+def moments(engine: Any) -> Iterator[torch.Tensor]:
+    """AdamW's running averages on this rank."""
+    parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    for part in parts:
+        adamw = part.adamw if hasattr(part, "adamw") else part.optimizer
+        for state in adamw.state.values():
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq"))
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage().size()
+
+
+@contextlib.contextmanager
+def watching(seen: Seen) -> Iterator[None]:
+    loss = sft.sft_loss
+
+    def noted(data: Batch, predictions: Any, ctx: Any) -> Any:
+        seen.micro_batches.append(MicroBatch.of(data, seen.steps))
+        return loss(data, predictions, ctx)
+
+    hook = register_module_forward_pre_hook(seen.note_call)
+    try:
+        with mock.patch.object(sft, "sft_loss", noted), before(sft, "train_step", seen.note_engine):
+            yield
+    finally:
+        hook.remove()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def surroundings(environ: Mapping[str, str], code_cache: str) -> Iterator[None]:
+    """No account of anybody's, and nothing left behind in the process or at home."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    cache = mock.patch.object(transformers.dynamic_module_utils, "HF_MODULES_CACHE", code_cache)
+    with mock.patch.dict(os.environ, kept | environ, clear=True), cache, mock.patch.object(sys, "path", [*sys.path]):
+        try:
+            yield
+        finally:
+            if "wandb" in sys.modules:
+                sys.modules["wandb"].teardown()  # it keeps the first environment that it sees
+
+
+def case(config: dict[str, Any], environ: dict[str, str], terminal: bool, code_cache: str) -> tuple[Any, ...]:
+    """Runs the trainer in a world: (how it ended, the message, what it printed, what each rank saw)."""
+    ended, seen, said = ("done", ""), Seen(), Terminal() if terminal else io.StringIO()
+    with surroundings(environ, code_cache), watching(seen), contextlib.redirect_stdout(said):
+        try:
+            sft.run(from_dict(config), "mrl sft config.yaml")
+        except UserError as error:
+            ended = (type(error).__name__, str(error))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, seen)
+    return *ended, said.getvalue(), ranks
+
+
+# ------------------------------------------------------------------------------------------------------------ outside
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that ended.
+
+    config: dotted keys. root: the folder that it had for itself. other: gives a run of the same row with other keys.
+    """
+
+    config: Mapping[str, Any]
+    inputs: pathlib.Path
+    root: pathlib.Path
+    ended: str
+    message: str
+    said: str
+    ranks: list[Seen]
+    other: Callable[..., Run]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return pathlib.Path(self.config["output_dir"])
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return metrics.read(self.folder / "metrics.jsonl")
+
+    @functools.cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "hf" / "model.safetensors")
+
+    def batches(self, *, trains: bool = True) -> list[MicroBatch]:
+        """Micro-batches of rank 0."""
+        return [batch for batch in self.ranks[0].micro_batches if batch.trains == trains]
+
+    def sequences(self, *, trains: bool = True) -> list[list[int]]:
+        """Token ids of rank 0's sequences, in the order in which they came."""
+        return [ids for batch in self.batches(trains=trains) for ids in batch.ids]
+
+    @property
+    def first_batch(self) -> Batch:
+        """The whole mini-batch of the first step, where it is one micro-batch."""
+        (batch,) = (b for b in self.batches() if b.step == 1)
+        return make_batch(batch.ids, batch.mask)
+
+    def calls(self, module: str, rank: int = 0) -> list[Call]:
+        return [call for call in self.ranks[rank].calls if call.module == module]
+
+
+class Runs:
+    """Makes runs, each once."""
+
+    def __init__(self, inputs: pathlib.Path, folder: pathlib.Path, wandb_url: str) -> None:
+        self.inputs, self.folder, self.wandb_url = inputs, folder, wandb_url
+        self._made: dict[str, Run] = {}
+
+    def __call__(self, row: Row, backend: str, value: Any) -> Run:
+        return self._of(row, {**BASE, "engine.backend": backend, **row.given, row.key: value})
+
+    def _of(self, row: Row, keys: Mapping[str, Any]) -> Run:
+        keys = {key: value for key, value in keys.items() if not isinstance(value, str) or value != DEFAULT}
+        identity = json.dumps([keys, row.world, row.after, row.terminal, dict(row.environ)], sort_keys=True)
+        if identity not in self._made:
+            self._made[identity] = self._run(row, keys)
+        return self._made[identity]
+
+    def _run(self, row: Row, keys: Mapping[str, Any]) -> Run:
+        folder = self.folder / str(len(self._made))
+        places = {"inputs": self.inputs, "run": folder, "wandb": self.wandb_url}
+        fill = lambda value: value.format(**places) if isinstance(value, str) else value  # noqa: E731
+        home = {"HOME": f"{folder}/home", "NETRC": f"{folder}/home/netrc", "TERM": "xterm"}
+        environ = home | {name: fill(value) for name, value in row.environ.items()}
+        runs = [keys] if row.after is None else [{**keys, row.key: DEFAULT} | row.after, keys]
+        for each in runs:
+            config = {key: fill(value) for key, value in each.items() if not isinstance(value, str) or value != DEFAULT}
+            result = run_case(
+                row.world, "tests.config.reach:case", config=nested(config), environ=environ, terminal=row.terminal,
+                code_cache=f"{folder}/home/code",
+            )  # fmt: skip
+        return Run(config, self.inputs, folder, *result, other=lambda **more: self._of(row, {**keys, **more}))
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as the sections of a config."""
+    config: dict[str, Any] = {}
+    for dotted, value in keys.items():
+        *sections, name = dotted.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return config
