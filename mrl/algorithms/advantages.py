@@ -1,0 +1,176 @@
+"""Advantages: how much better an action was than what was expected of it.
+
+Dimensions: `T` tokens of all sequences of a rollout end to end, `S` sequences, `G` samples of one prompt, `N` the most
+trained tokens of a sequence.
+
+All functions see the whole rollout, take sums in fp64 and return the dtype they were given. A mask only tells which
+tokens are actions of the policy (not 0). Prompts and, in conversations, the environment's observations are not: they have
+neither reward nor value, the next action after an observation follows the last one before it, one discount apart, and
+their advantage is 0.
+
+A group is the set of samples of one prompt, of any size. Where a group has no differences (all rewards equal, or one
+sample), its advantages are exactly 0: there is nothing to compare with. Exactly, because Adam makes full steps of rounding
+errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.ragged import from_trained_columns, sum_per_sequence, to_tokens, trained_columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What advantages are made from. A field that the estimator does not need may be None.
+
+    rewards_T: of each action (see `shaping.token_rewards`), 0 outside the mask. mask_T: not 0 where an action is.
+    lengths_S: int64, sums to T. groups_S: int64, equal for samples of one prompt. values_T: the critic's, of the state in
+    which each action was taken. baselines_S: the reward of the greedy answer to each sequence's prompt.
+    """
+
+    rewards_T: Tensor
+    mask_T: Tensor
+    lengths_S: Tensor
+    groups_S: Tensor | None = None
+    values_T: Tensor | None = None
+    baselines_S: Tensor | None = None
+
+    @property
+    def scores_S(self) -> Tensor:
+        """The undiscounted sum of each sequence's rewards."""
+        return sum_per_sequence(self.rewards_T.double(), self.lengths_S).to(self.rewards_T.dtype)
+
+
+# -- with a critic ----------------------------------------------------------------------------------------------------
+
+
+def gae(
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman 2015, eq. 16). Returns advantages and returns, [T] each.
+
+        delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1        R_t = A_t + V(s_t)
+
+    over the actions of a sequence; after the last one the value is 0, also where a length limit cut it off.
+    """
+    values_NS = trained_columns(values_T.double(), mask_T, lengths_S)
+    next_values_NS = torch.cat([values_NS[1:], torch.zeros_like(values_NS[:1])])
+    deltas_NS = trained_columns(rewards_T.double(), mask_T, lengths_S) + gamma * next_values_NS - values_NS
+    advantages_NS = torch.empty_like(deltas_NS)
+    following_S = torch.zeros_like(lengths_S, dtype=torch.float64)
+    for n in reversed(range(len(deltas_NS))):
+        following_S = deltas_NS[n] + gamma * lam * following_S
+        advantages_NS[n] = following_S
+    advantages_T = from_trained_columns(advantages_NS, mask_T, lengths_S)
+    returns_T = from_trained_columns(advantages_NS + values_NS, mask_T, lengths_S)
+    return advantages_T.to(values_T.dtype), returns_T.to(values_T.dtype)
+
+
+# -- without a critic: returns against a baseline -----------------------------------------------------------------------
+
+
+def discounted_returns(rewards_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
+    """[T]: `R_t = r_t + gamma R_t+1`. With the KL in the reward and whitened, REINFORCE++ (Hu 2025, where gamma is 1)."""
+    return gae(rewards_T, torch.zeros_like(rewards_T), mask_T, lengths_S, gamma=gamma, lam=1.0)[1]
+
+
+def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: the rewards from each action on, minus the reward of the greedy answer (ReMax, Li 2023, Algorithm 1)."""
+    returns_T = discounted_returns(rewards_T, mask_T, lengths_S, gamma=1.0)
+    return (returns_T - to_tokens(baselines_S, lengths_S)).masked_fill(mask_T == 0, 0.0)
+
+
+# -- without a critic: a sample against its group -----------------------------------------------------------------------
+
+
+def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """[S]: `(r_i - mean r) / (std r + eps)` within a group (Shao 2024, section 4.1.2).
+
+    The paper leaves the kind of std open: it is the sample's (G - 1 below), as in the public implementations.
+    """
+    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) / (r_G.std() + eps))
+
+
+def group_mean(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
+    """[S]: `r_i - mean r` within a group: Dr. GRPO (Liu 2025, section 3.2); whitened, REINFORCE++ with baseline (Hu 2025)."""
+    return _within_groups(rewards_S, groups_S, _centered)
+
+
+def rloo(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
+    """[S]: `r_i` minus the mean of the others in its group (RLOO, Ahmadian 2024): G / (G - 1) times `group_mean`."""
+    return _within_groups(rewards_S, groups_S, lambda r_G: _centered(r_G) * (len(r_G) / (len(r_G) - 1)))
+
+
+def _within_groups(rewards_S: Tensor, groups_S: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
+    """`advantage` of the rewards [G] (fp64) of each group of at least two; 0 for a group of one."""
+    assert rewards_S.shape == groups_S.shape, f"rewards {tuple(rewards_S.shape)}, groups {tuple(groups_S.shape)}"
+    _, group_S, sizes = groups_S.unique(return_inverse=True, return_counts=True)
+    result_S = torch.zeros_like(rewards_S)
+    for members_G in group_S.argsort(stable=True).split(sizes.tolist()):
+        if len(members_G) > 1:
+            result_S[members_G] = advantage(rewards_S[members_G].double()).to(rewards_S.dtype)
+    return result_S
+
+
+def _centered(values: Tensor) -> Tensor:
+    """Minus their mean. From the smallest on, so that equal values give exactly 0."""
+    above = values - values.min()
+    return above - above.mean()
+
+
+# -- scaling ------------------------------------------------------------------------------------------------------------
+
+
+def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """[T]: `(x - mean) / sqrt(variance + eps)` over all tokens in the mask, each counting once; 0 outside it.
+
+    The variance is the population's; equal values give 0. REINFORCE++ calls it global batch normalization (Hu 2025).
+    """
+    trained_T = mask_T != 0
+    result_T = torch.zeros_like(values_T)
+    if trained_T.any():
+        centered = _centered(values_T[trained_T].double())
+        result_T[trained_T] = (centered / (centered.square().mean() + eps).sqrt()).to(values_T.dtype)
+    return result_T
+
+
+# -- by name ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """compute: rollout, gamma, lam -> advantages [T] and, with a critic, its targets [T]. needs: the field of `Rollout`."""
+
+    compute: Callable[[Rollout, float, float], tuple[Tensor, Tensor | None]]
+    needs: Literal["values_T", "groups_S", "baselines_S"] | None = None
+
+
+def _of_group(estimate: Callable[[Tensor, Tensor], Tensor]) -> Estimator:
+    def compute(rollout: Rollout, gamma: float, lam: float) -> tuple[Tensor, None]:
+        advantages_T = to_tokens(estimate(rollout.scores_S, rollout.groups_S), rollout.lengths_S)
+        return advantages_T.masked_fill(rollout.mask_T == 0, 0.0), None
+
+    return Estimator(compute, "groups_S")
+
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae": Estimator(
+        lambda r, gamma, lam: gae(r.rewards_T, r.values_T, r.mask_T, r.lengths_S, gamma=gamma, lam=lam), "values_T"
+    ),
+    "returns": Estimator(
+        lambda r, gamma, lam: (discounted_returns(r.rewards_T, r.mask_T, r.lengths_S, gamma=gamma), None)
+    ),
+    "remax": Estimator(
+        lambda r, gamma, lam: (remax(r.rewards_T, r.baselines_S, r.mask_T, r.lengths_S), None), "baselines_S"
+    ),
+    "grpo": _of_group(grpo),
+    "group_mean": _of_group(group_mean),
+    "rloo": _of_group(rloo),
+}
+"""`algorithm.advantage` -> how."""

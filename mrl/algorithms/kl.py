@@ -1,0 +1,79 @@
+"""How far the policy is from its reference: estimates from the sampled tokens, and the coefficient of the penalty.
+
+Dimensions: `T` tokens of sequences end to end, `S` sequences.
+
+For a token sampled from the policy `p`, with reference `q` and `d = log p - log q` (Schulman 2020, "Approximating KL
+Divergence"):
+
+    k1 = d                  unbiased, of either sign; E[gradient] = 0
+    k2 = d^2 / 2            biased; E[gradient] = gradient of KL(p || q)
+    k3 = exp(-d) - 1 + d    unbiased, never negative, of low variance; E[gradient] = gradient of KL(q || p)
+
+So an estimate that is good as a number need not be good as a loss. *In the reward* the number counts: k1 is the usual one,
+and the policy gradient of its sum over a sequence is the gradient of KL(p || q). *As a loss* the gradient counts: k2 has
+that of KL(p || q); k3 (what GRPO uses) has that of the other direction, equal near `p = q`, and grows exponentially where
+the policy has left a token that the reference likes; k1 as a loss is noise around nothing. *As a metric*: k3.
+The expectations are over tokens of the present policy: they hold for the first update of a rollout, and nearly for the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.ragged import sum_per_sequence
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d_T: d_T,
+    "k2": lambda d_T: d_T.square() / 2,
+    "k3": lambda d_T: torch.expm1(-d_T) + d_T,
+}
+"""`algorithm.kl_estimator` -> the estimate, from `log p - log q`."""
+
+
+def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, estimator: str) -> Tensor:
+    """[T]: KL(policy || reference) at each token; the gradient, where there is one, flows to `log_probs_T`.
+
+    Exactly 0 where both are equal. Neither argument is clamped: a clamp would take the gradient away where it is needed
+    most.
+    """
+    assert log_probs_T.shape == ref_log_probs_T.shape, f"{tuple(log_probs_T.shape)}, {tuple(ref_log_probs_T.shape)}"
+    return KL_ESTIMATORS[estimator](log_probs_T - ref_log_probs_T.detach())
+
+
+def sequence_kl(kl_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> float:
+    """Nats per sequence: the sum over each sequence's trained tokens, as a mean over the sequences that have any."""
+    trained_T = mask_T != 0
+    sequences = int((sum_per_sequence(trained_T.long(), lengths_S) > 0).sum())
+    return float(kl_T[trained_T].double().sum()) / max(1, sequences)
+
+
+class KLController:
+    """The coefficient of the KL penalty: fixed, or steered towards a target (Ziegler 2019, section 2.2).
+
+        e = clip((KL - target) / target, -0.2, 0.2)        coef <- coef (1 + gain e)
+
+    KL: of whole sequences (`sequence_kl`), in nats. target: 0 keeps the
+    coefficient fixed. gain: per update, 0.1 in the paper (its code has `horizon` instead: gain = sequences / horizon).
+    """
+
+    def __init__(self, coef: float, *, target: float = 0.0, gain: float = 0.1) -> None:
+        assert coef >= 0 and target >= 0 and gain >= 0, f"coef {coef}, target {target}, gain {gain}: negative"
+        self.coef, self._target, self._gain = coef, target, gain
+
+    def update(self, sequence_kl: float) -> float:
+        """Once per rollout, after its KL is known and used. Returns the coefficient for the next one."""
+        if self._target:
+            error = min(max((sequence_kl - self._target) / self._target, -0.2), 0.2)
+            self.coef *= 1 + self._gain * error
+        return self.coef
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on from `state_dict`; target and gain are those of the config."""
+        self.coef = float(state["coef"])

@@ -1,0 +1,154 @@
+"""The loss functions of `mrl ppo`, as engines take them: sums over a micro-batch (docs/loss.md), put together from parts.
+
+Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
+
+Which fields a batch must carry, all [T] and aligned with its labels:
+
+    actor    advantages, old_log_probs; ref_log_probs with a KL (without, none is reported); rollout_log_probs with an
+             importance correction
+    critic   returns, old_values
+
+Metrics are means over trained tokens whatever the aggregation: their sums are scaled so that the engine's one division
+gives that. All log-probs are taken at the temperature of the sampler; the engine does that, no function here sees logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mrl.algorithms.aggregation import DENOMINATORS, token_weights
+from mrl.algorithms.correction import Correction, importance_weights
+from mrl.algorithms.kl import kl_estimate
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
+from mrl.algorithms.value import value_loss
+from mrl.batch import Batch
+
+Ctx = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Aggregated:
+    """What both losses share. aggregation, fixed_length: see `mrl.algorithms.aggregation`."""
+
+    aggregation: str = "token_mean"
+    fixed_length: int | None = None
+
+    @property
+    def denominator(self) -> str:
+        """For `engine.set_loss_fn(loss, loss.denominator)`."""
+        return DENOMINATORS[self.aggregation]
+
+    def _sum(self, data: Batch, loss_T: Tensor) -> Tensor:
+        mask_T = data.loss_mask.to(loss_T.dtype)
+        weights_T = token_weights(self.aggregation, mask_T, data.lengths, fixed_length=self.fixed_length)
+        return (loss_T * weights_T).sum()
+
+    def _add_means(self, ctx: Ctx, data: Batch, quantities: Mapping[str, Tensor]) -> Ctx:
+        """`ctx` with, for each quantity [T], the sum that the division by `denominator` makes its mean over tokens."""
+        scale = data.denominators[self.denominator] / (data.denominators["tokens"] or 1.0)
+        mask_T = data.loss_mask.double()
+        sums = {name: (x_T.detach().double() * mask_T).sum() * scale for name, x_T in quantities.items()}
+        return {**ctx, "metrics": {**ctx.get("metrics", {}), **sums}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorLoss(_Aggregated):
+    """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy bonus.
+
+    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator: see `kl`; a
+    controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must hold an entropy
+    with gradient (`ctx["entropy"] = "differentiable"`). Reports, as means over tokens:
+
+        actor/ratio    r                                     actor/clip_fraction        where it was clipped
+        actor/kl       KL(policy || reference), by k3        actor/approx_kl            KL(old || policy), by k3
+        actor/entropy  H, where it is predicted              actor/importance_weight    c
+                                                             actor/importance_limited   where c is not the ratio itself
+    """
+
+    objective: str = "clip"
+    ratio: str = "token"
+    clip: Clip = Clip(0.2, 0.2)
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    correction: Correction | None = None
+
+    def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
+        log_probs_T = _trained(predictions["log_probs"], data)
+        loss_T, report = self._policy(data, log_probs_T)
+        if "ref_log_probs" in data.token_fields:
+            report["actor/kl"] = kl_estimate(log_probs_T.detach(), _field(data, "ref_log_probs"), "k3")
+        if "entropy" in predictions:
+            report["actor/entropy"] = _trained(predictions["entropy"], data)
+        if self.kl_coef:
+            kl_T = kl_estimate(log_probs_T, _field(data, "ref_log_probs"), self.kl_estimator)
+            loss_T = loss_T + self.kl_coef * kl_T
+        if self.entropy_coef:
+            loss_T = loss_T - self.entropy_coef * _differentiable_entropy(predictions, data)
+        return self._sum(data, loss_T), self._add_means(ctx, data, report)
+
+    def _policy(self, data: Batch, log_probs_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """`c_t l_t`, and what there is to report of it."""
+        old_T, mask_T, lengths_S = _field(data, "old_log_probs"), data.loss_mask, data.lengths
+        ratio_T = RATIOS[self.ratio](log_probs_T, old_T, mask_T, lengths_S)
+        policy = OBJECTIVES[self.objective](ratio_T, log_probs_T, _field(data, "advantages"), self.clip)
+        report = {
+            "actor/ratio": ratio_T,
+            "actor/clip_fraction": policy.clipped_T,
+            "actor/approx_kl": kl_estimate(old_T, log_probs_T, "k3"),
+        }
+        if self.correction is None:
+            return policy.loss_T, report
+        rollout_T = _field(data, "rollout_log_probs")
+        weights = importance_weights(old_T, rollout_T, mask_T, lengths_S, correction=self.correction)
+        report |= {"actor/importance_weight": weights.weight_T, "actor/importance_limited": weights.limited_T}
+        return policy.loss_T * weights.weight_T, report
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticLoss(_Aggregated):
+    """`sum_t w_t l_t` of `value.value_loss`, aggregated as the actor's. value_clip: 0 for none.
+
+    Reports, as means over tokens: critic/value, critic/clip_fraction, and what `explained_variance` makes one of:
+    critic/returns, critic/returns_squared, critic/error, critic/error_squared.
+    """
+
+    value_clip: float = 0.0
+
+    def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
+        values_T, returns_T = _trained(predictions["values"], data), _field(data, "returns")
+        value = value_loss(values_T, _field(data, "old_values"), returns_T, clip=self.value_clip)
+        error_T = (returns_T - values_T.detach()).double()
+        report = {
+            "critic/value": values_T,
+            "critic/clip_fraction": value.clipped_T,
+            "critic/returns": returns_T,
+            "critic/returns_squared": returns_T.double().square(),
+            "critic/error": error_T,
+            "critic/error_squared": error_T.square(),
+        }
+        return self._sum(data, value.loss_T), self._add_means(ctx, data, report)
+
+
+def _trained(values_T: Tensor, data: Batch) -> Tensor:
+    """[T]: 0 where nothing trains, whatever was there (also what is not finite): neither value nor gradient gets through."""
+    assert values_T.shape == data.loss_mask.shape, f"{tuple(values_T.shape)}, mask {tuple(data.loss_mask.shape)}"
+    return values_T.masked_fill(data.loss_mask == 0, 0.0)
+
+
+def _field(data: Batch, name: str) -> Tensor:
+    assert name in data.token_fields, f"the batch has the token fields {sorted(data.token_fields)}, not {name!r}"
+    return _trained(data.token_fields[name], data)
+
+
+def _differentiable_entropy(predictions: Mapping[str, Tensor], data: Batch) -> Tensor:
+    """A bonus without a gradient would change nothing but the loss that is shown."""
+    assert "entropy" in predictions, 'an entropy bonus needs ctx["entropy"] = "differentiable"'
+    entropy_T = predictions["entropy"]
+    with_gradient = entropy_T.requires_grad or not predictions["log_probs"].requires_grad
+    assert with_gradient, 'the entropy has no gradient; an entropy bonus needs ctx["entropy"] = "differentiable"'
+    return _trained(entropy_T, data)

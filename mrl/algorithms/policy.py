@@ -1,0 +1,125 @@
+"""Policy objectives: what to minimize at each token, given how much likelier the token has become.
+
+Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
+
+Two choices that combine freely. The *ratio* `r` between the policy and the one that sampled (as the trainer computes
+both): of the token or of its sequence. The *objective*: clipped, CISPO, or the plain policy gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.ragged import sum_per_sequence, to_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """The range `1 - low` to `1 + high` that a ratio is kept in; dual: the bound of a ratio whose advantage is negative, 0 for none."""
+
+    low: float
+    high: float
+    dual: float = 0.0
+
+
+class PolicyLoss(NamedTuple):
+    """loss_T: [T], with gradient. clipped_T: [T] bool, where clipping changed the loss or its gradient."""
+
+    loss_T: Tensor
+    clipped_T: Tensor
+
+
+# -- ratios -------------------------------------------------------------------------------------------------------------
+# log_probs_T: [T] with gradient; old_log_probs_T: [T]; both finite, and equal (as 0 is) where nothing trains.
+
+
+def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: `p(token) / p_old(token)` (PPO, Schulman 2017, section 3)."""
+    return (log_probs_T - old_log_probs_T).exp()
+
+
+def sequence_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: at every token `s = (p(y) / p_old(y))^(1/|y|)` of its sequence's trained tokens (GSPO, Zheng 2025, eq. 7)."""
+    log_ratio_S = _mean_log_ratio(log_probs_T - old_log_probs_T, mask_T, lengths_S)
+    return to_tokens(log_ratio_S, lengths_S).exp()
+
+
+def sequence_token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: `sg[s] p(token) / sg[p(token)]`: the number of `sequence_ratio`, the gradient of the token (GSPO-token, eq. 14).
+
+    The same loss and gradient as `sequence_ratio` where all tokens of a sequence have one advantage and one weight.
+    """
+    log_ratio_S = _mean_log_ratio((log_probs_T - old_log_probs_T).detach(), mask_T, lengths_S)
+    return (to_tokens(log_ratio_S, lengths_S) + log_probs_T - log_probs_T.detach()).exp()
+
+
+def _mean_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S]: over each sequence's trained tokens; 0 where there are none."""
+    trained_T = (mask_T != 0).to(log_ratio_T.dtype)
+    return sum_per_sequence(log_ratio_T * trained_T, lengths_S) / sum_per_sequence(trained_T, lengths_S).clamp(min=1)
+
+
+RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}
+"""`algorithm.ratio` -> how."""
+
+
+# -- objectives -----------------------------------------------------------------------------------------------------------
+
+
+def clipped_surrogate(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
+    """PPO's clipped surrogate (Schulman 2017, eq. 7), with two bounds (DAPO's clip-higher, Yu 2025, eq. 10).
+
+        l = -min(r A, clip(r, 1 - low, 1 + high) A)            and, with dual clip (Ye 2020), where A < 0:
+        l = -max(min(r A, clip(r, 1 - low, 1 + high) A), dual A)
+
+    Without the dual clip a token with A < 0 that became much likelier pulls without bound.
+    """
+    surrogate_T = ratio_T * advantages_T
+    kept_T = ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
+    objective_T, clipped_T = torch.minimum(surrogate_T, kept_T), kept_T < surrogate_T
+    if clip.dual:
+        assert clip.dual > 1, f"the dual clip is {clip.dual}; it bounds ratios above 1"
+        bound_T = clip.dual * advantages_T
+        clipped_T = clipped_T | ((advantages_T < 0) & (objective_T < bound_T))
+        objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, bound_T), objective_T)
+    return PolicyLoss(-objective_T, clipped_T)
+
+
+def cispo(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
+    """`l = -sg[clip(r, 1 - low, 1 + high)] A log p` (CISPO, MiniMax-M1 2025, eq. 4-5): the weight is clipped, no token is lost.
+
+    The paper sets no lower bound: low 1, because ratios are positive.
+    """
+    weight_T = ratio_T.detach().clamp(1 - clip.low, 1 + clip.high)
+    return PolicyLoss(-weight_T * advantages_T * log_probs_T, weight_T != ratio_T.detach())
+
+
+def policy_gradient(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
+    """`l = -A log p` (REINFORCE, Williams 1992): right for tokens of the present policy, so for one update per rollout."""
+    return PolicyLoss(-advantages_T * log_probs_T, torch.zeros_like(ratio_T, dtype=torch.bool))
+
+
+OBJECTIVES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Clip], PolicyLoss]] = {
+    "clip": clipped_surrogate,
+    "cispo": cispo,
+    "policy_gradient": policy_gradient,
+}
+"""`algorithm.objective` -> what."""
+
+
+def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) -> float:
+    """The largest `max(r, 1/r)` over the tokens that train, 1 where none does. From what a whole mini-batch's forward gave:
+    a maximum is no sum, so no loss function can report it.
+    """
+    trained_T = mask_T != 0
+    gaps = (log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()
+    return float(gaps.max().exp()) if gaps.numel() else 1.0

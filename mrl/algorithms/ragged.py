@@ -1,0 +1,53 @@
+"""Sequences of unequal length, end to end: sums over each, and back.
+
+Dimensions: `T` tokens, `S` sequences, `N` the most trained tokens of a sequence.
+
+A sequence's sum is taken over its own slice, in its own order. So it is the same to the last bit whatever
+sequences lie beside it, and on a GPU from run to run; scattered additions are neither.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def sum_per_sequence(values_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S]: the sum over each sequence's tokens."""
+    parts = values_T.split(lengths_S.tolist())
+    return torch.stack([part.sum() for part in parts]) if parts else values_T.new_zeros(0)
+
+
+def to_tokens(values_S: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: each sequence's value at each of its tokens."""
+    parts = [value.expand(length) for value, length in zip(values_S.unbind(), lengths_S.tolist(), strict=True)]
+    return torch.cat(parts) if parts else values_S.new_zeros(0)
+
+
+def last_trained(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S] int64: where in [T] each sequence's last token with a mask other than 0 is; -1 where it has none."""
+    places_T = torch.arange(mask_T.numel(), device=mask_T.device).masked_fill(mask_T == 0, -1)
+    parts = places_T.split(lengths_S.tolist())
+    return torch.stack([part.max() for part in parts]) if parts else places_T.new_zeros(0)
+
+
+def trained_columns(values_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[N, S]: the trained tokens of each sequence, one after another from the top; zeros below the last.
+
+    Tokens between them (a prompt, an observation) are left out, so that the row below a token is the next token that
+    its policy chose.
+    """
+    trained_T = mask_T != 0
+    counts = sum_per_sequence(trained_T.long(), lengths_S).tolist()
+    return pad_sequence(values_T[trained_T].split(counts)) if counts else values_T.new_zeros(0, 0)
+
+
+def from_trained_columns(columns_NS: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[T]: inverse of `trained_columns`; 0 where the mask is 0."""
+    trained_T = mask_T != 0
+    counts = sum_per_sequence(trained_T.long(), lengths_S).tolist()
+    values_T = columns_NS.new_zeros(mask_T.numel())
+    if counts:
+        values_T[trained_T] = torch.cat([columns_NS[:count, s] for s, count in enumerate(counts)])
+    return values_T

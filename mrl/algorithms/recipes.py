@@ -1,0 +1,206 @@
+"""`algorithm.name`: which advantage, objective, aggregation and penalties make up each algorithm.
+
+An algorithm is a row of `RECIPES`; every part of it can be replaced alone. A new row is all that an algorithm of known
+parts needs. A new part is a function and its entry in one table: `advantages.ESTIMATORS`, `policy.RATIOS`,
+`policy.OBJECTIVES`, `kl.KL_ESTIMATORS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mrl.algorithms.advantages import ESTIMATORS, Rollout, whiten
+from mrl.algorithms.aggregation import DENOMINATORS
+from mrl.algorithms.correction import Correction
+from mrl.algorithms.kl import KL_ESTIMATORS, KLController
+from mrl.algorithms.losses import ActorLoss, CriticLoss
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
+from mrl.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of an algorithm. No field is ever None, so that in a config None can mean "as the recipe says".
+
+    advantage: of `ESTIMATORS`. whiten: advantages over the whole rollout. gamma, lam: discount and GAE's lambda.
+    objective, ratio, clip_low, clip_high, dual_clip (0: none): see `policy`. value_clip (0: none): see `value`.
+    aggregation: see `aggregation`; the critic's is the same. kl_in: what the KL penalty is taken from, with kl_estimator and
+    kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is fixed). entropy_coef: of
+    the bonus. correction, with correction_level, correction_cap, correction_floor: see `correction`.
+    dynamic_sampling: whether groups without differences are sampled anew. overlong_fraction: the last part of the length
+    limit, over which the punishment grows (0: none).
+    """
+
+    advantage: str
+    objective: str = "clip"
+    ratio: str = "token"
+    aggregation: str = "token_mean"
+    whiten: bool = False
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    value_clip: float = 0.2
+    kl_in: str = "none"
+    kl_estimator: str = "k3"
+    kl_coef: float = 0.0
+    kl_target: float = 0.0
+    kl_gain: float = 0.1
+    entropy_coef: float = 0.0
+    correction: str = "none"
+    correction_level: str = "token"
+    correction_cap: float = 2.0
+    correction_floor: float = 0.0
+    dynamic_sampling: bool = False
+    overlong_fraction: float = 0.0
+
+    @property
+    def needs_critic(self) -> bool:
+        return ESTIMATORS[self.advantage].needs == "values_T"
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether several samples of a prompt are compared: with one, every advantage is 0."""
+        return ESTIMATORS[self.advantage].needs == "groups_S" or self.dynamic_sampling
+
+    @property
+    def needs_greedy_answer(self) -> bool:
+        return ESTIMATORS[self.advantage].needs == "baselines_S"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_in != "none"
+
+
+RECIPES: Mapping[str, Recipe] = {
+    # Schulman 2017; for language models Ziegler 2019, Ouyang 2022 (gamma, lambda, coefficient, KL in the reward).
+    "ppo": Recipe(advantage="gae", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.02),
+    # Shao 2024, section 4.1: the KL in the loss with coefficient 0.04.
+    "grpo": Recipe(advantage="grpo", aggregation="sequence_mean", kl_in="loss", kl_estimator="k3", kl_coef=0.04),
+    # Liu 2025: neither std nor length in the denominators, no KL.
+    "dr_grpo": Recipe(advantage="group_mean", aggregation="fixed_length"),
+    # Ahmadian 2024: REINFORCE on whole sequences. Of the first update after a rollout the clipped surrogate has the same
+    # gradient; in later ones it bounds how far a rollout that is no longer the policy's own can lead.
+    "rloo": Recipe(advantage="rloo", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.03),
+    # Hu 2025: returns with the KL in the reward, whitened over the global batch, PPO's clip.
+    "reinforce_pp": Recipe(advantage="returns", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.01),
+    # Hu 2025, with baseline: the group's mean, then the global batch; the KL in the loss, by k2.
+    "reinforce_pp_baseline": Recipe(advantage="group_mean", whiten=True, kl_in="loss", kl_estimator="k2", kl_coef=0.01),
+    # Li 2023: REINFORCE on whole sequences against the greedy answer; the clip as for rloo.
+    "remax": Recipe(advantage="remax", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.05),
+    # Yu 2025: clip-higher, token mean, dynamic sampling, overlong punishment (4096 of 20480 tokens), no KL.
+    "dapo": Recipe(advantage="grpo", clip_low=0.2, clip_high=0.28, dynamic_sampling=True, overlong_fraction=0.2),
+    # Zheng 2025, section 5.1: ratios of whole sequences stay far closer to 1.
+    "gspo": Recipe(advantage="grpo", ratio="sequence", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
+    # MiniMax 2025, eq. 4-5: no lower bound. The paper gives no upper one; weights up to 5 are in the range of Khatri 2025.
+    "cispo": Recipe(advantage="grpo", objective="cispo", clip_low=1.0, clip_high=4.0),
+}
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "advantage": tuple(ESTIMATORS),
+    "objective": tuple(OBJECTIVES),
+    "ratio": tuple(RATIOS),
+    "aggregation": tuple(DENOMINATORS),
+    "kl_in": ("none", "reward", "loss"),
+    "kl_estimator": tuple(KL_ESTIMATORS),
+    "correction": ("none", "truncate", "mask"),
+    "correction_level": ("token", "sequence"),
+}
+"""What each named part may be."""
+
+READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
+    "gamma": ("algorithm.advantage: gae or returns", lambda r: r.advantage in ("gae", "returns")),
+    "lam": ("algorithm.advantage: gae", lambda r: r.advantage == "gae"),
+    "clip_low": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
+    "clip_high": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
+    "dual_clip": ("algorithm.objective: clip", lambda r: r.objective == "clip"),
+    "value_clip": ("algorithm.advantage: gae", lambda r: r.needs_critic),
+    "kl_estimator": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
+    "kl_coef": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
+    "kl_target": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
+    "kl_gain": ("algorithm.kl_target above 0", lambda r: r.kl_in != "none" and r.kl_target > 0),
+    "correction_level": ("algorithm.correction: truncate or mask", lambda r: r.correction != "none"),
+    "correction_cap": ("algorithm.correction: truncate or mask", lambda r: r.correction != "none"),
+    "correction_floor": ("algorithm.correction: mask", lambda r: r.correction == "mask"),
+}
+"""A part that only counts beside another one, and with which."""
+
+
+def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe `name` with the parts that `overrides` names (None: as it is).
+
+    Raises ConfigError for a name that is not known, and for a part that nothing would read.
+    """
+    if name not in RECIPES:
+        raise ConfigError(_unknown("algorithm.name", name, tuple(RECIPES)))
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    made = dataclasses.replace(RECIPES[name], **given)
+    for key, choices in CHOICES.items():
+        if getattr(made, key) not in choices:
+            raise ConfigError(_unknown(f"algorithm.{key}", getattr(made, key), choices))
+    for key, value in given.items():
+        needed, is_read = READ_WITH.get(key, ("", lambda _: True))
+        if not is_read(made):
+            raise ConfigError(
+                f"algorithm.{key}: {value!r} would not be read by this {name}; it goes with {needed}; leave it out"
+            )
+    if made.kl_coef == 0 and "kl_coef" not in given and (made.kl_in != "none" or made.kl_target):
+        raise ConfigError(f"algorithm.kl_in: {made.kl_in!r} has no coefficient in {name}; set algorithm.kl_coef")
+    return made
+
+
+def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return (
+        f"{key}: {value!r} is not known; {f'did you mean {near[0]!r}? ' if near else ''}use one of {', '.join(choices)}"
+    )
+
+
+def advantages(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+    """Advantages [T], and with a critic the returns [T] that it is trained on, of a whole rollout."""
+    estimator = ESTIMATORS[recipe.advantage]
+    assert estimator.needs is None or getattr(rollout, estimator.needs) is not None, f"without {estimator.needs}"
+    advantages_T, returns_T = estimator.compute(rollout, recipe.gamma, recipe.lam)
+    return (whiten(advantages_T, rollout.mask_T) if recipe.whiten else advantages_T), returns_T
+
+
+def actor_loss(recipe: Recipe, *, max_response_length: int) -> ActorLoss:
+    """The actor's loss function, with the coefficient that the KL starts with."""
+    correction = None
+    if recipe.correction != "none":
+        correction = Correction(
+            recipe.correction, recipe.correction_level, recipe.correction_cap, recipe.correction_floor
+        )
+    return ActorLoss(
+        aggregation=recipe.aggregation,
+        fixed_length=max_response_length,
+        objective=recipe.objective,
+        ratio=recipe.ratio,
+        clip=Clip(recipe.clip_low, recipe.clip_high, recipe.dual_clip),
+        kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0,
+        kl_estimator=recipe.kl_estimator,
+        entropy_coef=recipe.entropy_coef,
+        correction=correction,
+    )
+
+
+def critic_loss(recipe: Recipe, *, max_response_length: int) -> CriticLoss:
+    """The critic's loss function; summed and divided as the actor's is."""
+    return CriticLoss(aggregation=recipe.aggregation, fixed_length=max_response_length, value_clip=recipe.value_clip)
+
+
+def overlong_cache(recipe: Recipe, *, max_response_length: int) -> int:
+    """Tokens before the limit over which `shaping.overlong_penalty` grows; 0 for no punishment."""
+    return math.ceil(recipe.overlong_fraction * max_response_length)
+
+
+def kl_controller(recipe: Recipe) -> KLController:
+    """What holds the coefficient of the KL, wherever it is taken from."""
+    return KLController(recipe.kl_coef, target=recipe.kl_target, gain=recipe.kl_gain)

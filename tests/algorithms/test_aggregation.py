@@ -1,0 +1,57 @@
+"""The aggregates of PPO, GRPO and Dr. GRPO, written as means over lists, against weights and a denominator.
+
+Traps 5 (a mean of means) and 7 (length instead of mask).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from mrl.algorithms.aggregation import DENOMINATORS, token_weights
+from tests.algorithms.kit import close, examples, flat, ragged
+
+LONGEST = 11
+
+
+def oracle(name, losses, masks):
+    """The aggregate of a whole mini-batch."""
+    trained = [[x for x, m in zip(*rows, strict=True) if m] for rows in zip(losses, masks, strict=True)]
+    trained = [row for row in trained if row]
+    if name == "token_mean":
+        return sum(map(sum, trained)) / sum(map(len, trained))
+    if name == "sequence_mean":
+        return sum(sum(row) / len(row) for row in trained) / len(trained)
+    return sum(sum(row) / LONGEST for row in trained) / len(trained)
+
+
+@pytest.mark.parametrize("name", DENOMINATORS)
+@examples
+@given(case=ragged())
+def test_traps_5_and_7_sum_over_any_split_is_the_aggregate(name, case):
+    losses = case.rows(-1, 1)
+    batch = case.batch(loss=losses)
+    total = 0.0
+    for part in case.split():
+        micro = batch.select(part)
+        weights_T = token_weights(name, micro.loss_mask.double(), micro.lengths, fixed_length=LONGEST)
+        assert not weights_T[micro.loss_mask == 0].any()
+        total += float((micro.token_fields["loss"] * weights_T).sum()) / micro.denominators[DENOMINATORS[name]]
+    assert total == pytest.approx(oracle(name, losses, case.masks), rel=1e-9, abs=1e-9)
+
+
+def test_weights_by_hand():
+    mask_T, lengths_S = flat([[0, 1, 1, 0], [1], [0]]), torch.tensor([4, 1, 1])
+    weights = lambda name: token_weights(name, mask_T, lengths_S, fixed_length=4)  # noqa: E731
+    assert close(weights("token_mean"), [0, 1, 1, 0, 1, 0])
+    assert close(weights("sequence_mean"), [0, 0.5, 0.5, 0, 1, 0])
+    assert close(weights("fixed_length"), [0, 0.25, 0.25, 0, 0.25, 0])
+
+
+def test_what_cannot_be_is_refused():
+    one, length = torch.ones(1), torch.tensor([1])
+    with pytest.raises(AssertionError, match="fixed_length is None"):
+        token_weights("fixed_length", one, length)
+    with pytest.raises(AssertionError, match="'mean' is none of"):
+        token_weights("mean", one, length)

@@ -1,0 +1,142 @@
+"""KL estimates against exact KL over a small vocabulary, their gradients, and the controller of Ziegler 2019."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.algorithms.kl import KL_ESTIMATORS, KLController, kl_estimate, sequence_kl
+from tests.algorithms.kit import close, examples, flat, ragged
+
+LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5)
+
+
+def softmax(z):
+    total = sum(math.exp(x) for x in z)
+    return [math.exp(x) / total for x in z]
+
+
+def kl(p, q):
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def oracle(name, a, b):
+    """Schulman 2020, with r = q / p."""
+    r = math.exp(b - a)
+    return {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": (r - 1) - math.log(r)}[name]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@examples
+@given(case=ragged())
+def test_estimates(name, case):
+    policy, reference = case.rows(-5, 0), case.rows(-5, 0)
+    expected = [
+        [oracle(name, a, b) for a, b in zip(*rows, strict=True)] for rows in zip(policy, reference, strict=True)
+    ]  # fmt: skip
+    got = kl_estimate(flat(policy), flat(reference), name)
+    assert close(got, expected)
+    assert name == "k1" or (got >= 0).all()
+    assert torch.equal(kl_estimate(flat(policy), flat(policy), name), torch.zeros(case.mask_T.numel()).double())
+
+
+def expected_gradient(name, z, q):
+    """Over all tokens x: sum p(x) d/dz estimate(x), where p(x) is a probability of sampling and has no gradient."""
+    logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(-1)
+    estimate = kl_estimate(log_p, torch.tensor(q, dtype=torch.float64).log(), name)
+    (log_p.detach().exp() * estimate).sum().backward()
+    return logits.grad
+
+
+@examples
+@given(LOGITS, LOGITS)
+def test_expected_values(z, y):
+    """k1 and k3 are unbiased for KL(p || q)."""
+    p, q = softmax(z), softmax(y)
+    for name in ("k1", "k3"):
+        estimate = kl_estimate(torch.tensor(p).double().log(), torch.tensor(q).double().log(), name)
+        assert float((torch.tensor(p).double() * estimate).sum()) == pytest.approx(kl(p, q), abs=1e-6)
+
+
+@examples
+@given(LOGITS, LOGITS)
+def test_trap_22_expected_gradients_as_a_loss(z, y):
+    """k1: nothing; k2: of KL(p || q), p_i (log p_i / q_i - KL); k3: of KL(q || p), p_i - q_i."""
+    p, q = softmax(z), softmax(y)
+    assert close(expected_gradient("k1", z, q), [0.0] * 5)
+    reverse = [a * (math.log(a / b) - kl(p, q)) for a, b in zip(p, q, strict=True)]
+    assert close(expected_gradient("k2", z, q), reverse)
+    assert close(expected_gradient("k3", z, q), [a - b for a, b in zip(p, q, strict=True)])
+
+
+@examples
+@given(LOGITS, LOGITS)
+def test_k1_in_the_reward_has_the_gradient_of_the_kl(z, y):
+    """sum p(x) k1(x) d/dz log p(x), with k1 a number: what the policy gradient makes of a penalty in the reward."""
+    p, q = softmax(z), softmax(y)
+    logits = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(-1)
+    penalty = kl_estimate(log_p.detach(), torch.tensor(q, dtype=torch.float64).log(), "k1")
+    (log_p.detach().exp() * penalty * log_p).sum().backward()
+    assert close(logits.grad, [a * (math.log(a / b) - kl(p, q)) for a, b in zip(p, q, strict=True)])
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_gradient_flows_to_the_policy_alone(name):
+    policy = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0], dtype=torch.float64, requires_grad=True)
+    kl_estimate(policy, reference, name).sum().backward()
+    assert reference.grad is None and policy.grad.abs().min() > 0
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, name), policy)
+
+
+@examples
+@given(ragged(trained=False))
+def test_sequence_kl(case):
+    rows = case.rows(0, 1)
+    sums = [
+        sum(x for x, m in zip(row, mask, strict=True) if m)
+        for row, mask in zip(rows, case.masks, strict=True)
+        if any(mask)
+    ]
+    expected = sum(sums) / len(sums) if sums else 0.0
+    assert sequence_kl(flat(rows), case.mask_T, case.lengths_S) == pytest.approx(expected)
+
+
+# -- the controller -------------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(st.lists(st.floats(0, 20), max_size=20), st.floats(0.01, 1), st.floats(0.5, 10))
+def test_adaptive_controller(measured, coef, target):
+    """Ziegler 2019: e = clip((KL - target) / target, -0.2, 0.2), coef <- coef (1 + 0.1 e)."""
+    controller, expected = KLController(coef, target=target), coef
+    for value in measured:
+        error = (value - target) / target
+        error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+        expected = expected * (1 + 0.1 * error)
+        assert controller.update(value) == pytest.approx(expected)
+    assert controller.coef == pytest.approx(expected)
+
+
+def test_fixed_controller_stays():
+    controller = KLController(0.05)
+    assert [controller.update(kl) for kl in (0.0, 100.0)] == [0.05, 0.05]
+
+
+def test_a_controller_goes_on_where_its_checkpoint_was():
+    rng = random.Random(0)
+    measured = [rng.uniform(0, 12) for _ in range(10)]
+    whole = KLController(0.2, target=6.0)
+    first, second = KLController(0.2, target=6.0), KLController(0.2, target=6.0)
+    expected = [whole.update(kl) for kl in measured]
+    for kl_value in measured[:4]:
+        first.update(kl_value)
+    second.load_state_dict(first.state_dict())
+    assert [second.update(kl) for kl in measured[4:]] == expected[4:]

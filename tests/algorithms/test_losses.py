@@ -1,0 +1,277 @@
+"""The losses that engines get: every combination of parts is the mean that its parts' papers say, however it is split.
+
+What is divided, by what: here as in an engine, the sums of all micro-batches over `batch.denominators[loss.denominator]`.
+
+Traps 18 (a model in train mode) and 19 (a temperature forgotten) cannot occur in these functions: they see neither a model
+nor logits, and only compare log-probs with each other. Trap 20 (logits written to) is here: nothing that comes in is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mrl.algorithms.correction import Correction
+from mrl.algorithms.losses import ActorLoss, CriticLoss
+from mrl.algorithms.policy import Clip
+from mrl.batch import Batch, make_batch
+from tests.algorithms import test_aggregation, test_correction, test_kl, test_policy, test_value
+from tests.algorithms.kit import Ragged, close, examples, flat, ragged
+
+ROWS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "entropy")
+
+actor_losses = st.builds(
+    ActorLoss,
+    objective=st.sampled_from(["clip", "cispo", "policy_gradient"]),
+    ratio=st.sampled_from(["token", "sequence", "sequence_token"]),
+    clip=test_policy.CLIPS,
+    aggregation=st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]),
+    fixed_length=st.just(test_aggregation.LONGEST),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coef=st.sampled_from([0.0, 0.1]),
+    correction=st.sampled_from([None, *test_correction.CORRECTIONS]),
+)
+critic_losses = st.builds(
+    CriticLoss,
+    aggregation=st.sampled_from(["token_mean", "sequence_mean", "fixed_length"]),
+    fixed_length=st.just(test_aggregation.LONGEST),
+    value_clip=st.sampled_from([0.0, 0.2]),
+)
+
+
+def actor_rows(case: Ragged) -> dict:
+    """Every field; outside the mask there is junk, as in what a model gives for a prompt."""
+    rows = {name: case.rows(-2, 0) for name in ROWS}
+    rows["advantages"] = case.rows(-1, 1)
+    return rows
+
+
+def run(loss, case: Ragged, rows: dict, predicted: str, parts=None):
+    """(mean loss, its gradient [T], metrics) from micro-batches as an engine makes them; one of all by default."""
+    batch = case.batch(**rows)
+    leaves = {name: flat(rows[name]).requires_grad_() for name in (predicted, "entropy") if name in rows}
+    starts = batch.cu_seqlens.tolist()
+    total, metrics = 0.0, {}
+    for part in parts or [list(range(batch.num_sequences))]:
+        at = torch.tensor([t for i in part for t in range(starts[i], starts[i + 1])])
+        loss_sum, ctx = loss(batch.select(part), {name: leaf[at] for name, leaf in leaves.items()}, {"kept": 1})
+        assert ctx["kept"] == 1
+        (loss_sum / batch.denominators[loss.denominator]).backward()
+        total += float(loss_sum.detach()) / batch.denominators[loss.denominator]
+        for name, value in ctx["metrics"].items():
+            metrics[name] = metrics.get(name, 0.0) + float(value) / batch.denominators[loss.denominator]
+    return total, leaves[predicted].grad, metrics
+
+
+def tokens_of(loss: ActorLoss, case: Ragged, rows: dict):
+    """Per sequence, per token: a dict of the quantities of the loss, straight from the oracles of the parts."""
+    result = []
+    for i, mask in enumerate(case.masks):
+        row = {name: rows[name][i] for name in ROWS}
+        ratios = test_policy.ratio_oracle(loss.ratio, row["log_probs"], row["old_log_probs"], mask)
+        weights = [1.0] * len(mask)
+        if loss.correction:
+            weights = test_correction.oracle(row["old_log_probs"], row["rollout_log_probs"], mask, loss.correction)
+        tokens = []
+        for t, r in enumerate(ratios):
+            x, a, old, ref = (row[k][t] for k in ("log_probs", "advantages", "old_log_probs", "ref_log_probs"))
+            policy = {
+                "clip": lambda r=r, a=a: test_policy.clip_oracle(r, a, loss.clip)[0],
+                "cispo": lambda r=r, a=a, x=x: test_policy.cispo_oracle(r, a, loss.clip, x)[0],
+                "policy_gradient": lambda a=a, x=x: -a * x,
+            }[loss.objective]()
+            tokens.append(
+                {
+                    "loss": weights[t] * policy
+                    + loss.kl_coef * test_kl.oracle(loss.kl_estimator, x, ref)
+                    - loss.entropy_coef * row["entropy"][t],
+                    "actor/ratio": r,
+                    "actor/kl": test_kl.oracle("k3", x, ref),
+                    "actor/approx_kl": math.exp(x - old) - 1 - (x - old),
+                    "actor/entropy": row["entropy"][t],
+                    "actor/importance_weight": weights[t],
+                }
+            )
+        result.append(tokens)
+    return result
+
+
+def column(tokens, name):
+    return [[token[name] for token in row] for row in tokens]
+
+
+@examples
+@given(ragged(), actor_losses)
+def test_traps_5_and_6_actor_loss_and_metrics_however_split(case, loss):
+    rows = actor_rows(case)
+    whole, split = run(loss, case, rows, "log_probs"), run(loss, case, rows, "log_probs", case.split())
+    tokens = tokens_of(loss, case, rows)
+    expected = test_aggregation.oracle(loss.aggregation, column(tokens, "loss"), case.masks)
+    for total, gradient, metrics in (whole, split):
+        assert total == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert torch.allclose(gradient, whole[1], rtol=1e-12, atol=1e-12)
+        for name in set(tokens[0][0]) & set(metrics):
+            mean = test_aggregation.oracle("token_mean", column(tokens, name), case.masks)
+            assert metrics[name] == pytest.approx(mean, rel=1e-9, abs=1e-9), name
+        assert metrics.keys() == whole[2].keys()
+    assert ("actor/importance_weight" in whole[2]) == (loss.correction is not None)
+    assert 0 <= whole[2]["actor/clip_fraction"] <= 1 and {"actor/kl", "actor/entropy"} <= whole[2].keys()
+
+
+@examples
+@given(ragged(), actor_losses)
+def test_actor_gradient_is_the_slope_of_the_oracle(case, loss):
+    """Central differences of the hand-written loss, where no gradient is stopped and no kink is near."""
+    assume(loss.objective != "cispo" and loss.ratio != "sequence_token")
+    rows = actor_rows(case)
+    ratios = column(tokens_of(loss, case, rows), "actor/ratio")
+    assume(all(abs(r - kink) > 1e-3 for row in ratios for r in row for kink in kinks(loss.clip)))
+    gradient, step, at = run(loss, case, rows, "log_probs")[1], 1e-5, 0
+
+    def value(i, t, shift):
+        moved = [list(row) for row in rows["log_probs"]]
+        moved[i][t] += shift
+        tokens = tokens_of(loss, case, rows | {"log_probs": moved})
+        return test_aggregation.oracle(loss.aggregation, column(tokens, "loss"), case.masks)
+
+    for i, mask in enumerate(case.masks):
+        for t in range(len(mask)):
+            slope = (value(i, t, step) - value(i, t, -step)) / (2 * step)
+            assert float(gradient[at]) == pytest.approx(slope, rel=1e-6, abs=1e-8)
+            at += 1
+
+
+def kinks(clip: Clip):
+    return (1 - clip.low, 1 + clip.high, clip.dual)
+
+
+@examples
+@given(ragged(), actor_losses)
+def test_fp32_as_engines_give_it(case, loss):
+    """The same to fp32's precision, and nothing widens the loss; metrics are fp64 sums."""
+    batch = case.batch(**actor_rows(case))
+    narrow = dataclasses.replace(batch, token_fields={k: v.float() for k, v in batch.token_fields.items()})
+    wide = dataclasses.replace(batch, token_fields={k: v.double() for k, v in narrow.token_fields.items()})
+    ratios_T = wide.token_fields["log_probs"] - wide.token_fields["old_log_probs"]
+    results = []
+    for data in (wide, narrow):
+        predictions = {name: data.token_fields[name] for name in ("log_probs", "entropy")}
+        results.append(loss(data, predictions, {}))
+    assert results[1][0].dtype == torch.float32 and results[1][1]["metrics"]["actor/ratio"].dtype == torch.float64
+    assume(loss.correction is None or loss.correction.mode == "truncate")  # a mask is all or nothing
+    size = float(ratios_T.abs().exp().sum()) + 10
+    assert float(results[1][0]) == pytest.approx(float(results[0][0]), rel=1e-5, abs=1e-6 * size)
+
+
+@examples
+@given(ragged(), critic_losses)
+def test_trap_5_the_critic_is_divided_as_the_actor_is(case, loss):
+    rows = {name: case.rows(-1, 1) for name in ("values", "old_values", "returns")}
+    whole, split = run(loss, case, rows, "values"), run(loss, case, rows, "values", case.split())
+    of_row = [list(zip(*(rows[name][i] for name in rows), strict=True)) for i in range(len(case.masks))]
+    losses = [[test_value.oracle(v, old, r, loss.value_clip)[0] for v, old, r in row] for row in of_row]
+    mean = lambda f: test_aggregation.oracle("token_mean", [[f(*x) for x in row] for row in of_row], case.masks)  # noqa: E731
+    for total, gradient, metrics in (whole, split):
+        assert total == pytest.approx(test_aggregation.oracle(loss.aggregation, losses, case.masks), abs=1e-9)
+        assert torch.allclose(gradient, whole[1], rtol=1e-12, atol=1e-12)
+        assert metrics["critic/value"] == pytest.approx(mean(lambda v, old, r: v), abs=1e-9)
+        assert metrics["critic/returns"] == pytest.approx(mean(lambda v, old, r: r), abs=1e-9)
+        assert metrics["critic/returns_squared"] == pytest.approx(mean(lambda v, old, r: r * r), abs=1e-9)
+        assert metrics["critic/error"] == pytest.approx(mean(lambda v, old, r: r - v), abs=1e-9)
+        assert metrics["critic/error_squared"] == pytest.approx(mean(lambda v, old, r: (r - v) ** 2), abs=1e-9)
+
+
+@examples
+@given(ragged(), actor_losses, st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_nothing_outside_the_mask_counts_whatever_it_is(case, loss, junk):
+    rows = actor_rows(case)
+    spoiled = {
+        name: [[x if m else junk for x, m in zip(*pair, strict=True)] for pair in zip(row, case.masks, strict=True)]
+        for name, row in rows.items()
+    }
+    clean, dirty = run(loss, case, rows, "log_probs"), run(loss, case, spoiled, "log_probs")
+    assert clean[0] == dirty[0] and clean[2] == dirty[2] and torch.equal(clean[1], dirty[1])
+    assert not clean[1][case.mask_T == 0].any()
+
+
+def one_sequence(**fields) -> Batch:
+    """A prompt of three tokens and a response of two: labels 1, 2 are the prompt's, 3 is the response's first token."""
+    batch = make_batch([[10, 11, 12, 20, 21]], [[0, 0, 0, 1, 1]])
+    given_T = {name: torch.tensor(values, dtype=torch.float64) for name, values in fields.items()}
+    return dataclasses.replace(batch, token_fields=given_T)
+
+
+def test_trap_21_the_first_and_the_last_response_token_train_and_no_prompt_token_does():
+    batch = one_sequence(advantages=[1.0] * 4, old_log_probs=[-1.0] * 4, returns=[1.0] * 4, old_values=[0.0] * 4)
+    for loss, name in ((ActorLoss(), "log_probs"), (CriticLoss(), "values")):
+        predicted = torch.full((4,), -1.0, dtype=torch.float64, requires_grad=True)
+        loss(batch, {name: predicted}, {})[0].backward()
+        assert (predicted.grad != 0).tolist() == [False, False, True, True]
+        assert batch.labels[predicted.grad != 0].tolist() == [20, 21]
+
+
+@pytest.mark.parametrize("estimator, slope", [("k1", 1.0), ("k2", -1.0), ("k3", 1 - math.e)])
+def test_trap_22_the_kl_has_a_gradient_and_is_reported_raw(estimator, slope):
+    """Without advantages all that moves is the KL: d/d log p of k1 is 1, of k2 log p - log q, of k3 1 - q / p."""
+    batch = one_sequence(advantages=[0.0] * 4, old_log_probs=[-3.0] * 4, ref_log_probs=[-2.0] * 4)
+    log_probs_T = torch.full((4,), -3.0, dtype=torch.float64, requires_grad=True)
+    loss = ActorLoss(kl_coef=0.5, kl_estimator=estimator)
+    loss_sum, ctx = loss(batch, {"log_probs": log_probs_T}, {})
+    loss_sum.backward()
+    assert close(log_probs_T.grad, [0, 0, 0.5 * slope, 0.5 * slope])
+    assert float(ctx["metrics"]["actor/kl"]) == pytest.approx(2 * (math.e - 2))  # a sum over two tokens, without 0.5
+    equal = dataclasses.replace(batch, token_fields=batch.token_fields | {"ref_log_probs": log_probs_T.detach()})
+    assert float(loss(equal, {"log_probs": log_probs_T}, {})[1]["metrics"]["actor/kl"]) == 0.0
+
+
+@examples
+@given(ragged(), actor_losses)
+def test_trap_20_nothing_that_comes_in_is_written_to(case, loss):
+    batch = case.batch(**actor_rows(case))
+    ctx = {"metrics": {"before": 1.0}}
+    predictions = {name: batch.token_fields[name] for name in ("log_probs", "entropy")}
+    versions = {name: field._version for name, field in batch.token_fields.items()}
+    result = loss(batch, predictions, ctx)[1]
+    assert {name: field._version for name, field in batch.token_fields.items()} == versions
+    assert ctx == {"metrics": {"before": 1.0}} and result["metrics"]["before"] == 1.0
+
+
+def test_ratio_is_one_and_kl_zero_before_the_first_update():
+    batch = one_sequence(advantages=[1.0] * 4, old_log_probs=[-1.5] * 4, ref_log_probs=[-1.5] * 4)
+    for ratio in ("token", "sequence", "sequence_token"):
+        metrics = ActorLoss(ratio=ratio)(batch, {"log_probs": torch.full((4,), -1.5).double()}, {})[1]["metrics"]
+        assert float(metrics["actor/ratio"]) == 2.0 and float(metrics["actor/clip_fraction"]) == 0.0
+        assert float(metrics["actor/kl"]) == float(metrics["actor/approx_kl"]) == 0.0
+
+
+def test_a_mini_batch_where_nothing_trains_is_zero():
+    batch = dataclasses.replace(
+        make_batch([[1, 2, 3]], [[0, 0, 0]]),
+        token_fields={name: torch.zeros(2) for name in ("advantages", "old_log_probs")},
+    )
+    for aggregation in ("token_mean", "sequence_mean"):
+        loss_sum, ctx = ActorLoss(aggregation=aggregation)(batch, {"log_probs": torch.zeros(2)}, {})
+        assert float(loss_sum) == 0.0 and not any(map(float, ctx["metrics"].values()))
+
+
+@pytest.mark.parametrize(
+    "loss, predictions, message",
+    [
+        (ActorLoss(kl_coef=0.1), {}, "not 'ref_log_probs'"),
+        (ActorLoss(correction=Correction("mask")), {}, "not 'rollout_log_probs'"),
+        (ActorLoss(entropy_coef=0.1), {}, "needs ctx"),
+        (ActorLoss(entropy_coef=0.1), {"entropy": torch.ones(4)}, "the entropy has no gradient"),
+        (ActorLoss(), {"log_probs": torch.zeros(5)}, r"\(5,\), mask \(4,\)"),
+        (ActorLoss(aggregation="fixed_length"), {}, "fixed_length is None"),
+    ],
+)
+def test_what_would_be_missing_in_silence_is_refused(loss, predictions, message):
+    batch = one_sequence(advantages=[1.0] * 4, old_log_probs=[-1.0] * 4)
+    with pytest.raises(AssertionError, match=message):
+        loss(batch, {"log_probs": torch.zeros(4, requires_grad=True)} | predictions, {})

@@ -1,0 +1,165 @@
+"""Policy objectives, values and gradients, against their equations token by token.
+
+Gradients are those that the equations say, written by hand: `sg` (a stopped gradient) has no finite difference.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, clipped_surrogate, largest_ratio
+from tests.algorithms.kit import close, examples, flat, ragged
+
+CLIPS = st.sampled_from([Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.1, 0.5, 3.0), Clip(0.3, 0.2, 1.5), Clip(1.0, 4.0)])
+
+
+def ratio_oracle(name, new, old, mask):
+    """Of one sequence, a list: PPO's r_t; GSPO's s = (p(y) / p_old(y))^(1/|y|) over the trained tokens (eq. 7)."""
+    if name == "token":
+        return [math.exp(a) / math.exp(b) for a, b in zip(new, old, strict=True)]
+    n = sum(mask)
+    p = math.prod(math.exp(a) for a, m in zip(new, mask, strict=True) if m)
+    p_old = math.prod(math.exp(b) for b, m in zip(old, mask, strict=True) if m)
+    return [(p / p_old) ** (1 / n) if n else 1.0] * len(mask)
+
+
+@pytest.mark.parametrize("name", RATIOS)
+@examples
+@given(case=ragged(trained=False))
+def test_ratios(name, case):
+    new, old = case.rows(-3, 0), case.rows(-3, 0)
+    got = RATIOS[name](flat(new), flat(old), case.mask_T, case.lengths_S)
+    rows = zip(new, old, case.masks, strict=True)
+    assert close(got, [ratio_oracle(name, *row) for row in rows])
+    assert (RATIOS[name](flat(old), flat(old), case.mask_T, case.lengths_S) == 1).all()
+
+
+@pytest.mark.parametrize("name", RATIOS)
+@examples
+@given(case=ragged())
+def test_gradients_of_ratios(name, case):
+    """With weights c_t: of sum c_t r_t, d/d log p_t = c_t r_t; s / |y| times the sequence's c; c_t s (GSPO-token)."""
+    new, old = case.rows(-3, 0), case.rows(-3, 0)
+    factors = [[c * m for c, m in zip(*p, strict=True)] for p in zip(case.rows(-1, 1), case.masks, strict=True)]
+    log_probs_T = flat(new).requires_grad_()
+    (RATIOS[name](log_probs_T, flat(old), case.mask_T, case.lengths_S) * flat(factors)).sum().backward()
+    expected = []
+    for a, b, mask, c in zip(new, old, case.masks, factors, strict=True):
+        r, n = ratio_oracle(name, a, b, mask), max(1, sum(mask))
+        of_all = sum(c) / n
+        expected.append([(of_all * m if name == "sequence" else c[t]) * r[t] for t, m in enumerate(mask)])
+    assert close(log_probs_T.grad, expected)
+
+
+def clip_oracle(r, a, clip):
+    """(loss, d loss / d r): Schulman 2017, eq. 7 with two bounds (Yu 2025, eq. 10); Ye 2020 where a < 0."""
+    kept = min(max(r, 1 - clip.low), 1 + clip.high)
+    objective, slope = (r * a, a) if r * a <= kept * a else (kept * a, 0.0)
+    if clip.dual and a < 0 and objective < clip.dual * a:
+        objective, slope = clip.dual * a, 0.0
+    return -objective, -slope
+
+
+def cispo_oracle(r, a, clip, log_prob):
+    """(loss, d loss / d log p): MiniMax-M1 2025, eq. 4-5."""
+    weight = min(max(r, 1 - clip.low), 1 + clip.high)
+    return -weight * a * log_prob, -weight * a
+
+
+def away_from_kinks(r, clip):
+    return all(abs(r - bound) > 1e-6 for bound in (1 - clip.low, 1 + clip.high, clip.dual))
+
+
+@examples
+@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=8), CLIPS)
+def test_objectives(tokens, clip):
+    new, old, advantages = zip(*tokens, strict=True)
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+    assume(all(away_from_kinks(r, clip) for r in ratios))
+    expected = {
+        "clip": [clip_oracle(r, a, clip) for r, a in zip(ratios, advantages, strict=True)],
+        "cispo": [cispo_oracle(r, a, clip, x) for r, a, x in zip(ratios, advantages, new, strict=True)],
+        "policy_gradient": [(-a * x, -a) for a, x in zip(advantages, new, strict=True)],
+    }
+    expected["clip"] = [(loss, slope * r) for (loss, slope), r in zip(expected["clip"], ratios, strict=True)]
+    for name, objective in OBJECTIVES.items():
+        log_probs_T = flat([new]).requires_grad_()
+        ratio_T = (log_probs_T - flat([old])).exp()
+        got = objective(ratio_T, log_probs_T, flat([advantages]), clip)
+        got.loss_T.sum().backward()
+        assert close(got.loss_T, [loss for loss, _ in expected[name]])
+        assert close(log_probs_T.grad, [slope for _, slope in expected[name]])
+
+
+@examples
+@given(st.floats(-1, 3), st.floats(-2, 2), CLIPS)
+def test_clip_fraction_counts_where_clipping_changed_something(log_ratio, advantage, clip):
+    """For the surrogate that is where an advantage no longer pushes; for CISPO where the weight is not the ratio."""
+    r = math.exp(log_ratio)
+    assume(away_from_kinks(r, clip) and abs(advantage) > 1e-6)
+    for name, objective in OBJECTIVES.items():
+        ratio_T = torch.tensor([r], dtype=torch.float64)
+        args = (ratio_T, ratio_T.log(), torch.tensor([advantage], dtype=torch.float64), clip)
+        clipped = bool(objective(*args).clipped_T)
+        outside = not 1 - clip.low < r < 1 + clip.high
+        expected = {"clip": clip_oracle(r, advantage, clip)[1] == 0.0, "cispo": outside, "policy_gradient": False}
+        assert clipped == expected[name], name
+
+
+def test_clip_higher_and_dual_clip_by_hand():
+    """Ratios 1.25 and 5: with 0.28 above, 1.25 still pushes; with a dual clip of 3, a ratio of 5 counts as 3."""
+    ratio_T, advantages_T = torch.tensor([1.25, 1.25, 5.0]), torch.tensor([1.0, -1.0, -1.0])
+    loss = lambda clip: clipped_surrogate(ratio_T, ratio_T.log(), advantages_T, clip).loss_T.tolist()  # noqa: E731
+    assert loss(Clip(0.2, 0.2)) == pytest.approx([-1.2, 1.25, 5.0])
+    assert loss(Clip(0.2, 0.28)) == pytest.approx([-1.25, 1.25, 5.0])
+    assert loss(Clip(0.2, 0.28, 3.0)) == pytest.approx([-1.25, 1.25, 3.0])
+    with pytest.raises(AssertionError, match="dual clip is 0.9"):
+        loss(Clip(0.2, 0.2, 0.9))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("ratio", RATIOS)
+@examples
+@given(case=ragged())
+def test_the_first_update_is_the_policy_gradient_whatever_the_objective(objective, ratio, case):
+    """At a ratio of 1: d/d log p_t = -A_t. GSPO's has the mean of A over the sequence, here one A for all its tokens."""
+    log_probs, advantages = case.rows(-3, 0), case.spread(case.per_sequence(-1, 1))
+    log_probs_T = flat(log_probs).requires_grad_()
+    ratio_T = RATIOS[ratio](log_probs_T, flat(log_probs), case.mask_T, case.lengths_S)
+    loss_T = OBJECTIVES[objective](ratio_T, log_probs_T, flat(advantages), Clip(3e-4, 4e-4)).loss_T
+    (loss_T * case.mask_T).sum().backward()
+    expected = [[-a * m for a, m in zip(*rows, strict=True)] for rows in zip(advantages, case.masks, strict=True)]
+    assert close(log_probs_T.grad, expected)
+
+
+@examples
+@given(ragged())
+def test_gspo_and_its_token_form_agree_where_a_sequence_has_one_advantage(case):
+    """Zheng 2025, section 4.3."""
+    new, old, advantages = case.rows(-3, 0), case.rows(-3, 0), case.spread(case.per_sequence(-1, 1))
+    gradients = []
+    for ratio in ("sequence", "sequence_token"):
+        log_probs_T = flat(new).requires_grad_()
+        ratio_T = RATIOS[ratio](log_probs_T, flat(old), case.mask_T, case.lengths_S)
+        loss_T = clipped_surrogate(ratio_T, log_probs_T, flat(advantages), Clip(0.2, 0.3)).loss_T
+        (loss_T * case.mask_T).sum().backward()
+        gradients.append((loss_T.detach(), log_probs_T.grad))
+    assert torch.allclose(gradients[0][0], gradients[1][0]) and torch.allclose(gradients[0][1], gradients[1][1])
+
+
+@examples
+@given(ragged(trained=False))
+def test_largest_ratio(case):
+    new, old = case.rows(-3, 0), case.rows(-3, 0)
+    ratios = [
+        max(math.exp(a - b), math.exp(b - a))
+        for rows in zip(new, old, case.masks, strict=True)
+        for a, b, m in zip(*rows, strict=True)
+        if m
+    ]
+    assert largest_ratio(flat(new), flat(old), case.mask_T) == pytest.approx(max(ratios, default=1.0))

@@ -1,0 +1,154 @@
+"""Each algorithm's name gives the parts its paper has; each part can be replaced; nothing is read by nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from mrl.algorithms import recipes
+from mrl.algorithms.advantages import Rollout
+from mrl.errors import ConfigError
+from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.test_advantages import put_back, returns_oracle
+
+NAMES = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo"]
+
+
+def test_the_names():
+    assert sorted(recipes.RECIPES) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_whole(name):
+    made = recipes.recipe(name)
+    assert all(value is not None for value in dataclasses.asdict(made).values())
+    assert made.needs_critic == (name == "ppo") and made.needs_greedy_answer == (name == "remax")
+    assert made.needs_groups == (name not in ("ppo", "remax", "reinforce_pp"))
+    assert (made.kl_coef > 0) == made.needs_reference
+    actor = recipes.actor_loss(made, max_response_length=100)
+    assert (actor.kl_coef > 0) == (made.kl_in == "loss")
+    assert actor.denominator == recipes.critic_loss(made, max_response_length=100).denominator
+    assert recipes.kl_controller(made).coef == made.kl_coef
+
+
+def test_what_the_papers_say():
+    parts = lambda name, *keys: tuple(getattr(recipes.recipe(name), key) for key in keys)  # noqa: E731
+    assert parts("grpo", "kl_in", "kl_estimator", "aggregation") == ("loss", "k3", "sequence_mean")
+    assert parts("dapo", "clip_low", "clip_high", "aggregation", "kl_in") == (0.2, 0.28, "token_mean", "none")
+    assert parts("gspo", "ratio", "clip_low", "clip_high", "aggregation") == ("sequence", 3e-4, 4e-4, "sequence_mean")
+    assert parts("dr_grpo", "advantage", "aggregation") == ("group_mean", "fixed_length")
+    assert recipes.overlong_cache(recipes.recipe("dapo"), max_response_length=20480) == 4096
+    assert recipes.overlong_cache(recipes.recipe("grpo"), max_response_length=20480) == 0
+
+
+OVERRIDES = {
+    "advantage": "rloo",
+    "objective": "policy_gradient",
+    "ratio": "sequence_token",
+    "aggregation": "fixed_length",
+    "whiten": True,
+    "clip_low": 0.1,
+    "clip_high": 0.5,
+    "dual_clip": 3.0,
+    "kl_in": "reward",
+    "kl_estimator": "k2",
+    "kl_coef": 0.7,
+    "kl_target": 6.0,
+    "entropy_coef": 0.01,
+    "dynamic_sampling": True,
+    "overlong_fraction": 0.5,
+}
+
+
+@pytest.mark.parametrize("key", OVERRIDES)
+def test_each_part_is_replaced_alone(key):
+    usual, made = recipes.recipe("grpo"), recipes.recipe("grpo", {key: OVERRIDES[key], "gamma": None})
+    assert made == dataclasses.replace(usual, **{key: OVERRIDES[key]}) != usual
+
+
+def test_parts_reach_the_losses():
+    made = recipes.recipe(
+        "ppo",
+        {"correction": "mask", "correction_level": "sequence", "correction_cap": 3.0, "correction_floor": 0.5}
+        | {"value_clip": 0.3, "dual_clip": 4.0, "aggregation": "fixed_length", "kl_target": 6.0, "kl_gain": 0.2},
+    )
+    actor, critic = (f(made, max_response_length=77) for f in (recipes.actor_loss, recipes.critic_loss))
+    assert dataclasses.astuple(actor.correction) == ("mask", "sequence", 3.0, 0.5)
+    assert dataclasses.astuple(actor.clip) == (0.2, 0.2, 4.0)
+    assert actor.fixed_length == critic.fixed_length == 77 and critic.value_clip == 0.3
+    controller = recipes.kl_controller(made)
+    assert controller.update(6.6) == pytest.approx(0.02 * (1 + 0.2 * 0.1))
+
+
+@pytest.mark.parametrize(
+    "name, overrides, message",
+    [
+        ("grop", {}, r"algorithm.name: 'grop' is not known; did you mean 'grpo'\? use one of ppo, grpo"),
+        ("ppo", {"advantage": "gea"}, r"algorithm.advantage: 'gea' is not known; did you mean 'gae'\? use one of gae"),
+        ("ppo", {"correction": "both"}, "algorithm.correction: 'both' is not known; use one of none, truncate, mask"),
+        (
+            "grpo",
+            {"lam": 0.9},
+            "algorithm.lam: 0.9 would not be read by this grpo; it goes with algorithm.advantage: gae",
+        ),
+        ("dapo", {"kl_coef": 0.1}, "it goes with algorithm.kl_in: reward or loss"),
+        ("cispo", {"dual_clip": 3.0}, "it goes with algorithm.objective: clip"),
+        ("ppo", {"correction_cap": 3.0}, "it goes with algorithm.correction: truncate or mask"),
+        ("ppo", {"correction": "truncate", "correction_floor": 0.1}, "it goes with algorithm.correction: mask"),
+        ("ppo", {"kl_gain": 0.2}, "it goes with algorithm.kl_target above 0; leave it out"),
+        ("dapo", {"kl_in": "loss"}, "algorithm.kl_in: 'loss' has no coefficient in dapo; set algorithm.kl_coef"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(name, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        recipes.recipe(name, overrides)
+
+
+# -- whole algorithms -----------------------------------------------------------------------------------------------------
+
+
+def whiten_oracle(rows, masks):
+    trained = [x for row, mask in zip(rows, masks, strict=True) for x, m in zip(row, mask, strict=True) if m]
+    mean = sum(trained) / len(trained)
+    std = math.sqrt(sum((x - mean) ** 2 for x in trained) / len(trained) + 1e-8)
+    return [[(x - mean) / std * m for x, m in zip(*pair, strict=True)] for pair in zip(rows, masks, strict=True)]
+
+
+@examples
+@given(ragged())
+def test_reinforce_pp(case):
+    """Hu 2025: A_t is the reward of the sequence minus the KL from t on, over the mean and std of the global batch."""
+    rewards = [[r * m for r, m in zip(*pair, strict=True)] for pair in zip(case.rows(-1, 1), case.masks, strict=True)]
+    rollout = Rollout(rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S)
+    returns = [
+        put_back(returns_oracle([r for r, m in zip(*pair, strict=True) if m], 1.0), pair[1])
+        for pair in zip(rewards, case.masks, strict=True)
+    ]
+    got, targets = recipes.advantages(recipes.recipe("reinforce_pp"), rollout)
+    assert close(got, whiten_oracle(returns, case.masks), 1e-7) and targets is None
+
+
+@examples
+@given(ragged())
+def test_reinforce_pp_baseline(case):
+    """Hu 2025: minus the group's mean, then as above."""
+    numbers = [case.rng.randrange(2) for _ in case.masks]
+    rewards = [[r * m for r, m in zip(*pair, strict=True)] for pair in zip(case.rows(-1, 1), case.masks, strict=True)]
+    scores = [sum(row) for row in rewards]
+    of_group = {g: [s for s, h in zip(scores, numbers, strict=True) if g == h] for g in numbers}
+    above = [s - sum(of_group[g]) / len(of_group[g]) for s, g in zip(scores, numbers, strict=True)]
+    rollout = Rollout(
+        rewards_T=flat(rewards), mask_T=case.mask_T, lengths_S=case.lengths_S, groups_S=torch.tensor(numbers)
+    )
+    got, _ = recipes.advantages(recipes.recipe("reinforce_pp_baseline"), rollout)
+    assert close(got, whiten_oracle(case.spread(above), case.masks), 1e-7)
+
+
+def test_an_estimator_without_what_it_needs_is_refused():
+    rollout = Rollout(rewards_T=torch.ones(1), mask_T=torch.ones(1), lengths_S=torch.tensor([1]))
+    with pytest.raises(AssertionError, match="without values_T"):
+        recipes.advantages(recipes.recipe("ppo"), rollout)

@@ -1,0 +1,109 @@
+"""Rewards before advantages: placement, DAPO's two devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
+from tests.algorithms.kit import close, examples, flat, groups, ragged
+
+
+@examples
+@given(ragged(trained=False), st.booleans(), st.booleans())
+def test_token_rewards(case, per_token, with_kl):
+    """r_t = token score + [t is the sequence's last action] score - coef kl_t, at actions alone."""
+    scores, kl = case.per_sequence(-1, 1), case.rows(-1, 1)
+    extra = [[x * m for x, m in zip(*pair, strict=True)] for pair in zip(case.rows(-1, 1), case.masks, strict=True)]
+    expected = []
+    for score, mask, extra_row, kl_row in zip(scores, case.masks, extra, kl, strict=True):
+        last = max((t for t, m in enumerate(mask) if m), default=None)
+        row = []
+        for t, m in enumerate(mask):
+            reward = score if t == last else 0.0
+            reward += extra_row[t] if per_token else 0.0
+            reward -= 0.3 * kl_row[t] if with_kl and m else 0.0
+            row.append(reward)
+        expected.append(row)
+    got = token_rewards(
+        torch.tensor(scores, dtype=torch.float64),
+        case.mask_T,
+        case.lengths_S,
+        token_scores_T=flat(extra) if per_token else None,
+        kl_T=flat(kl) if with_kl else None,
+        kl_coef=0.3,
+    )
+    assert close(got, expected)
+
+
+def test_trap_21_the_reward_is_at_the_last_action_not_at_the_last_token():
+    """An observation, or the end of a template, may follow the last action; labels are what align."""
+    mask_T, lengths_S = torch.tensor([0.0, 1, 1, 0, 1, 1]), torch.tensor([4, 2])
+    assert token_rewards(torch.tensor([5.0, 7.0]), mask_T, lengths_S).tolist() == [0, 0, 5, 0, 0, 7]
+
+
+def test_trap_22_kl_outside_the_mask_takes_nothing_from_the_reward():
+    mask_T, lengths_S = torch.tensor([0.0, 1, 1]), torch.tensor([3])
+    kl_T = torch.tensor([torch.nan, 2.0, 0.0])
+    got = token_rewards(torch.tensor([1.0]), mask_T, lengths_S, kl_T=kl_T, kl_coef=0.5)
+    assert got.tolist() == [0.0, -1.0, 1.0]
+
+
+def test_a_reward_that_would_be_lost_is_refused():
+    with pytest.raises(AssertionError, match="1 token rewards lie where nothing trains"):
+        token_rewards(
+            torch.tensor([0.0]),
+            torch.tensor([0.0, 1]),
+            torch.tensor([2]),
+            token_scores_T=torch.tensor([1.0, 1.0]),
+        )
+
+
+def overlong_oracle(length, longest, cache):
+    """Yu 2025, eq. 13."""
+    if length <= longest - cache:
+        return 0.0
+    if length <= longest:
+        return ((longest - cache) - length) / cache
+    return -1.0
+
+
+@examples
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 30), st.data())
+def test_overlong_penalty(lengths, longest, data):
+    cache = data.draw(st.integers(1, longest))
+    got = overlong_penalty(torch.tensor(lengths), max_length=longest, cache=cache)
+    assert close(got, [overlong_oracle(length, longest, cache) for length in lengths])
+
+
+def test_overlong_penalty_of_the_paper():
+    """Expected length 16384, cache 4096: at most 20480 tokens."""
+    got = overlong_penalty(torch.tensor([16384, 18432, 20480, 30000]), max_length=20480, cache=4096)
+    assert got.tolist() == [0.0, -0.5, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("cache", [0, 11])
+def test_a_cache_beyond_the_limit_is_refused(cache):
+    with pytest.raises(AssertionError, match="cache"):
+        overlong_penalty(torch.tensor([3]), max_length=10, cache=cache)
+
+
+@examples
+@given(groups())
+def test_groups_with_signal(case):
+    rewards, numbers = case
+    expected = [
+        len({r for r, g in zip(rewards, numbers, strict=True) if g == number}) > 1 for number in numbers
+    ]  # fmt: skip
+    assert groups_with_signal(torch.tensor(rewards), torch.tensor(numbers)).tolist() == expected
+
+
+def test_groups_with_signal_is_the_papers_condition_for_right_and_wrong():
+    """Yu 2025, eq. 11: 0 < number of right answers < G."""
+    rewards, numbers = [1, 1, 1, 0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    right = {g: sum(r for r, h in zip(rewards, numbers, strict=True) if g == h) for g in numbers}
+    got = groups_with_signal(torch.tensor(rewards), torch.tensor(numbers)).tolist()
+    assert got == [0 < right[g] < 3 for g in numbers]
+    assert groups_with_signal(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
