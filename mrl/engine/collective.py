@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.batch import Batch
 from mrl.engine.base import Predictions
+from mrl.engine.checkpoint import Ranks
 from mrl.engine.microbatch import balanced_shards
+from mrl.errors import CheckpointError
 
 
 def join_processes(device_type: str) -> None:
@@ -29,6 +33,29 @@ def join_processes(device_type: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def all_ranks() -> Ranks:
+    """The processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
+
+    def gather(value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    return Ranks(dist.get_rank(), dist.get_world_size(), gather)
+
+
+LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError)
+"""What torch.distributed.checkpoint raises where it cannot read what it finds; the first is no Exception."""
+
+
+def cannot_load(path: str, error: BaseException) -> CheckpointError:
+    """One line for one of LOAD_ERRORS; what ranks met is inside a CheckpointException."""
+    if isinstance(error, CheckpointException):
+        error = next((failure[0] for failure in error.failures.values()), error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return CheckpointError(f"{path}: cannot be loaded ({reason}); use another checkpoint")
 
 
 def denominator_of(batch: Batch, name: str) -> float:

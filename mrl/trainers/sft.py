@@ -29,7 +29,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.errors import DataError, Stopped, TrainingError
+from mrl.errors import DamagedCheckpoint, DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -84,8 +84,9 @@ def run(config: SFTConfig, command_line: str = "") -> None:
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
         try:
             start = engine.on_main(lambda: choose_start(directory, config))
-            engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
-            if not already_done(trainer, start):
+            if already_done(trainer, start):
+                engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
+            else:
                 train(trainer, start, command_line)
         finally:
             console.close()
@@ -161,11 +162,26 @@ def read_first_rows(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
-    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id."""
-    engine, config = trainer.engine, trainer.config
-    if start.checkpoint is None:
+    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id.
+
+    A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
+    """
+    engine, config, directory = trainer.engine, trainer.config, trainer.directory
+    damaged: dict[str, str] = {}
+    state = None
+    while start.checkpoint is not None and state is None:
+        try:
+            state = engine.load_checkpoint(start.checkpoint)
+        except DamagedCheckpoint as error:
+            if start.checkpoint in damaged:
+                raise
+            damaged[start.checkpoint] = str(error)
+            start = engine.on_main(lambda: choose_start(directory, config, damaged))
+            trainer.console.say(f"passed over {error}")
+            trainer.console.say(start.message)
+    if state is None:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
-    state = engine.load_checkpoint(start.checkpoint)
+    engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     trainer.source.load_state_dict(state["data"])

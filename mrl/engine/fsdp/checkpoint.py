@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.errors import CheckpointError
@@ -49,8 +50,11 @@ def load(folder: str, model: Model, optimizer: Optimizer | None) -> tuple[int, d
     one; a rank more than there were keeps its own.
     """
     wanted = tensors(model, optimizer)
-    _check_fit(folder, wanted)
-    dcp.load(wanted, checkpoint_id=folder)
+    try:
+        _check_fit(folder, wanted)
+        dcp.load(wanted, checkpoint_id=folder)
+    except collective.LOAD_ERRORS as error:
+        raise collective.cannot_load(folder, error) from error
     facts = torch.load(os.path.join(folder, STATE), weights_only=True)
     if optimizer is not None:
         optimizer.updates = facts["updates"]

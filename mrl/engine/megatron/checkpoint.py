@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import os
 import queue
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.engine import checkpoint as folder
-from mrl.engine import checkpoint_remote
+from mrl.engine import checkpoint_remote, collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
 
@@ -40,13 +39,13 @@ def save(
     engine: "MegatronEngine", root: str, remote: str | None, step: int, keep: int | None, state: Mapping[str, Any]
 ) -> str:
     """Writes `root/step_XXXXXXXX` and copies it to `remote`. Returns the folder."""
-    rank = dist.get_rank()
-    with folder.writing(root, step, backend=BACKEND, rank=rank, barrier=dist.barrier, keep=keep) as path:
+    rank, ranks = dist.get_rank(), collective.all_ranks()
+    with folder.writing(root, step, backend=BACKEND, ranks=ranks, keep=keep) as path:
         if rank == 0:
             os.makedirs(os.path.join(path, "mcore"))
             os.makedirs(os.path.join(path, "rng"))
             torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
-        dist.barrier()
+        ranks.gather(None)
         torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
         with _quiet(), _writing_in_process():
             dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
@@ -58,18 +57,17 @@ def save(
 
 def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: bool) -> dict[str, Any]:
     """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
-    rank = dist.get_rank()
+    rank, ranks = dist.get_rank(), collective.all_ranks()
     found = engine.on_main(lambda: checkpoint_remote.locate(path, remote, backend=BACKEND))
+    folder.verify(found, ranks)
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
     sharded = _sharded(engine, loading=True)
     try:
         with _quiet():
             loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
-    except (CheckpointingException, RuntimeError, KeyError, OSError) as error:
-        raise CheckpointError(
-            f"{found}: megatron cannot load it ({' '.join(str(error).split())[:300]}); use another checkpoint"
-        ) from error
+    except (CheckpointingException, *collective.LOAD_ERRORS) as error:
+        raise collective.cannot_load(found, error) from error
     for index, chunk in enumerate(engine.models):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if engine.optimizer is not None:
@@ -78,9 +76,9 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
     if saved["layout"] == dataclasses.asdict(engine.dims):
         tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
         engine.state.set_rng_state((tracker, host, device))
-    dist.barrier()
-    if delete_local and rank == 0:
-        shutil.rmtree(found)
+    ranks.gather(None)
+    if delete_local:
+        engine.on_main(lambda: folder.delete(found))
     return saved["state"]
 
 
