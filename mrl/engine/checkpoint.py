@@ -262,7 +262,9 @@ def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
     for full in mine:
         _fsync(full)
     with ThreadPoolExecutor(THREADS) as pool:
-        facts = [{"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(_crc32, mine), strict=True)]
+        facts = [
+            {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(_crc32, mine), strict=True)
+        ]
     everyone = ranks.gather(dict(zip(ranks.share(files), facts, strict=True)))
     return {file: everyone[i % ranks.size][file] for i, file in enumerate(files)}
 

@@ -230,11 +230,10 @@ class FSDPEngine(BaseEngine):
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
         path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
-        ranks = collective.all_ranks()
-        checkpoint.verify(path, ranks)
+        checkpoint.verify(path, collective.all_ranks())
         with self.offload.used(optimizer=True):
             self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
-        ranks.gather(None)
+        collective.wait_for_all()
         if del_local_after_load:
             self.on_main(lambda: checkpoint.delete(path))
         return state
@@ -278,7 +277,7 @@ class FSDPEngine(BaseEngine):
         with writer as out:
             for name, tensor in self.hf_weights():
                 out.add(name, tensor)
-        dist.barrier()
+        collective.wait_for_all()
 
 
 def _refuse_unsupported(config: RoleConfig) -> None:

@@ -39,13 +39,13 @@ def save(
     engine: "MegatronEngine", root: str, remote: str | None, step: int, keep: int | None, state: Mapping[str, Any]
 ) -> str:
     """Writes `root/step_XXXXXXXX` and copies it to `remote`. Returns the folder."""
-    rank, ranks = dist.get_rank(), collective.all_ranks()
-    with folder.writing(root, step, backend=BACKEND, ranks=ranks, keep=keep) as path:
+    rank = dist.get_rank()
+    with folder.writing(root, step, backend=BACKEND, ranks=collective.all_ranks(), keep=keep) as path:
         if rank == 0:
             os.makedirs(os.path.join(path, "mcore"))
             os.makedirs(os.path.join(path, "rng"))
             torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
-        ranks.gather(None)
+        collective.wait_for_all()
         torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
         with _quiet(), _writing_in_process():
             dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
@@ -57,9 +57,9 @@ def save(
 
 def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: bool) -> dict[str, Any]:
     """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
-    rank, ranks = dist.get_rank(), collective.all_ranks()
+    rank = dist.get_rank()
     found = engine.on_main(lambda: checkpoint_remote.locate(path, remote, backend=BACKEND))
-    folder.verify(found, ranks)
+    folder.verify(found, collective.all_ranks())
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
     sharded = _sharded(engine, loading=True)
@@ -76,7 +76,7 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
     if saved["layout"] == dataclasses.asdict(engine.dims):
         tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
         engine.state.set_rng_state((tracker, host, device))
-    ranks.gather(None)
+    collective.wait_for_all()
     if delete_local:
         engine.on_main(lambda: folder.delete(found))
     return saved["state"]
