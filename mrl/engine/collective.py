@@ -18,7 +18,6 @@ from mrl.engine.checkpoint import Ranks
 from mrl.engine.microbatch import balanced_shards
 from mrl.errors import CheckpointError
 
-
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
 

@@ -7,13 +7,13 @@ in tests/engine/test_checkpoint.py; this is what a user of `checkpoint.resume` m
 import json
 import pathlib
 import shutil
-import zlib
 
 import pytest
 
 from mrl.engine.checkpoint import SMALL_BYTES
 from tests.engine import tiny
 from tests.resume import kit
+from tests.resume.cases import remark
 from tests.trainers.kit import load_example
 
 LAYOUTS = {"megatron": kit.Layout(2, "wide", parallel={"pp": 2}), "fsdp": kit.Layout(2, "wide", "fsdp")}
@@ -73,9 +73,7 @@ def unreadable(checkpoint):
     """A shard that holds something else and a marker that agrees: what a checksum cannot tell."""
     path = shard(checkpoint)
     path.write_bytes(bytes(path.stat().st_size))
-    files = json.loads((checkpoint / "COMPLETE").read_text())["files"]
-    files[path.relative_to(checkpoint).as_posix()]["crc32"] = zlib.crc32(path.read_bytes())
-    edit_marker(checkpoint, files=files)
+    remark(checkpoint, path)
 
 
 def edit_marker(checkpoint, **fields):

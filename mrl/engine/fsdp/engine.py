@@ -219,8 +219,8 @@ class FSDPEngine(BaseEngine):
         writing = checkpoint.writing(local_path, global_step, backend=BACKEND, ranks=ranks, keep=max_ckpt_to_keep)
         with self.offload.used(optimizer=True), writing as folder:
             fsdp_checkpoint.save(
-                folder, self.model, self.optimizer, schedule_step=self.schedule_step, state=state or {}
-            )
+                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state or {}
+            )  # fmt: skip
         saved = os.path.join(local_path, checkpoint.step_name(global_step))
         if remote_path is not None:
             self.on_main(lambda: checkpoint_remote.upload(saved, remote_path, keep=max_ckpt_to_keep))
@@ -232,7 +232,7 @@ class FSDPEngine(BaseEngine):
         path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
         checkpoint.verify(path, collective.all_ranks())
         with self.offload.used(optimizer=True):
-            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
+            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer, device=self.device)
         collective.wait_for_all()
         if del_local_after_load:
             self.on_main(lambda: checkpoint.delete(path))

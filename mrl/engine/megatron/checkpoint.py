@@ -2,7 +2,7 @@
 
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it
     engine.pt           step of the LR schedule, layout, architecture, and the trainer's state
-    rng/rank_00000.pt   each rank's RNG states; used when the layout is the same, else generators are seeded anew
+    rng/rank_00000.pt   each rank's RNG states; used when layout and type of device are the same, else generators are seeded anew
 
 The folder protocol (whole or nothing, keep, remote copies) is `mrl.engine.checkpoint`, shared by the engines.
 """
@@ -74,8 +74,7 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
         optim_state.restore(engine.optimizer, loaded["optimizer"], saved["optimizer_steps"])
     engine.schedule_step = saved["schedule_step"]
     if saved["layout"] == dataclasses.asdict(engine.dims):
-        tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
-        engine.state.set_rng_state((tracker, host, device))
+        _restore_rng(engine, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
     collective.wait_for_all()
     if delete_local:
         engine.on_main(lambda: folder.delete(found))
@@ -115,9 +114,18 @@ def _description(engine: "MegatronEngine") -> dict[str, Any]:
     }
 
 
-def _plain_rng(engine: "MegatronEngine") -> tuple:
+def _plain_rng(engine: "MegatronEngine") -> dict[str, Any]:
     tracker, host, device = engine.state.rng_state()
-    return {name: state.clone() for name, state in tracker.items()}, host, device
+    tracker = {name: state.clone() for name, state in tracker.items()}
+    return {"device_type": engine.device.type, "tracker": tracker, "host": host, "device": device}
+
+
+def _restore_rng(engine: "MegatronEngine", saved: Mapping[str, Any]) -> None:
+    """Another type of device cannot go on bitwise, nor read the other's states: its generators stay as seeded."""
+    if saved["device_type"] == engine.device.type:
+        engine.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
+    else:
+        torch.set_rng_state(saved["host"])
 
 
 def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
