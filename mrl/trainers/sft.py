@@ -33,6 +33,7 @@ from mrl.errors import DamagedCheckpoint, DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
@@ -79,10 +80,11 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
     engine = build_engine(role_config(config, folder, total_steps))
     directory = RunDirectory(pathlib.Path(config.output_dir))
-    console = open_console(config.log.console, enabled=engine.is_main)
+    console, lock = open_console(config.log.console, enabled=engine.is_main), RunLock(directory.path)
     with StopSignal() as stop:
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
         try:
+            engine.on_main(lock.acquire)
             start = engine.on_main(lambda: choose_start(directory, config))
             if already_done(trainer, start):
                 engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
@@ -91,6 +93,7 @@ def run(config: SFTConfig, command_line: str = "") -> None:
         finally:
             console.close()
             source.close()
+            lock.release()
 
 
 def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleConfig:
