@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,6 +58,23 @@ def _say(message: str) -> None:
 @click.version_option(__version__, prog_name="mrl")
 def main() -> None:
     """Train language models with Megatron-Core, on one laptop or many GPUs."""
+
+
+def command() -> None:
+    """`mrl` as a process of its own; one that another launcher started as a rank does not end the interpreter's way."""
+    try:
+        main(prog_name="mrl")
+    except BaseException as end:
+        if "RANK" not in os.environ:
+            raise
+        code = EXIT_FAULT
+        if isinstance(end, SystemExit):
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        else:
+            traceback.print_exception(end)
+        from mrl.launch.worker import leave
+
+        leave(code, failed=code not in (0, EXIT_STOPPED))
 
 
 @main.command()

@@ -97,7 +97,7 @@ class BaseEngine(abc.ABC):
                 outcome[0] = fn()
             except UserError as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        dist.broadcast_object_list(outcome, src=0)  # over the host's backend: `fn` may take long
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

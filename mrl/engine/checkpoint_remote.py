@@ -24,7 +24,7 @@ def upload(path: str, url: str, *, keep: int | None = None) -> str:
 
     keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too.
     """
-    marker = checkpoint.validate(path)
+    marker = checkpoint.verify(path)  # a damaged one must not push whole ones out
     files, base = _open(url)
     name = checkpoint.step_name(marker.step)
     target = f"{base}/{name}"
@@ -69,7 +69,7 @@ def fetch(url: str, root: str) -> str | None:
         source, marker = whole[-1]
     final = os.path.join(root, checkpoint.step_name(marker.step))
     with contextlib.suppress(CheckpointError):  # a local copy that is absent or damaged is fetched again
-        if checkpoint.validate(final) == marker:
+        if checkpoint.validate(final) == marker and checkpoint.verify(final) == marker:
             return final
     with checkpoint.replacing(root, checkpoint.step_name(marker.step)) as temporary:
         for file in [*marker.files, MARKER]:

@@ -12,7 +12,8 @@ import pathlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -93,10 +94,14 @@ class Start:
     message: str
 
 
-def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
-    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files."""
+def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
+
+    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
+    of them is chosen again only where it was fetched again.
+    """
     _refuse_foreign(run)
-    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints))
+    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         if run.present():
             raise ConfigError(
@@ -107,11 +112,11 @@ def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
     if own is not None:
         _check_same_run(run, config, own)
     elif resume != "auto":
-        own = _elsewhere(run, resume)
+        own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
     if own is None:
-        _refuse_damaged(run)
+        _refuse_damaged(run, damaged)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
@@ -125,11 +130,11 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep)
 
 
-def _refuse_damaged(run: RunDirectory) -> None:
+def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
-    if damaged := checkpoint.damage(str(run.checkpoints)):
+    if found := [*checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
         raise CheckpointError(
-            f"{'; '.join(damaged)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
+            f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
             "from the beginning, or give another output_dir"
         )
 
@@ -158,15 +163,16 @@ def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
         )
 
 
-def _elsewhere(run: RunDirectory, resume: str) -> str:
+def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
     """The checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
-    found = (
-        checkpoint_remote.fetch(resume, str(run.checkpoints)) if "://" in resume else checkpoint.find_checkpoint(resume)
-    )
+    if "://" in resume:
+        found = checkpoint_remote.fetch(resume, str(run.checkpoints))
+    else:
+        found = checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
-        damaged = "" if "://" in resume else "".join(f" ({what})" for what in checkpoint.damage(resume))
+        wrong = [] if "://" in resume else [*checkpoint.damage(resume), *damaged.values()]
         raise CheckpointError(
-            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{damaged}; give a folder such as "
+            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{''.join(f' ({what})' for what in wrong)}; give a folder such as "
             f"runs/demo/checkpoints/{checkpoint.step_name(100)}"
         )
     return found

@@ -29,10 +29,11 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.errors import DataError, Stopped, TrainingError
+from mrl.errors import DamagedCheckpoint, DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
@@ -89,17 +90,20 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
     engine = build_engine(role_config(config, folder, total_steps))
     directory = RunDirectory(pathlib.Path(config.output_dir))
-    console = open_console(config.log.console, enabled=engine.is_main)
+    console, lock = open_console(config.log.console, enabled=engine.is_main), RunLock(directory.path)
     with StopSignal() as stop:
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
         try:
+            engine.on_main(lock.acquire)
             start = engine.on_main(lambda: choose_start(directory, config))
-            engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
-            if not already_done(trainer, start):
+            if already_done(trainer, start):
+                engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
+            else:
                 train(trainer, start, command_line)
         finally:
             console.close()
             source.close()
+            lock.release()
 
 
 def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleConfig:
@@ -174,11 +178,26 @@ def read_first_rows(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
-    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id."""
-    engine, config = trainer.engine, trainer.config
-    if start.checkpoint is None:
+    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id.
+
+    A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
+    """
+    engine, config, directory = trainer.engine, trainer.config, trainer.directory
+    damaged: dict[str, str] = {}
+    state = None
+    while start.checkpoint is not None and state is None:
+        try:
+            state = engine.load_checkpoint(start.checkpoint)
+        except DamagedCheckpoint as error:
+            if start.checkpoint in damaged:
+                raise
+            damaged[start.checkpoint] = str(error)
+            start = engine.on_main(lambda: choose_start(directory, config, damaged))
+            trainer.console.say(f"passed over {error}")
+            trainer.console.say(start.message)
+    if state is None:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
-    state = engine.load_checkpoint(start.checkpoint)
+    engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     trainer.source.load_state_dict(state["data"])

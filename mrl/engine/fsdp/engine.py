@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -216,13 +215,12 @@ class FSDPEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> str:
-        writing = checkpoint.writing(
-            local_path, global_step, backend=BACKEND, rank=self.dp_rank, barrier=dist.barrier, keep=max_ckpt_to_keep
-        )
+        ranks = collective.all_ranks()
+        writing = checkpoint.writing(local_path, global_step, backend=BACKEND, ranks=ranks, keep=max_ckpt_to_keep)
         with self.offload.used(optimizer=True), writing as folder:
             fsdp_checkpoint.save(
-                folder, self.model, self.optimizer, schedule_step=self.schedule_step, state=state or {}
-            )
+                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state or {}
+            )  # fmt: skip
         saved = os.path.join(local_path, checkpoint.step_name(global_step))
         if remote_path is not None:
             self.on_main(lambda: checkpoint_remote.upload(saved, remote_path, keep=max_ckpt_to_keep))
@@ -232,11 +230,12 @@ class FSDPEngine(BaseEngine):
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
         path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
+        checkpoint.verify(path, collective.all_ranks())
         with self.offload.used(optimizer=True):
-            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
-        dist.barrier()
+            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer, device=self.device)
+        collective.wait_for_all()
         if del_local_after_load:
-            self.on_main(lambda: shutil.rmtree(path))
+            self.on_main(lambda: checkpoint.delete(path))
         return state
 
     # -- generation and weights out -----------------------------------------------------------------------------------
@@ -278,7 +277,7 @@ class FSDPEngine(BaseEngine):
         with writer as out:
             for name, tensor in self.hf_weights():
                 out.add(name, tensor)
-        dist.barrier()
+        collective.wait_for_all()
 
 
 def _refuse_unsupported(config: RoleConfig) -> None:
