@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.schema import OptimizerConfig, ParallelConfig, SFTConfig
+from mrl.config.schema import EngineConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -18,8 +18,10 @@ def check_config(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     _check_train(config)
     _check_micro_batch(config)
-    _check_optimizer(config.optimizer, steps=config.train.steps)
-    _check_backend(config)
+    _check_optimizer(config.optimizer)
+    if config.train.steps is not None:
+        check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
+    check_backend(config.engine)
     _check_unread(config)
 
 
@@ -89,7 +91,7 @@ def _check_micro_batch(config: SFTConfig) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig, *, steps: int | None) -> None:
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"optimizer.min_lr: value {optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
@@ -104,20 +106,25 @@ def _check_optimizer(optimizer: OptimizerConfig, *, steps: int | None) -> None:
                     f"optimizer.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
                     "decays; choose linear, cosine or wsd, or leave it out"
                 )
-    if steps is not None and optimizer.warmup_steps > steps:
+
+
+def check_schedule(optimizer: OptimizerConfig, steps: int, length: str) -> None:
+    """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
+    if optimizer.warmup_steps > steps:
         raise ConfigError(
-            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above train.steps {steps}; give at most {steps}"
+            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above {length}; give at most {steps}"
         )
-    if steps is not None and optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
+    if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
         room = steps - optimizer.warmup_steps
         if optimizer.decay_steps > room:
             raise ConfigError(
-                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps after the warm-up; give at most {room}"
+                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps that {length} leaves after the "
+                f"warm-up; give at most {room}"
             )
 
 
-def _check_backend(config: SFTConfig) -> None:
-    engine = config.engine
+def check_backend(engine: EngineConfig) -> None:
+    """Keys that the backend does not have: errors, not ignored."""
     if engine.backend != "fsdp":
         return
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):

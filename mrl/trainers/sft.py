@@ -18,12 +18,12 @@ from typing import Any
 from mrl import metrics
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
-from mrl.config.checks import resolve_engine_tokens
+from mrl.config.checks import check_schedule, resolve_engine_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.data.batches import BatchSource, Report, eval_batches, steps_for_epochs
+from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import checkpoint
@@ -84,12 +84,14 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     eval_set = None
     if config.data.eval is not None:
         eval_set = SFTDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
-    batch_size = config.train.global_batch_size
-    total_steps = config.train.steps or steps_for_epochs(config.train.resolved_epochs, len(train_set), batch_size)
-    source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
-    engine = build_engine(role_config(config, folder, total_steps))
-    directory = RunDirectory(pathlib.Path(config.output_dir))
+    engine = build_engine(role_config(config, folder))
     console = open_console(config.log.console, enabled=engine.is_main)
+    total_steps = length_of(config, train_set, console)
+    engine.set_total_steps(total_steps)
+    source = BatchSource(
+        train_set, global_batch_size=config.train.global_batch_size, seed=config.seed, shuffle=config.data.shuffle
+    )
+    directory = RunDirectory(pathlib.Path(config.output_dir))
     with StopSignal() as stop:
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
         try:
@@ -102,7 +104,28 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             source.close()
 
 
-def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleConfig:
+def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:
+    """Steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are counted first.
+
+    The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
+    """
+    epochs, rows = config.train.resolved_epochs, len(train_set)
+    if epochs is None:
+        return config.train.steps
+    usable, counts = rows, {}
+    if may_leave_out(config.data):
+        console.say(f"data.train: counting which of its {rows} rows can be used, for the length of the run")
+        usable, counts = count_usable(train_set)
+    steps = steps_for_epochs(epochs, usable, config.train.global_batch_size)
+    length = f"the {steps} steps of {epochs:g} epochs"
+    if usable < rows:
+        left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
+        console.say(f"data.train: {usable} of its {rows} rows can be used ({left_out}), which makes {length}")
+    check_schedule(config.optimizer, steps, length)
+    return steps
+
+
+def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
     """The one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
     tokens = resolve_engine_tokens(config)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
@@ -112,7 +135,6 @@ def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleCon
         optimizer=config.optimizer,
         seed=config.seed,
         packing=config.data.packing,
-        total_steps=total_steps,
     )
 
 

@@ -134,6 +134,37 @@ def test_trained_tokens_accumulate(inputs, whole_run):
     assert [row["train/tokens"] for row in kit.steps(whole_run)] == expected
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, world):
+    """Half of the rows are too long: five of the ten in batches of two are three steps, also for the one that goes on."""
+    lines = (inputs / "train.jsonl").read_text().splitlines()
+    lines[1::2] = [json.dumps(kit.chat([1] * 40))] * 5
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "truncation": "drop"}
+    config = kit.make_config(
+        inputs, tmp_path / "run", data=data, train={"steps": None, "epochs": 1, "global_batch_size": 2}
+    )
+    kind, _, _ = run_case(world, CASE, config=config, happening="signals", step=2)
+    assert kind == "stopped"
+    kind, message, said = run_case(world, CASE, config=config)
+    assert (kind, message) == ("done", "")
+    assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epochs" in said
+    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2, 3]
+    met = int(said.split("data.train: rows dropped: ")[1].split()[0])
+    assert met <= 2 * 5, "rows of the counting pass are counted once more"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [({"warmup_steps": 4}, "warmup_steps"), ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 3}, "decay_steps")],
+)
+def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written(inputs, tmp_path, optimizer, key):
+    config = kit.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
+    kind, message = train(config)
+    assert kind == "ConfigError" and message.startswith(f"optimizer.{key}: value {optimizer[key]} is above ")
+    assert "the 3 steps of 1 epochs" in message and not (tmp_path / "run").exists()
+
+
 # --------------------------------------------------------------------------------------------------------- evaluation
 
 
