@@ -12,7 +12,8 @@ import pathlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -116,6 +117,19 @@ def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
     return Start(own, step, f"resuming from {own}, after step {step}")
+
+
+def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
+    """Whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in it.
+
+    Its folder tells, but for one that was fetched from the URL in `checkpoint.resume`: it lies in our folder too. Our
+    own, saved later, have that URL in their config; a copy in `checkpoint.remote` is our own.
+    """
+    if start.checkpoint is None or not _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
+        return False
+    if "://" not in config.resume or (config.remote is not None and config.resume.startswith(config.remote)):
+        return True
+    return saved["checkpoint"]["resume"] == config.resume
 
 
 def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:

@@ -25,14 +25,14 @@ from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.tokenizer import load_tokenizer, write_chat_template
 from mrl.engine import checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
-from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
@@ -58,7 +58,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once by `run`."""
+    """What the loop uses, made once by `run`. chat_template: the text of data.chat_template, which the export gets too."""
 
     config: SFTConfig
     total_steps: int
@@ -68,6 +68,7 @@ class Trainer:
     directory: RunDirectory
     console: Console
     stop: StopSignal
+    chat_template: str | None = None
 
 
 def run(config: SFTConfig, command_line: str = "") -> None:
@@ -93,7 +94,8 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     )
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with StopSignal() as stop:
-        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
+        template = tokenizer.chat_template if config.data.chat_template is not None else None
+        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop, template)
         try:
             start = engine.on_main(lambda: choose_start(directory, config))
             engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
@@ -179,6 +181,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_left_out(console, "train", trainer.source.counts)
     if config.checkpoint.export_hf:
         engine.export_hf(str(directory.partial_hf))
+        if trainer.chat_template is not None:
+            engine.on_main(lambda: write_chat_template(directory.partial_hf, trainer.chat_template))
         engine.on_main(directory.publish_export)
         console.say(f"model: {directory.hf} (loadable with transformers)")
     console.say(
@@ -196,7 +200,7 @@ def read_first_rows(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
-    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id."""
+    """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own."""
     engine, config = trainer.engine, trainer.config
     if start.checkpoint is None:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
@@ -204,7 +208,10 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     trainer.source.load_state_dict(state["data"])
-    return Progress(**state["progress"])
+    progress = Progress(**state["progress"])
+    if not is_own(trainer.directory, start, state["config"], config.checkpoint):
+        progress.run_id = engine.on_main(metrics.new_run_id)  # another run's page is not ours to write on
+    return progress
 
 
 def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -66,6 +67,13 @@ def hf_loss(inputs: pathlib.Path, rows: list[dict]) -> tuple[float, int]:
     return total / count, count
 
 
+def run_id(checkpoint: pathlib.Path) -> str:
+    """The id by which wandb knows the run that saved a checkpoint of one process."""
+    found = [torch.load(path, weights_only=True) for path in checkpoint.glob("*.pt")]
+    (state,) = [content["state"] for content in found if "state" in content]
+    return state["progress"]["run_id"]
+
+
 def rows_of(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -111,6 +119,28 @@ def test_learning_rate_warms_up_from_above_zero_and_decays_over_the_run(whole_ru
     rates = [row["train/lr"] for row in kit.steps(whole_run)]
     cosine = [1e-2 * 0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
     assert rates == pytest.approx([0.5e-2, 1e-2, *cosine], rel=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path, backend):
+    """Whatever template the source has: in tokenizer_config.json, in its file, or several by name."""
+    model, template = tmp_path / "model", tmp_path / "mine.jinja"
+    shutil.copytree(inputs / "model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "theirs {{ messages }}"}))
+    (model / "additional_chat_templates").mkdir(exist_ok=True)
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("theirs with tools {{ messages }}")
+    source = AutoTokenizer.from_pretrained(inputs / "model").chat_template
+    template.write_text("{# mine \u00e9 #}" + source)
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    config = kit.make_config(
+        inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend},
+        data={"chat_template": str(template)}, train={"steps": 1}, optimizer={"warmup_steps": 0},
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template.read_text()
+    assert not (tmp_path / "run" / ".tmp-hf").exists()
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -293,7 +323,10 @@ def test_resume_from_a_checkpoint_of_another_run(inputs, whole_run, tmp_path):
     checkpoint = whole_run / "checkpoints" / "step_00000006"
     config = kit.make_config(inputs, tmp_path, checkpoint={"resume": str(checkpoint), "every": 1})
     assert train(config, happening="signals", step=7)[0] == "stopped"
+    mine = run_id(tmp_path / "checkpoints" / "step_00000007")
+    assert mine != run_id(checkpoint), "wandb's page is the other run's"
     assert train(config) == ("done", "")  # the same command goes on from this run's own checkpoint
+    assert run_id(tmp_path / "checkpoints" / "step_00000008") == mine
     assert kit.steps(tmp_path) == kit.steps(whole_run)[6:]
     assert all(torch.equal(value, weights(whole_run)[name]) for name, value in weights(tmp_path).items())
     kind, message = train(config | {"checkpoint": {"resume": str(whole_run / "checkpoints" / "step_00000008")}})
