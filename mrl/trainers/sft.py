@@ -31,7 +31,7 @@ from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
-from mrl.trainers.hub import model_folder
+from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
@@ -157,6 +157,8 @@ def already_done(trainer: Trainer, start: Start) -> bool:
         trainer.console.say(f"{done}, but not its export; exporting")
         return False
     trainer.console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
+    for note in start.moved:
+        trainer.console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
     return True
 
 
@@ -207,6 +209,9 @@ def restore(trainer: Trainer, start: Start) -> Progress:
     state = engine.load_checkpoint(start.checkpoint)
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
+    check_same_model(
+        state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
+    )
     trainer.source.load_state_dict(state["data"])
     progress = Progress(**state["progress"])
     if not is_own(trainer.directory, start, state["config"], config.checkpoint):
@@ -376,6 +381,7 @@ def save(trainer: Trainer, progress: Progress) -> str:
     state: Mapping[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),
+        "model": model_fingerprint(engine.config.model.path),
         "config": to_dict(config),
     }
     return engine.save_checkpoint(

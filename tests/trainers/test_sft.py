@@ -347,6 +347,46 @@ def test_a_change_that_breaks_the_run_is_refused_before_anything_is_written(inpu
     assert (whole_run / "config.yaml").read_text() == config_yaml
 
 
+def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
+    rows, model, output_dir = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "run"
+    config = kit.make_config(inputs, output_dir, checkpoint={"every": 3})
+    assert train(config, happening="signals", step=5)[0] == "stopped"
+    shutil.copy(inputs / "train.jsonl", rows)
+    shutil.copytree(inputs / "model", model)
+    config["model"]["path"], config["data"]["train"] = str(model), str(rows)
+
+    settings = json.loads((model / "config.json").read_text())
+    rope = settings["rope_parameters"]
+    (model / "config.json").write_text(json.dumps(settings | {"rope_parameters": rope | {"rope_theta": 5.0}}))
+    kind, message = train(config)
+    assert kind == "ConfigError" and message.startswith(
+        f"model.path: value '{model}' is not the model of the checkpoint"
+    )
+    assert "config.json differ" in message
+    (model / "config.json").write_text(json.dumps(settings | {"transformers_version": "5.0"}))
+
+    (model / "chat_template.jinja").write_text("another {{ messages }}")
+    kind, message = train(config)
+    assert kind != "done" and len(kit.steps(output_dir)) == 5
+    shutil.copy(inputs / "model" / "chat_template.jinja", model)
+
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[1:], lines[0]]))
+    kind, message = train(config)
+    assert kind == "CheckpointError" and message.startswith(f"data.train: {rows} has ")
+    rows.write_text("".join(lines))
+
+    said = printed(config)
+    for note in (
+        f'model.path: "{inputs / "model"}" at the save',
+        f'data.train: "{inputs / "train.jsonl"}" at the save',
+    ):
+        assert f"changed since the checkpoint: {note}" in said
+    assert_same_run(whole_run, output_dir)
+    config["data"]["train"] = str(inputs / "train.jsonl")
+    assert 'nothing to do: data.train: "' in printed(config)
+
+
 def test_a_config_yaml_of_somebody_else_is_not_overwritten(inputs, tmp_path):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     kind, message = train(kit.make_config(inputs, tmp_path))
