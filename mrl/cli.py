@@ -47,7 +47,10 @@ class _Commands(click.Group):
 
 
 def _say(message: str) -> None:
-    """One line on stderr. Of ranks started by torchrun or srun that fail alike, rank 0 speaks for all."""
+    """One line on stderr. Ranks that torchrun or srun started each say theirs, those above 0 with their number.
+
+    What one finds before they have met, the others may not: a file that is missing on one node is on that node's line alone.
+    """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
     click.echo(prefix + " ".join(message.split()), err=True)
