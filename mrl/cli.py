@@ -69,7 +69,8 @@ def main() -> None:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check config, layout and model, print what would run, write nothing. Rows are not read.",
+    help="Check keys, files, layout, and the model's config.json, print what would run, write nothing. "
+    "Weights, tokenizer, rows and checkpoints are read by the run alone.",
 )
 def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
     """Fine-tune a model on the rows that the YAML file CONFIG names.
