@@ -26,7 +26,7 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer, write_chat_template
-from mrl.engine import checkpoint
+from mrl.engine import checkpoint, checkpoint_remote
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
@@ -97,6 +97,7 @@ def run(config: SFTConfig, command_line: str = "") -> None:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop, template)
         try:
+            engine.on_main(lambda: check_outside(config))
             start = engine.on_main(lambda: choose_start(directory, config))
             engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
             if not already_done(trainer, start):
@@ -104,6 +105,13 @@ def run(config: SFTConfig, command_line: str = "") -> None:
         finally:
             console.close()
             source.close()
+
+
+def check_outside(config: SFTConfig) -> None:
+    """What the main process will need outside of this run: an account, a remote folder that can be written."""
+    metrics.check_login(config.log)
+    if config.checkpoint.remote is not None:
+        checkpoint_remote.probe(config.checkpoint.remote)
 
 
 def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:

@@ -427,6 +427,28 @@ def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
     assert [row["step"] for row in kit.steps(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_named(
+    inputs, tmp_path, world, failures
+):
+    """The local checkpoint is whole, and the same command makes the copy and goes on."""
+    config = kit.make_config(inputs, tmp_path / "run", checkpoint={"every": 3, "remote": f"file://{tmp_path}/remote"})
+    kind, message = train(config, world, happening="remote_fails", times=failures)
+    if failures == 99:
+        saved = tmp_path / "run" / "checkpoints" / "step_00000003"
+        assert kind == "CheckpointError" and message.startswith(
+            f"checkpoint.remote: {saved} cannot be copied to file://"
+        )
+        assert (
+            "no route" in message and f"{saved} is whole" in message and not (tmp_path / "remote" / "latest").exists()
+        )
+        kind, message = train(config, world)
+    assert (kind, message) == ("done", "")
+    assert (tmp_path / "remote" / "latest").read_text() == "step_00000008\n"
+    assert [row["step"] for row in kit.steps(tmp_path / "run")] == list(range(1, 9))
+
+
 def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
     config = kit.make_config(inputs, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")})
