@@ -59,7 +59,6 @@ CASES = [
     Case("eval_every alone", "train.eval_every", ("without data.eval",), ("train.eval_every=1",)),
     Case("wandb name alone", "log.wandb.name", ("log.wandb.project",), ("log.wandb.name=x",)),
     Case("fsdp with tp", "engine.parallel.tp", ("fsdp",), ("engine={backend: fsdp, parallel: {tp: 2}}",)),
-    Case("fsdp with selective recompute", "engine.recompute", ("fsdp",), ("engine={backend: fsdp, recompute: selective}",)),
     Case("fsdp with router loss", "engine.moe.aux_loss", ("fsdp",), ("engine={backend: fsdp, moe: {aux_loss: 0.1}}",)),
     # Keys against the processes.
     Case("processes", "engine.parallel", ("does not divide the 3 processes",), ("engine.parallel.tp=2", "--nproc", "3")),
