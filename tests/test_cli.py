@@ -52,6 +52,18 @@ def test_help_imports_nothing_heavy(args):
     assert heavy == "HEAVY []", heavy
 
 
+def test_a_dry_run_imports_no_megatron(workspace):
+    code = (
+        "import sys, mrl.cli\n"
+        "try: mrl.cli.main(['sft', 'config.yaml', '--dry-run'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "print('HEAVY', [m for m in ('megatron', 'datasets', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output

@@ -74,6 +74,10 @@ class BaseEngine(abc.ABC):
         """Use `fn` in later steps; its sums are divided by `batch.denominators[denominator]`."""
         self.loss_fn, self.loss_denominator = fn, denominator
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """The run's length, where it is known only after the engine is made; before the first step."""
+        self.config = dataclasses.replace(self.config, total_steps=total_steps)
+
     @property
     def is_main(self) -> bool:
         """Whether this process speaks and writes for all: one of them does."""

@@ -14,13 +14,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 import mrl
 from mrl.batch import Batch
 from mrl.config.load import dump_config, read_yaml, to_dict
-from mrl.config.resume import check_resume
+from mrl.config.resume import MOVED, check_resume
 from mrl.config.schema import CheckpointConfig, SFTConfig
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
@@ -87,11 +88,15 @@ class RunDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so."""
+    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so.
+
+    moved: notes on data or model that have another name than in config.yaml.
+    """
 
     checkpoint: str | None
     step: int
     message: str
+    moved: Sequence[str] = ()
 
 
 def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
@@ -101,6 +106,7 @@ def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str
     of them is chosen again only where it was fetched again.
     """
     _refuse_foreign(run)
+    moved: list[str] = []
     resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         if run.present():
@@ -110,7 +116,7 @@ def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str
             )
         return Start(None, 0, f"starting in {run.path}")
     if own is not None:
-        _check_same_run(run, config, own)
+        moved = _check_same_run(run, config, own)
     elif resume != "auto":
         own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
@@ -120,7 +126,20 @@ def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
-    return Start(own, step, f"resuming from {own}, after step {step}")
+    return Start(own, step, f"resuming from {own}, after step {step}", moved)
+
+
+def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
+    """Whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in it.
+
+    Its folder tells, but for one that was fetched from the URL in `checkpoint.resume`: it lies in our folder too. Our
+    own, saved later, have that URL in their config; a copy in `checkpoint.remote` is our own.
+    """
+    if start.checkpoint is None or not _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
+        return False
+    if "://" not in config.resume or (config.remote is not None and config.resume.startswith(config.remote)):
+        return True
+    return saved["checkpoint"]["resume"] == config.resume
 
 
 def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:
@@ -150,10 +169,13 @@ def _refuse_foreign(run: RunDirectory) -> None:
         )
 
 
-def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
-    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint."""
+def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> list[str]:
+    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
+
+    Returns notes on what has another name there (`MOVED`).
+    """
     before = read_yaml(run.config) if run.config.exists() else to_dict(config)
-    check_resume(before, to_dict(config))
+    notes = check_resume(before, to_dict(config))
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not _same_folder(resume, newest):
@@ -161,6 +183,7 @@ def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
             f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
         )
+    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in MOVED))]
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from mrl.config.load import from_dict
 from mrl.engine import checkpoint
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.trainers import console, hub, sft, throughput
-from mrl.trainers.run_directory import RunDirectory, choose_start
+from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6, "perf/mfu": 0.421}
@@ -191,6 +191,21 @@ def test_a_path_may_be_a_checkpoint_a_folder_of_them_or_a_url(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"^checkpoint\.resume: .*no whole checkpoint"):
         start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "empty")})
+
+
+def test_a_checkpoint_fetched_from_another_run_is_not_our_own(tmp_path):
+    """It lies in our folder, like those that we save after it and like copies of our own from checkpoint.remote."""
+    make_checkpoint(tmp_path / "other", 7)
+    run, url = RunDirectory(tmp_path / "run"), f"file://{tmp_path}/other"
+    asked = config_of(run.path, checkpoint={"resume": url}).checkpoint
+    for _ in range(2):  # a kill before the first save: the second time it is found in our folder
+        start = start_of(run.path, checkpoint={"resume": url})
+        assert not is_own(run, start, {"checkpoint": {"resume": "auto"}}, asked)
+    assert is_own(run, start, {"checkpoint": {"resume": url}}, asked)
+    ours = config_of(run.path, checkpoint={"remote": url}).checkpoint
+    assert is_own(run, start, {"checkpoint": {"resume": "auto"}}, ours)
+    elsewhere = start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "other")})
+    assert not is_own(RunDirectory(tmp_path / "run2"), elsewhere, {"checkpoint": {"resume": "auto"}}, ours)
 
 
 def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mrl.batch import Batch
+from mrl.config.checks import check_backend
 from mrl.config.schema import RoleConfig
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
@@ -27,7 +28,6 @@ from mrl.engine.fsdp.offload import HOST, Offload
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
-from mrl.errors import ConfigError
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,7 +39,7 @@ class FSDPEngine(BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        _refuse_unsupported(config)
+        check_backend(config.engine)
         kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -278,21 +278,3 @@ class FSDPEngine(BaseEngine):
             for name, tensor in self.hf_weights():
                 out.add(name, tensor)
         collective.wait_for_all()
-
-
-def _refuse_unsupported(config: RoleConfig) -> None:
-    """Config keys that mean nothing to this engine are errors, not ignored."""
-    parallel = config.engine.parallel
-    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        degree = getattr(parallel, axis)
-        if degree is not None and degree > 1:
-            raise ConfigError(
-                f"engine.parallel.{axis}: {degree} is not possible with engine.backend fsdp, which is data-parallel only; "
-                f"set it to 1 or engine.backend to megatron"
-            )
-    if config.engine.recompute == "selective":
-        raise ConfigError("engine.recompute: selective is not possible with engine.backend fsdp; use none or full")
-    for name in ("aux_loss", "z_loss"):
-        value = getattr(config.engine.moe, name)
-        if value:
-            raise ConfigError(f"engine.moe.{name}: {value} needs engine.backend megatron; set it to 0")
