@@ -135,7 +135,7 @@ def config_of(output_dir: pathlib.Path, **section):
 
 
 def make_checkpoint(root: pathlib.Path, step: int) -> str:
-    with checkpoint.writing(str(root), step, backend="fsdp", rank=0, barrier=lambda: None) as path:
+    with checkpoint.writing(str(root), step, backend="fsdp") as path:
         pathlib.Path(path, "weights").write_text("w")
     return str(root / checkpoint.step_name(step))
 
@@ -173,6 +173,18 @@ def test_checkpoints_of_which_none_is_whole_are_refused_by_name(tmp_path):
     (tmp_path / "foreign" / "checkpoints" / "step_00000003").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"step_00000003: not a whole checkpoint of mrl"):
         start_of(tmp_path / "foreign")
+
+
+def test_a_checkpoint_that_a_load_found_damaged_is_passed_over(tmp_path):
+    """As one that looks damaged from outside is; one that the config names is refused, not replaced by another."""
+    older, newest = (make_checkpoint(tmp_path / "checkpoints", step) for step in (10, 20))
+    run, config = RunDirectory(tmp_path), config_of(tmp_path)
+    assert choose_start(run, config, {newest: "bad"}).checkpoint == older
+    with pytest.raises(CheckpointError, match=r"^bad 10; bad 20; no checkpoint in .* is whole"):
+        choose_start(run, config, {older: "bad 10", newest: "bad 20"})
+    named = config_of(tmp_path / "run2", checkpoint={"resume": newest})
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.resume: .* holds no whole checkpoint \(bad\)"):
+        choose_start(RunDirectory(tmp_path / "run2"), named, {newest: "bad"})
 
 
 def test_auto_takes_the_remote_copy_where_the_local_one_is_gone(tmp_path):
