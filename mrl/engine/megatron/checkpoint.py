@@ -83,6 +83,12 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
+    if saved.get("layer_spec") != own.get("layer_spec"):
+        raise CheckpointError(
+            f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than those of the "
+            f"{own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are there); resume where it "
+            "was saved, or export it and start from that"
+        )
     differ = [
         f"{k} {saved.get(k)!r} there and {own.get(k)!r} here"
         for k in sorted(saved.keys() | own.keys())
@@ -102,6 +108,7 @@ def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
     return {name: engine.hf.get(name) for name in names} | {
         "head": engine.config.head,
         "dtype": engine.config.model.dtype,
+        "layer_spec": engine.spec,
     }
 
 
