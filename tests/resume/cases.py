@@ -20,7 +20,8 @@ from mrl.trainers import sft
 
 def make_engine(config: Mapping[str, Any]) -> BaseEngine:
     checked = from_dict(config)
-    engine = build_engine(sft.role_config(checked, checked.model.path, checked.train.steps))
+    engine = build_engine(sft.role_config(checked, checked.model.path))
+    engine.set_total_steps(checked.train.steps)
     engine.init_model()
     return engine
 
