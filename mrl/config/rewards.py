@@ -165,7 +165,7 @@ def _parse_reward(raw: Any, path: str) -> Reward:
         )
     if "function" in raw:
         return _build(FunctionReward, raw, path)
-    if raw["name"] not in NAMED:
+    if not isinstance(raw["name"], str) or raw["name"] not in NAMED:
         close = difflib.get_close_matches(str(raw["name"]), NAMED, n=1)
         advice = (
             f"did you mean {close[0]}?" if close else f"give one of {', '.join(NAMED)}, or a function: path.py:name"
@@ -188,27 +188,34 @@ def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
 
 def _check(config: RewardsConfig, path: str) -> None:
     labels = [label_of(reward) for reward in config.functions]
-    for i, (reward, label) in enumerate(zip(config.functions, labels, strict=True)):
+    for i, reward in enumerate(config.functions):
         here = f"{path}.functions[{i}]"
-        if label in labels[:i] or not label or label in ("mean", "std", "faults"):
-            raise ConfigError(f'{here}.label: value "{label}" is taken; give each reward a label of its own')
-        if isinstance(reward, FunctionReward):
-            file, colon, name = reward.function.rpartition(":")
-            if not colon or not file or not name.isidentifier():
+        match reward:
+            case FunctionReward():
+                _check_spec(reward.function, f"{here}.function")
+            case LengthReward(maximum=None, minimum=0):
+                raise ConfigError(f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them")
+            case LengthReward(maximum=int()) if reward.maximum < reward.minimum:
                 raise ConfigError(
-                    f'{here}.function: value "{reward.function}" is not path.py:name; write it as my_rewards.py:score'
+                    f"{here}.maximum: value {reward.maximum} is below minimum {reward.minimum}; give at least that"
                 )
-        if isinstance(reward, LengthReward) and reward.maximum is not None and reward.maximum < reward.minimum:
-            raise ConfigError(
-                f"{here}.maximum: value {reward.maximum} is below minimum {reward.minimum}; give at least that"
-            )
-        if isinstance(reward, CodeReward) and reward.total_s >= config.timeout_s:
-            raise ConfigError(
-                f"{here}.total_s: value {reward.total_s} does not leave time before {path}.timeout_s "
-                f"{config.timeout_s}; raise timeout_s or lower total_s"
-            )
-        for option in ("pattern", "extract"):
-            _check_regex(getattr(reward, option, None), f"{here}.{option}")
+            case CodeReward() if reward.total_s >= config.timeout_s:
+                raise ConfigError(
+                    f"{here}.total_s: value {reward.total_s} does not leave time before {path}.timeout_s "
+                    f"{config.timeout_s}; raise timeout_s or lower total_s"
+                )
+            case RegexReward():
+                _check_regex(reward.pattern, f"{here}.pattern")
+            case ExactMatchReward():
+                _check_regex(reward.extract, f"{here}.extract")
+        if labels[i] in labels[:i] or labels[i] in ("", "mean", "std", "faults"):
+            raise ConfigError(f'{here}.label: value "{labels[i]}" is taken; give each reward a label of its own')
+
+
+def _check_spec(spec: str, path: str) -> None:
+    file, _, name = spec.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ConfigError(f'{path}: value "{spec}" is not path.py:name; write it as my_rewards.py:score')
 
 
 def _check_regex(pattern: str | None, path: str) -> None:

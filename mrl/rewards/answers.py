@@ -15,12 +15,12 @@ from mrl.rewards.text import Prompt, Row, row_field
 # A sign that follows a digit, a letter or a bracket is an operator; a currency sign may stand before or after the sign.
 # A comma belongs to a number only where it cuts off three digits.
 _SIGN = r"(?:(?<![\w)\]}.])[-+])?"
-_CURRENCY = r"(?:[$€£¥]\s?)?"
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-NUMBER = re.compile(rf"(?P<sign>{_SIGN}){_CURRENCY}(?P<inner>[-+]?)(?<![\d.])(?P<digits>{_DIGITS})")
+_CURRENCY = r"[$€£¥]\s?"
+_DIGITS = r"(?<!\d)(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"
+NUMBER = re.compile(rf"(?P<sign>{_SIGN})(?:{_CURRENCY}(?P<inner>[-+]?))?(?P<digits>{_DIGITS})")
 # `#### 72`, `#### $1,000.`, `#### 72 clips`; not the Markdown headings `#### 2. Add them` and `#### Step 2`.
 MARKED = re.compile(
-    rf"####\s*=?\s*\**(?P<number>[-+]?{_CURRENCY}[-+]?(?:{_DIGITS}))(?:[.%*]*\s*$|%?\**\s+[^\d.\n]*\.?$)", re.M
+    rf"####\s*=?\s*\**(?P<number>[-+]?(?:{_CURRENCY}[-+]?)?(?:{_DIGITS}))(?:[.%*]*\s*$|%?\**\s+[^\d.\n]*\.?$)", re.M
 )
 _LATEX_SPACE = re.compile(r"\\[,!;: ]|~")
 _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
@@ -30,7 +30,7 @@ def numbers(text: str) -> list[Decimal]:
     """The numbers in a text, in order, with signs; units, currency and thousands' commas are left out."""
     found = []
     for match in NUMBER.finditer(text.replace("\u2212", "-")):
-        sign = "-" if "-" in (match["sign"], match["inner"]) else ""
+        sign = "-" if "-" in (match["sign"], match["inner"] or "") else ""
         found.append(Decimal(sign + match["digits"].replace(",", "")))
     return found
 
