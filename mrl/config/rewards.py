@@ -194,7 +194,9 @@ def _check(config: RewardsConfig, path: str) -> None:
             case FunctionReward():
                 _check_spec(reward.function, f"{here}.function")
             case LengthReward(maximum=None, minimum=0):
-                raise ConfigError(f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them")
+                raise ConfigError(
+                    f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them"
+                )
             case LengthReward(maximum=int()) if reward.maximum < reward.minimum:
                 raise ConfigError(
                     f"{here}.maximum: value {reward.maximum} is below minimum {reward.minimum}; give at least that"

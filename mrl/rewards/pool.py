@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from mrl.config.rewards import Reward
+from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.text import Prompt, Row
 from mrl.rewards.worker import Answer, Call, NotReady, Ready, Setup
@@ -127,18 +127,22 @@ class RewardPool:
         started = [self._start() for _ in range(self._workers - len(self._processes))]
         deadline = time.monotonic() + START_TIMEOUT_S
         for process in started:
-            reply = None
+            reply, ended = None, False
             with contextlib.suppress(EOFError, OSError):
-                if process.connection.poll(max(0.0, deadline - time.monotonic())):
+                if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
                     reply = process.connection.recv()
             if isinstance(reply, NotReady):
                 raise ConfigError(reply.config_error)
             if not isinstance(reply, Ready):
-                keys = ", ".join(key for key, _ in self._setup.rewards)
-                status = process.process.poll()
-                how = "did not end" if status is None else f"ended the process ({_status(status)})"
-                raise ConfigError(f"{keys}: loading the functions {how}; load them in a Python prompt to see why")
+                raise ConfigError(self._not_loaded(process, ended))
             self._asynchronous = reply.asynchronous
+
+    def _not_loaded(self, process: _Process, ended: bool) -> str:
+        """The message for a process that went, or took too long, before it was ready."""
+        status = self._drop(process)
+        how = f"ended the process ({_status(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
+        files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
+        return f"{', '.join(files) or 'rewards'}: loading {how}; import the files in a Python prompt to see why"
 
     def _start(self) -> _Process:
         ours, theirs = multiprocessing.Pipe()

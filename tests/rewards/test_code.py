@@ -97,7 +97,6 @@ def run(request):
     [
         "x = sum(range(1000)); assert x == 499500",
         "import numpy; assert (numpy.eye(3) @ numpy.ones(3)).sum() == 3",
-        "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
         "open('here.txt', 'w').write('x'); assert open('here.txt').read() == 'x'",
     ],
 )
@@ -114,13 +113,11 @@ def test_an_endless_loop_ends(run, program):
 
 @pytest.mark.parametrize(
     "program",
-    ["import os\nwhile True: os.fork()", "import subprocess\nsubprocess.run(['sleep', '60'])", "import os\nos.system('sleep 60 &')\nassert os.path.exists('x')", "import multiprocessing as m\nm.Process(target=print).start()"],
+    ["import os\nwhile True: os.fork()", "import subprocess\nsubprocess.run(['sleep', '61.73'])", "import os\nos.system('sleep 61.73 &')\nassert os.path.exists('x')", "import multiprocessing as m\nm.Process(target=print).start()"],
 )  # fmt: skip
 def test_no_child_process_is_made(run, program):
-    before = {p.pid for p in psutil.process_iter()}
     assert not run(program).finished
-    left = [p.pid for p in psutil.process_iter(["name", "ppid"]) if p.pid not in before and p.info["name"] == "sleep"]
-    assert not left
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "61.73" in (p.info["cmdline"] or [])]
 
 
 def test_a_large_allocation_fails(run):
@@ -155,6 +152,13 @@ def test_other_processes_get_no_signal(run):
 def test_the_environment_of_the_trainer_is_not_seen(run, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert run("import os\nassert 'WANDB_API_KEY' not in os.environ\nassert os.getcwd() == os.environ['HOME']").finished
+
+
+@pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
+def test_threads_are_allowed():
+    assert run_python(
+        "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", limits=LIMITS
+    ).finished
 
 
 @pytest.mark.skipif(not HAS_SECCOMP, reason="no seccomp filter for this system")
