@@ -40,7 +40,8 @@ START_S = 1.0  # what starting the interpreter may take beyond the limit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """time_s: wall time, and CPU time rounded up to whole seconds. memory_mb: address space. file_mb: of one file."""
+    """time_s: wall time, beside START_S, and CPU time rounded up to whole seconds. memory_mb: address space. file_mb: of one
+    file."""
 
     time_s: float
     memory_mb: int
