@@ -1,37 +1,24 @@
-"""A pool of processes that call reward functions: each call has a time limit, and a process that hangs or dies is
-replaced.
-
-The processes are started by executing Python afresh, not by fork: this process may hold torch's threads, a GPU and
-process groups. They do not import the main module, so a script needs no `if __name__ == "__main__"`.
-"""
+"""A pool of processes that call reward functions: each call has a time limit, and a process that hangs or dies is replaced."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
-import multiprocessing
 import multiprocessing.connection
 import os
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
-import psutil
-
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
+from mrl.rewards.process import Process, in_words, kill, start
 from mrl.rewards.text import Prompt, Row
 from mrl.rewards.worker import Answer, Call, NotReady, Ready, Setup
 
 START_TIMEOUT_S = 300.0  # loading the user's file, which may import much
 GRACE_S = 1.0  # an async function ends itself at the time limit; its process is killed this much later
-START = "import sys; sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +40,6 @@ class Outcome:
     timed_out: bool = False
 
 
-@dataclasses.dataclass(eq=False)
-class _Process:
-    process: subprocess.Popen[bytes]
-    connection: multiprocessing.connection.Connection
-    lifeline: int
-    running: dict[int, float] = dataclasses.field(default_factory=dict)  # call number -> deadline
-    exclusive: bool = False  # takes no second call beside the one that runs
-
-
 class RewardPool:
     """Processes that call the functions of `rewards`, which come with their config keys. Raises ConfigError where a function
     cannot be loaded. `concurrency`: calls of async functions at a time in a process."""
@@ -71,16 +49,12 @@ class RewardPool:
     ) -> None:
         self._setup = Setup(tuple(rewards), timeout_s)
         self._concurrency = concurrency
-        self._processes: list[_Process] = []
+        self._processes: list[Process] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())
         self._asynchronous: tuple[bool, ...] = ()
         self._workers = workers
         self._next_number = 0
-        try:
-            self._fill()
-        except BaseException:
-            self.close()
-            raise
+        self._fill()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -123,55 +97,42 @@ class RewardPool:
     # ----------------------------------------------------------------------------------------------- the processes
 
     def _fill(self) -> None:
-        """Starts the processes that are missing and waits until they are ready."""
-        started = [self._start() for _ in range(self._workers - len(self._processes))]
-        deadline = time.monotonic() + START_TIMEOUT_S
-        for process in started:
-            reply, ended = None, False
-            with contextlib.suppress(EOFError, OSError):
-                if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
-                    reply = process.connection.recv()
-            if isinstance(reply, NotReady):
-                raise ConfigError(reply.config_error)
-            if not isinstance(reply, Ready):
-                raise ConfigError(self._not_loaded(process, ended))
-            self._asynchronous = reply.asynchronous
+        """Starts the processes that are missing and waits until they are ready; where one fails the pool is closed."""
+        missing = self._workers - len(self._processes)
+        if not missing:
+            return
+        try:
+            for _ in range(missing):
+                self._processes.append(start(self._setup, self._setup.timeout_s + GRACE_S))
+            deadline = time.monotonic() + START_TIMEOUT_S
+            for process in self._processes[-missing:]:
+                self._await_ready(process, deadline)
+        except BaseException:
+            self.close()
+            raise
 
-    def _not_loaded(self, process: _Process, ended: bool) -> str:
+    def _await_ready(self, process: Process, deadline: float) -> None:
+        reply, ended = None, False
+        with contextlib.suppress(EOFError, OSError):
+            if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
+                reply = process.connection.recv()
+        if isinstance(reply, NotReady):
+            raise ConfigError(reply.config_error)
+        if not isinstance(reply, Ready):
+            raise ConfigError(self._not_loaded(process, ended))
+        self._asynchronous = reply.asynchronous
+
+    def _not_loaded(self, process: Process, ended: bool) -> str:
         """The message for a process that went, or took too long, before it was ready."""
         status = self._drop(process)
-        how = f"ended the process ({_status(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
+        how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
         files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
         return f"{', '.join(files) or 'rewards'}: loading {how}; import the files in a Python prompt to see why"
 
-    def _start(self) -> _Process:
-        ours, theirs = multiprocessing.Pipe()
-        read_end, write_end = os.pipe()
-        fds = (theirs.fileno(), read_end)
-        start = START.format(path=sys.path, connection=fds[0], lifeline=fds[1])
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-c", start],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, start_new_session=True,
-            )  # fmt: skip
-        except BaseException:
-            ours.close()
-            os.close(write_end)
-            raise
-        finally:
-            theirs.close()
-            os.close(read_end)
-        process = _Process(child, ours, write_end)
-        _limit_sends(ours, self._setup.timeout_s + GRACE_S)
-        self._processes.append(process)
-        with contextlib.suppress(OSError):  # it is gone already; `_fill` says so
-            ours.send(self._setup)
-        return process
-
-    def _drop(self, process: _Process) -> int:
+    def _drop(self, process: Process) -> int:
         """Kills a process; its exit status, which is its own where it had ended."""
         self._processes.remove(process)
-        return _kill(process)
+        return kill(process)
 
     # ---------------------------------------------------------------------------------------------------- the calls
 
@@ -195,7 +156,7 @@ class RewardPool:
                 self._fail(run, process, "does not take calls" if blamed else None, again=not blamed)
                 return
 
-    def _process_for(self, shared: bool) -> _Process | None:
+    def _process_for(self, shared: bool) -> Process | None:
         """The process with the fewest calls that can take one more."""
         limit = self._concurrency if shared else 1
         free = [p for p in self._processes if len(p.running) < limit and not (p.running and p.exclusive)]
@@ -223,7 +184,7 @@ class RewardPool:
                 self._fail(run, process, f"took longer than {self._setup.timeout_s:g} s", timed_out=True)
 
     def _fail(
-        self, run: _Run, process: _Process, fault: str | None, *, timed_out: bool = False, again: bool = False
+        self, run: _Run, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
     ) -> None:
         """A process hung, or died (fault: None). Of several calls that it ran, each is tried again alone."""
         numbers = list(process.running)
@@ -231,7 +192,7 @@ class RewardPool:
         if again or len(numbers) > 1:
             run.again(numbers)
         else:
-            run.finish(numbers[0], Outcome(None, fault or f"ended its process ({_status(status)})", timed_out))
+            run.finish(numbers[0], Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
 
 
 class _Run:
@@ -278,33 +239,6 @@ class _Run:
             self._missing = sum(o is None for o in self.outcomes[:index])
 
 
-def _limit_sends(connection: multiprocessing.connection.Connection, time_s: float) -> None:
-    """Lets a send that the other side does not read fail after `time_s`; it would wait for ever."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        seconds = int(time_s)
-        micros = int((time_s - seconds) * 1e6)
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, micros))
-
-
-def _kill(process: _Process) -> int:
-    """Kills a process, its group and its other descendants; its exit status, which is its own where it had ended."""
-    descendants: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        descendants = psutil.Process(process.process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.process.pid, signal.SIGKILL)
-    for descendant in descendants:
-        with contextlib.suppress(psutil.Error):
-            descendant.kill()
-    process.connection.close()
-    os.close(process.lifeline)
-    return process.process.wait()
-
-
-def _kill_all(processes: list[_Process], owner: int) -> None:
+def _kill_all(processes: list[Process], owner: int) -> None:
     while processes and os.getpid() == owner:  # a fork of this process has no say
-        _kill(processes.pop())
-
-
-def _status(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.Signals(-status).name}"
+        kill(processes.pop())

@@ -187,6 +187,17 @@ def test_a_function_that_does_not_load_is_a_config_error(tmp_path, text, message
     assert psutil.Process().children() == children
 
 
+def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
+    path = tmp_path / "changes.py"
+    path.write_text("import os\ndef f(prompt, completion, row): os._exit(1)", encoding="utf-8")
+    children = psutil.Process().children()
+    pool = RewardPool([("rewards.functions[0]", FunctionReward(function=f"{path}:f"))], workers=2, timeout_s=5)
+    path.write_text("x = 1  # longer than before, so that no bytecode of it is taken for this", encoding="utf-8")
+    with pytest.raises(ConfigError, match="f does not exist"):
+        pool.run([Task(0, "q", "c", {})] * 5)
+    assert psutil.Process().children() == children
+
+
 def test_processes_do_not_load_torch(path):
     with make(path, names=("script",), workers=1) as pool:
         assert pool.run([Task(0, "q", "give 'torch' in sys.modules or 'yaml' not in sys.modules", {})])[0].value == 0
