@@ -41,5 +41,5 @@ setup(
         "tensorboard": ["tensorboard"],
         "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
     },
-    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+    entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )
