@@ -37,8 +37,9 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
+        "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard"],
+        "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

@@ -34,5 +34,9 @@ class TrainingError(UserError):
     can be told from a rate that is too high, so it ends as the user's mistakes do."""
 
 
+class RewardError(UserError):
+    """A reward function failed, took too long or gave no number: names the function, the row and the value."""
+
+
 class Stopped(Exception):
     """A signal asked the run to stop and a checkpoint was saved: exit code 75, "run me again"."""

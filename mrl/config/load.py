@@ -71,7 +71,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def from_dict(raw: Mapping[str, Any]) -> SFTConfig:
     """A checked config from plain data, as YAML gives it."""
-    config = _build(SFTConfig, raw, "", SFTConfig)
+    config = build_section(SFTConfig, raw, "", SFTConfig)
     check_config(config)
     return config
 
@@ -87,7 +87,8 @@ def dump_config(config: SFTConfig) -> str:
     return yaml_text.dump(to_dict(config))
 
 
-def _build(section: type, raw: Any, path: str, root: type) -> Any:
+def build_section(section: type, raw: Any, path: str, root: type) -> Any:
+    """The dataclass `section` from plain data written at the dotted `path`; the nearest key is looked for in `root`."""
     raw = {} if raw is None else raw
     keys = {key.path.rsplit(".", 1)[-1]: key for key in section_keys(section, path)}
     if not isinstance(raw, Mapping):
@@ -99,7 +100,7 @@ def _build(section: type, raw: Any, path: str, root: type) -> Any:
     values = {}
     for name, key in keys.items():
         if dataclasses.is_dataclass(key.annotation):
-            values[name] = _build(key.annotation, raw.get(name), key.path, root)
+            values[name] = build_section(key.annotation, raw.get(name), key.path, root)
         elif name in raw:
             values[name] = _coerce(key.annotation, raw[name], key)
         elif key.required:

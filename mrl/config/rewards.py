@@ -1,0 +1,227 @@
+"""The section `rewards`: which rewards score a completion, with their weights and options, and how they are run.
+
+    rewards:
+      functions:
+        - {name: gsm8k}
+        - {name: regex, pattern: "(?s).*####.*", weight: 0.1, label: format}
+        - {function: my_rewards.py:politeness, weight: 0.5}
+      timeout_s: 10
+
+Each entry is one of the dataclasses below, chosen by its `name`, or a `FunctionReward`. What they compute is in
+`mrl.rewards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mrl.config.keys import kind, section_keys, show
+from mrl.config.load import build_section
+from mrl.config.schema import REQUIRED, key
+from mrl.errors import ConfigError
+
+
+def _weight() -> Any:
+    return key(1.0, "factor in the total; 0 to measure only")
+
+
+def _label() -> Any:
+    return key(None, "name in the metrics; default the reward's own name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactMatchReward:
+    name: Literal["exact_match"] = key("exact_match", "1 where the completion equals the row's field")
+    weight: float = _weight()
+    label: str | None = _label()
+    field: str = key("answer", "the row's field: text, a number, or a list of them of which any will do")
+    extract: str | None = key(
+        None, "regex whose last match in the completion (its first group, if it has one) is compared; null for all"
+    )
+    ignore_case: bool = key(True, "compare without upper and lower case")
+    ignore_punctuation: bool = key(False, "compare without punctuation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegexReward:
+    name: Literal["regex"] = key("regex", "1 where the completion matches the pattern")
+    weight: float = _weight()
+    label: str | None = _label()
+    pattern: str = key(REQUIRED, "Python regex; (?s) in front lets . match a newline")
+    match: Literal["full", "search"] = key("full", "the whole completion must match, or some part of it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthReward:
+    name: Literal["length"] = key("length", "1 between minimum and maximum, falling linearly to 0 over slack")
+    weight: float = _weight()
+    label: str | None = _label()
+    unit: Literal["characters", "words"] = key("characters", "what is counted; words are split at white space")
+    minimum: int = key(0, "shortest completion that gets 1", minimum=0)
+    maximum: int | None = key(None, "longest completion that gets 1; null for no bound", minimum=0)
+    slack: int = key(0, "units beyond a bound at which the reward has fallen to 0; 0 for at once", minimum=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GSM8KReward:
+    name: Literal["gsm8k"] = key("gsm8k", "1 where the completion's number is the one after #### in the row's answer")
+    weight: float = _weight()
+    label: str | None = _label()
+    field: str = key("answer", "the row's field: a worked answer that ends in `#### 72`, or a number alone")
+    strict: bool = key(False, "only `#### 72` counts as an answer; false also takes \\boxed{72} and the last number")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MathReward:
+    name: Literal["math"] = key("math", "1 where math-verify finds the completion's answer equal to the row's")
+    weight: float = _weight()
+    label: str | None = _label()
+    field: str = key("answer", "the row's field: LaTeX or plain, an answer alone or a solution that ends in one")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeReward:
+    name: Literal["code"] = key("code", "the unit tests that the completion's Python block passes")
+    weight: float = _weight()
+    label: str | None = _label()
+    field: str = key("tests", "the row's field: Python text, a list of Python texts, or a list of {input, output}")
+    score: Literal["fraction", "all"] = key("fraction", "the fraction of tests that pass, or 1 only if all do")
+    time_s: float = key(2.0, "wall and CPU time of one test", above=0)
+    total_s: float = key(8.0, "wall time of all tests of a completion; tests not reached fail", above=0)
+    memory_mb: int = key(1024, "address space of a test", minimum=64)
+    file_mb: int = key(16, "size of a file that a test writes, its output among them", minimum=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionReward:
+    function: str = key(REQUIRED, "path.py:name of your (prompt, completion, row) -> number, plain or async")
+    weight: float = _weight()
+    label: str | None = _label()
+
+
+NamedReward = ExactMatchReward | RegexReward | LengthReward | GSM8KReward | MathReward | CodeReward
+Reward = NamedReward | FunctionReward
+NAMED: Mapping[str, type] = {
+    "exact_match": ExactMatchReward,
+    "regex": RegexReward,
+    "length": LengthReward,
+    "gsm8k": GSM8KReward,
+    "math": MathReward,
+    "code": CodeReward,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardPoolConfig:
+    """How rewards are run: the keys of `rewards` beside `functions`."""
+
+    timeout_s: float = key(10.0, "wall time of one call of one function", above=0)
+    workers: int = key(4, "processes that call the functions, on each rank that scores", minimum=1)
+    concurrency: int = key(16, "calls of async functions in flight in a process", minimum=1)
+    on_error: Literal["stop", "zero"] = key(
+        "stop", "an exception, a timeout or a value that is no finite number: stop with function and row, or count as 0"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardsConfig(RewardPoolConfig):
+    functions: tuple[Reward, ...]
+
+
+def label_of(reward: Reward) -> str:
+    """The reward's name in the metrics."""
+    if reward.label is not None:
+        return reward.label
+    return reward.function.rpartition(":")[2] if isinstance(reward, FunctionReward) else reward.name
+
+
+def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
+    """The section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping, as {{functions: [{{name: gsm8k}}]}}"
+        )
+    entries = raw.get("functions")
+    if not isinstance(entries, list) or not entries:
+        what = "missing" if "functions" not in raw else f"{show(entries)}"
+        raise ConfigError(f"{path}.functions: value is {what}; give a list of rewards, as [{{name: gsm8k}}]")
+    rest = {name: value for name, value in raw.items() if name != "functions"}
+    pool = build_section(RewardPoolConfig, rest, path, RewardPoolConfig)
+    functions = tuple(_parse_reward(entry, f"{path}.functions[{i}]") for i, entry in enumerate(entries))
+    config = RewardsConfig(functions=functions, **dataclasses.asdict(pool))
+    _check(config, path)
+    return config
+
+
+def _parse_reward(raw: Any, path: str) -> Reward:
+    if not isinstance(raw, Mapping) or ("name" in raw) == ("function" in raw):
+        raise ConfigError(
+            f"{path}: value {show(raw)} names no reward, or two; give {{name: NAME}} of {', '.join(NAMED)}, "
+            "or {function: path.py:name}"
+        )
+    if "function" in raw:
+        return _build(FunctionReward, raw, path)
+    if not isinstance(raw["name"], str) or raw["name"] not in NAMED:
+        close = difflib.get_close_matches(str(raw["name"]), NAMED, n=1)
+        advice = (
+            f"did you mean {close[0]}?" if close else f"give one of {', '.join(NAMED)}, or a function: path.py:name"
+        )
+        raise ConfigError(f"{path}.name: value {show(raw['name'])} is no named reward; {advice}")
+    return _build(NAMED[raw["name"]], raw, path)
+
+
+def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
+    """As `build_section`, where the options that are known are this reward's own."""
+    known = [k.path for k in section_keys(section)]
+    for name, value in raw.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
+            reward = raw.get("name", "a function")
+            raise ConfigError(f"{path}.{name}: value {show(value)} is given to an option that {reward} lacks; {advice}")
+    return build_section(section, raw, path, section)
+
+
+def _check(config: RewardsConfig, path: str) -> None:
+    labels = [label_of(reward) for reward in config.functions]
+    for i, reward in enumerate(config.functions):
+        here = f"{path}.functions[{i}]"
+        match reward:
+            case FunctionReward():
+                _check_spec(reward.function, f"{here}.function")
+            case LengthReward(maximum=None, minimum=0):
+                raise ConfigError(
+                    f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them"
+                )
+            case LengthReward(maximum=int()) if reward.maximum < reward.minimum:
+                raise ConfigError(
+                    f"{here}.maximum: value {reward.maximum} is below minimum {reward.minimum}; give at least that"
+                )
+            case CodeReward() if reward.total_s >= config.timeout_s:
+                raise ConfigError(
+                    f"{here}.total_s: value {reward.total_s} does not leave time before {path}.timeout_s "
+                    f"{config.timeout_s}; raise timeout_s or lower total_s"
+                )
+            case RegexReward():
+                _check_regex(reward.pattern, f"{here}.pattern")
+            case ExactMatchReward():
+                _check_regex(reward.extract, f"{here}.extract")
+        if labels[i] in labels[:i] or labels[i] in ("", "mean", "std", "faults"):
+            raise ConfigError(f'{here}.label: value "{labels[i]}" is taken; give each reward a label of its own')
+
+
+def _check_spec(spec: str, path: str) -> None:
+    file, _, name = spec.rpartition(":")
+    if not file or not name.isidentifier():
+        raise ConfigError(f'{path}: value "{spec}" is not path.py:name; write it as my_rewards.py:score')
+
+
+def _check_regex(pattern: str | None, path: str) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(f"{path}: value {show(pattern)} is no regex: {error}; give a Python regex") from None

@@ -1,0 +1,102 @@
+"""Rewards for answers to mathematical questions: GSM8K's numbers, and expressions through math-verify."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import re
+from decimal import Decimal
+
+from mrl.config.rewards import GSM8KReward, MathReward
+from mrl.errors import ConfigError
+from mrl.rewards.text import Prompt, Row, row_field
+
+# A sign that follows a digit, a letter or a bracket is an operator; a currency sign may stand before or after the sign.
+# A comma belongs to a number only where it cuts off three digits.
+_SIGN = r"(?:(?<![\w)\]}.])[-+])?"
+_CURRENCY = r"[$€£¥]\s?"
+_DIGITS = r"(?<!\d)(?<!\d\.)(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+"
+NUMBER = re.compile(rf"(?P<sign>{_SIGN})(?:{_CURRENCY}(?P<inner>[-+]?))?(?P<digits>{_DIGITS})")
+# `#### 72`, `#### $1,000.`, `#### 72 clips`; not the Markdown headings `#### 2. Add them` and `#### Step 2`.
+MARKED = re.compile(
+    rf"####\s*=?\s*\**(?P<number>[-+]?(?:{_CURRENCY}[-+]?)?(?:{_DIGITS}))(?:[.%*]*\s*$|%?\**\s+[^\d.\n]*\.?$)", re.M
+)
+_LATEX_SPACE = re.compile(r"\\[,!;: ]|~")
+_LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
+
+
+def numbers(text: str) -> list[Decimal]:
+    """The numbers in a text, in order, with signs; units, currency and thousands' commas are left out."""
+    found = []
+    for match in NUMBER.finditer(text.replace("\u2212", "-")):
+        sign = "-" if "-" in (match["sign"], match["inner"] or "") else ""
+        found.append(Decimal(sign + match["digits"].replace(",", "")))
+    return found
+
+
+def boxed(text: str) -> tuple[int, str] | None:
+    r"""Start and content of the last whole `\boxed{...}`, or None."""
+    for start in reversed([m.start() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
+        begin = text.index("{", start) + 1
+        depth = 1
+        for end in range(begin, len(text)):
+            depth += (text[end] == "{") - (text[end] == "}")
+            if depth == 0:
+                return start, text[begin:end]
+    return None
+
+
+def final_number(text: str, *, strict: bool = False) -> Decimal | None:
+    r"""The number a worked answer ends in: the later of the last `#### N` and the last `\boxed{N}`, and where there is
+    neither the last number of the text. With `strict` only `#### N`. A box without a number is no answer."""
+    text = text.replace("\u2212", "-")
+    marks = list(MARKED.finditer(text))
+    box = None if strict else boxed(text)
+    if box and (not marks or box[0] > marks[-1].start()):
+        plain = _LATEX_TEXT.sub(" ", box[1]).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
+        inside = numbers(_LATEX_SPACE.sub("", plain))
+        return inside[-1] if inside else None
+    if marks:
+        return numbers(marks[-1]["number"])[0]
+    every = [] if strict else numbers(text)
+    return every[-1] if every else None
+
+
+def gsm8k(prompt: Prompt, completion: str, row: Row, options: GSM8KReward) -> float:
+    """1 where `final_number` of the completion equals the number after `####` in the row's field (or the field itself, a
+    number), as decimals: 18.00 is 18. Fractions and words are not numbers here; `math` reads fractions.
+    Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems"."""
+    field = str(row_field(row, options.field))
+    answer = field.rpartition("####")[2]
+    expected = numbers(answer)
+    if len(expected) != 1:
+        raise ValueError(f"the row's {options.field} has no single number after ####: {answer.strip()[:60]!r}")
+    return float(final_number(completion, strict=options.strict) == expected[0])
+
+
+def require_math_verify(key: str) -> None:
+    """Raises ConfigError naming `key` where math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            f"{key}: the reward math needs the package math-verify; install it with pip install 'mrl[math]'"
+        )
+
+
+def math(prompt: Prompt, completion: str, row: Row, options: MathReward) -> float:
+    r"""1 where math-verify finds the answer of the completion equal to that of the row.
+
+    The row's field is an answer (`\frac{1}{2}`, `1/2`, `72`), or a solution: what follows its last `####`, or its last box or formula.
+    math-verify's own time limits use SIGALRM, which works in main threads only and does not stop a long operation on
+    big integers; they are off, and the pool's timeout, which kills the process, takes their place.
+    """
+    math_verify = importlib.import_module("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    answer = str(row_field(row, options.field)).rpartition("####")[2].strip()
+    if "$" not in answer and "\\boxed" not in answer and "\\[" not in answer and "\\(" not in answer:
+        answer = f"${answer}$"
+    gold = math_verify.parse(answer, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"math-verify finds no answer in the row's {options.field}: {answer[:60]!r}")
+    found = math_verify.parse(completion, parsing_timeout=None)
+    return float(math_verify.verify(gold, found, timeout_seconds=None))

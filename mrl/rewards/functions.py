@@ -1,0 +1,112 @@
+"""From a config entry to the function that is called: `f(prompt, completion, row) -> number`, named ones and the user's."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from mrl.config.rewards import FunctionReward, Reward
+from mrl.errors import ConfigError
+from mrl.rewards.answers import gsm8k, math, require_math_verify
+from mrl.rewards.code import code
+from mrl.rewards.text import Prompt, Row, exact_match, length, regex
+
+RewardFunction = Callable[[Prompt, str, Row], Any]
+
+# Each as f(prompt, completion, row, options), with the options of the same name in `mrl.config.rewards`.
+NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "regex": regex,
+    "length": length,
+    "gsm8k": gsm8k,
+    "math": math,
+    "code": code,
+}
+
+
+def load_reward(reward: Reward, key: str) -> RewardFunction:
+    """The function of a config entry that was written at `key`. Raises ConfigError naming the key, the file and the function."""
+    if isinstance(reward, FunctionReward):
+        return load_function(reward.function, f"{key}.function")
+    if reward.name == "math":
+        require_math_verify(f"{key}.name")
+    return functools.partial(NAMED_FUNCTIONS[reward.name], options=reward)
+
+
+def load_function(spec: str, key: str) -> RewardFunction:
+    """The function that `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
+    file, _, name = spec.rpartition(":")
+    path = pathlib.Path(file)
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}: {spec}: the file {file} does not exist; give path.py:name, from where mrl is started"
+        )
+    module = _load_module(path.resolve(), f"{key}: {spec}")
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
+        what = "is no function" if hasattr(module, name) else "does not exist"
+        raise ConfigError(f"{key}: {spec}: {name} {what} in {file}; its functions are {', '.join(found) or 'none'}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it is known when it is called
+        return function
+    try:
+        signature.bind("prompt", "completion", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"{key}: {spec}: {name}{signature} cannot be called as (prompt, completion, row): {error}; "
+            f"write def {name}(prompt, completion, row)"
+        ) from None
+    return function
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether a call gives a coroutine: async functions, and objects whose __call__ is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _load_module(path: pathlib.Path, what: str) -> ModuleType:
+    """The file as a module; several functions of one file share it."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what}: {path.name} is no Python file; give path.py:name")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{what}: {describe(error, path)} while loading; python {path} shows where") from None
+    return module
+
+
+def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
+    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`, or anywhere without."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [f for f in frames if path is None or pathlib.Path(f.filename) == path]
+    if isinstance(error, SyntaxError):
+        place = f"{pathlib.Path(error.filename or '?').name}:{error.lineno}"
+        text = error.msg
+    else:
+        place = f"{pathlib.Path(inside[-1].filename).name}:{inside[-1].lineno}" if inside else ""
+        try:
+            text = str(error)
+        except Exception:
+            text = "an error without text"
+    text = " ".join(text.split())
+    text = text if len(text) <= 300 else text[:297] + "..."
+    return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"

@@ -1,0 +1,87 @@
+"""One process of the pool: how it is started, watched and killed.
+
+It is started by executing Python afresh, not by fork: this process may hold torch's threads, a GPU and process groups.
+It does not import the main module, so a script needs no `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+import psutil
+
+from mrl.rewards.worker import Setup
+
+START = "import sys; sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
+
+
+@dataclasses.dataclass(eq=False)
+class Process:
+    """running: what it was given and has not answered. lifeline: our end of the pipe at whose closing it dies."""
+
+    process: subprocess.Popen[bytes]
+    connection: multiprocessing.connection.Connection
+    lifeline: int
+    running: dict[int, float] = dataclasses.field(default_factory=dict)  # call number -> deadline
+    exclusive: bool = False  # takes no second call beside the one that runs
+
+
+def start(setup: Setup, send_timeout_s: float) -> Process:
+    """A new process that was sent `setup`; it answers Ready or NotReady."""
+    ours, theirs = multiprocessing.Pipe()
+    read_end, write_end = os.pipe()
+    fds = (theirs.fileno(), read_end)
+    program = START.format(path=sys.path, connection=fds[0], lifeline=fds[1])
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, start_new_session=True,
+        )  # fmt: skip
+    except BaseException:
+        ours.close()
+        os.close(write_end)
+        raise
+    finally:
+        theirs.close()
+        os.close(read_end)
+    process = Process(child, ours, write_end)
+    _limit_sends(ours, send_timeout_s)
+    with contextlib.suppress(OSError):  # it is gone already, which reading from it will say
+        ours.send(setup)
+    return process
+
+
+def _limit_sends(connection: multiprocessing.connection.Connection, time_s: float) -> None:
+    """Lets a send that the other side does not read fail after `time_s`; it would wait for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        seconds = int(time_s)
+        micros = int((time_s - seconds) * 1e6)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, micros))
+
+
+def kill(process: Process) -> int:
+    """Kills a process, its group and its other descendants; its exit status, which is its own where it had ended."""
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        descendants = psutil.Process(process.process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.process.pid, signal.SIGKILL)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.Error):
+            descendant.kill()
+    process.connection.close()
+    os.close(process.lifeline)
+    return process.process.wait()
+
+
+def in_words(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"signal {-status}, {signal.Signals(-status).name}"

@@ -1,0 +1,81 @@
+"""A user's function: what is loaded, and the one line of each mistake."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from mrl.config.rewards import FunctionReward, LengthReward
+from mrl.errors import ConfigError
+from mrl.rewards.functions import describe, is_async, load_function, load_reward
+from tests.rewards.kit import write_functions
+
+KEY = "rewards.functions[2].function"
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return write_functions(tmp_path)
+
+
+def test_functions_of_a_file_share_its_module(path):
+    size, wider = load_function(f"{path}:size", KEY), load_function(f"{path}:wider", KEY)
+    assert size("q", "abc", {}) == 3 and wider("q", "a", {}) == 0.5
+    assert size.__globals__ is wider.__globals__
+
+
+def test_async_functions_are_known(path):
+    known = {name: is_async(load_function(f"{path}:{name}", KEY)) for name in ("size", "async_script", "judge")}
+    assert known == {"size": False, "async_script": True, "judge": True}
+
+
+def test_named_rewards_take_their_options():
+    function = load_reward(LengthReward(maximum=2), KEY)
+    assert function("q", "ab", {}) == 1 and function("q", "abc", {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sizes", "sizes does not exist in {path}; its functions are async_script, from_row"),
+        ("number", "number is no function in {path}"),
+        ("two", "two(prompt, completion) cannot be called as (prompt, completion, row): too many positional arguments; write def two(prompt, completion, row)"),
+        ("keywords", "cannot be called as (prompt, completion, row)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_function(path, name, message):
+    with pytest.raises(ConfigError, match=re.escape(message.format(path=path))) as caught:
+        load_function(f"{path}:{name}", KEY)
+    assert str(caught.value).startswith(f"{KEY}: {path}:{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "does not exist; give path.py:name"),
+        ("def f(:\n", "SyntaxError: invalid syntax (bad.py:1) while loading"),
+        ("import no_such_package\n", "ModuleNotFoundError: No module named 'no_such_package' (bad.py:1) while loading"),
+        ("x = 1\nraise SystemExit(3)\n", "SystemExit: 3 (bad.py:2) while loading"),
+    ],
+)
+def test_a_file_that_does_not_load(path, tmp_path, text, message):
+    bad = tmp_path / "bad.py"
+    if text is not None:
+        bad.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_reward(FunctionReward(function=f"{bad}:f"), "rewards.functions[2]")
+    assert str(caught.value).startswith(f"{KEY}: {bad}:f: ") and "\n" not in str(caught.value)
+
+
+def test_an_error_is_one_line():
+    class Strange(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert describe(ValueError("a\n  b")) == "ValueError: a b"
+    assert describe(Strange()) == "Strange: an error without text"
+    assert len(describe(ValueError("x" * 10_000))) < 400

@@ -1,0 +1,258 @@
+"""The processes that call rewards: order, faults, what is left of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from mrl.config.rewards import FunctionReward, RegexReward
+from mrl.errors import ConfigError
+from mrl.rewards.pool import Outcome, RewardPool, Task
+from tests.rewards.kit import processes_with, python, write_functions
+
+NAMES = ("script", "async_script", "size", "shout", "messages", "own_loop", "judge")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_functions(tmp_path_factory.mktemp("functions"))
+
+
+def make(path, *, workers=2, timeout_s=1.5, names=NAMES, concurrency=8):
+    rewards = [(f"rewards.functions[{i}]", FunctionReward(function=f"{path}:{name}")) for i, name in enumerate(names)]
+    return RewardPool(rewards, workers=workers, timeout_s=timeout_s, concurrency=concurrency)
+
+
+@pytest.fixture(scope="module")
+def pool(path):
+    with make(path) as pool:
+        yield pool
+
+
+def call(name, completion="", prompt="q", row=None):
+    return Task(NAMES.index(name), prompt, completion, row or {})
+
+
+def scripts(*completions, name="script"):
+    return [call(name, completion) for completion in completions]
+
+
+def test_results_come_in_the_order_of_the_tasks(pool):
+    lengths = [(7 * i) % 50 for i in range(300)]
+    tasks = [call("size", "x" * n) if n % 3 else call("async_script", f"give {n}") for n in lengths]
+    assert pool.run(tasks) == [Outcome(float(n)) for n in lengths]
+    assert pool.run([]) == []
+
+
+def test_what_functions_get(pool):
+    messages = [{"role": "user", "content": "é\n"}, {"role": "assistant", "content": ""}]
+    tasks = [
+        call("messages", prompt=messages),
+        call("shout", "LOUD"),
+        call("shout", "soft"),
+        call("own_loop"),
+        call("judge"),
+    ]
+    assert [o.value for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
+
+
+def test_large_values_pass(pool):
+    text = "x" * 3_000_000
+    assert [o.value for o in pool.run([call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3)] == [
+        3e6,
+        50,
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1", 1), ("True", 1), ("-2.5", -2.5), ("__import__('fractions').Fraction(1, 2)", 0.5), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('numpy').bool_(True)", 1), ("__import__('numpy').array(3)", 3)],
+)  # fmt: skip
+def test_what_is_a_number(pool, expression, value):
+    assert pool.run(scripts(f"give {expression}")) == [Outcome(float(value))]
+
+
+@pytest.mark.parametrize("name", ["script", "async_script"])
+@pytest.mark.parametrize(
+    ("completion", "fault"),
+    [
+        ("give None", r"returned None \(NoneType\), which is no number"),
+        ("give '0.5'", r"returned '0.5' \(str\), which is no number"),
+        ("give [1.0]", r"returned \[1.0\] \(list\)"),
+        ("give 1j", r"returned 1j \(complex\)"),
+        ("give float('nan')", "returned nan, which is not finite"),
+        ("give float('inf')", "returned inf, which is not finite"),
+        ("give 10 ** 400", "int too large"),
+        ("give __import__('numpy').ones(2)", r"returned array\(\[1., 1.\]\) \(ndarray\)"),
+        ("give async_script(1, 'sleep 0', {})", "returned <coroutine object"),
+        ("raise x", r"raised KeyError: 'x' \(my_rewards.py:\d+\)"),
+        ("leave", r"raised SystemExit: 0 \(my_rewards.py:\d+\)"),
+        ("exit", r"ended its process \(exit status 7\)"),
+        ("segfault", r"ended its process \(signal 11, SIGSEGV\)"),
+    ],
+)
+def test_faults(pool, name, completion, fault):
+    before, bad, after = pool.run(scripts("give 1", completion, "give 2", name=name))
+    assert (before, after) == (Outcome(1.0), Outcome(2.0))
+    assert bad.value is None and not bad.timed_out and re.match(fault, bad.fault), bad
+
+
+@pytest.mark.parametrize(
+    ("name", "completion"),
+    [("script", "hang"), ("script", "hang_in_c"), ("script", "ignore_signals"), ("async_script", "sleep 1000"), ("async_script", "hang"), ("async_script", "stubborn"), ("async_script", "hang_in_c")],
+)  # fmt: skip
+def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
+    start = time.monotonic()
+    outcomes = pool.run(
+        scripts("give 1", completion, "sleep 0.1" if name == "async_script" else "give 3", "give 4", name=name)
+    )
+    assert outcomes[1] == Outcome(None, "took longer than 1.5 s", timed_out=True)
+    assert [o.value is None for o in outcomes] == [False, True, False, False]
+    assert time.monotonic() - start < 10
+    assert len(pool.pids) <= 2 and pool.run(scripts("give 5"))[0].value == 5
+
+
+def test_async_calls_run_together(path):
+    with make(path, workers=1, names=NAMES, timeout_s=5) as pool:
+        pool.run(scripts("give 1", name="async_script"))
+        start = time.monotonic()
+        assert [o.value for o in pool.run(scripts(*["sleep 0.5"] * 16, name="async_script"))] == [1.0] * 16
+        assert 1.0 <= time.monotonic() - start < 2.5  # 16 calls, 8 at a time
+        assert pool.run(scripts("same loop", "same loop", name="async_script")) == [Outcome(1.0)] * 2
+
+
+def test_the_first_fatal_fault_is_always_the_same(pool):
+    tasks = scripts("give 1", "give None", "give 2", "raise x", *["give 3"] * 50)
+    for _ in range(5):
+        outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
+        assert [o.value for o in outcomes[:3]] == [1, None, 2]
+        assert outcomes[3].fault.startswith("raised KeyError")
+        assert outcomes[-1] is None, "tasks after a fatal fault are not started"
+
+
+def test_answers_of_an_earlier_run_are_not_taken(pool):
+    tasks = scripts("give None", *["sleep 0.3"] * 20, name="async_script")
+    pool.run(tasks, fatal=lambda task, outcome: True)
+    assert pool.run(scripts(*[f"give {i}" for i in range(20)], name="async_script")) == [
+        Outcome(float(i)) for i in range(20)
+    ]
+
+
+def test_a_process_that_died_between_calls_is_replaced(pool):
+    assert pool.run(scripts("later")) == [Outcome(1.0)]
+    time.sleep(0.3)
+    assert pool.run(scripts("give 1", "give 2", "give 3")) == [Outcome(1.0), Outcome(2.0), Outcome(3.0)]
+
+
+def test_closing_leaves_no_process_and_no_descriptor(path):
+    fds = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    pool = make(path, names=("script",))
+    pids = pool.pids
+    pool.run([Task(0, "q", "hang", {})])
+    pids += pool.pids
+    pool.close()
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert sys.platform != "linux" or len(os.listdir("/proc/self/fd")) == fds
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.run([])
+
+
+@pytest.mark.parametrize("how", ["child", "setsid"])
+def test_what_a_function_started_is_killed_with_it(pool, how):
+    mark = f"62.{os.getpid()}{how == 'child':d}"
+    assert pool.run(scripts(f"{how} {mark}"))[0].timed_out
+    assert not processes_with(mark)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(a): return 0", "f(a) cannot be called as (prompt, completion, row)"),
+        ("import os; os._exit(3)", "bad.py:f: loading ended the process (exit status 3); import"),
+    ],
+)
+def test_a_function_that_does_not_load_is_a_config_error(tmp_path, text, message):
+    (tmp_path / "bad.py").write_text(text, encoding="utf-8")
+    children = psutil.Process().children()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        RewardPool([("rewards.functions[0]", FunctionReward(function=f"{tmp_path}/bad.py:f"))], workers=2, timeout_s=1)
+    assert psutil.Process().children() == children
+
+
+def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
+    path = tmp_path / "changes.py"
+    path.write_text("import os\ndef f(prompt, completion, row): os._exit(1)", encoding="utf-8")
+    children = psutil.Process().children()
+    pool = RewardPool([("rewards.functions[0]", FunctionReward(function=f"{path}:f"))], workers=2, timeout_s=5)
+    path.write_text("x = 1  # longer than before, so that no bytecode of it is taken for this", encoding="utf-8")
+    with pytest.raises(ConfigError, match="f does not exist"):
+        pool.run([Task(0, "q", "c", {})] * 5)
+    assert psutil.Process().children() == children
+
+
+def test_processes_do_not_load_torch(path):
+    with make(path, names=("script",), workers=1) as pool:
+        assert pool.run([Task(0, "q", "give 'torch' in sys.modules or 'yaml' not in sys.modules", {})])[0].value == 0
+
+
+SCRIPT = """
+import sys, time
+from mrl.config.rewards import FunctionReward
+from mrl.rewards.pool import RewardPool, Task
+print("main", flush=True)
+pool = RewardPool([("rewards.functions[0]", FunctionReward(function=sys.argv[1] + ":script"))], workers=2, timeout_s=100)
+print(pool.run([Task(0, "q", "give 4", {})])[0].value, *pool.pids, flush=True)
+if len(sys.argv) > 2: pool.run([Task(0, "q", sys.argv[2], {})] * 2)
+"""
+
+
+def run_script(tmp_path, path, *more):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([*python(script), path, *more], stdout=subprocess.PIPE, text=True, env=env)
+
+
+def gone(pids, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_script_needs_no_main_guard_and_leaves_nothing(tmp_path, path):
+    process = run_script(tmp_path, path)
+    out, _ = process.communicate(timeout=30)
+    lines = out.splitlines()
+    assert process.returncode == 0 and lines[0] == "main" and len(lines) == 2
+    value, *pids = lines[1].split()
+    assert value == "4.0" and len(pids) == 2 and gone(map(int, pids), 0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal on the pipe is Linux's")
+@pytest.mark.parametrize("completion", ["hang", "hang_in_c"])
+def test_processes_die_with_the_one_that_holds_the_pool(tmp_path, path, completion):
+    process = run_script(tmp_path, path, completion)
+    assert process.stdout.readline() == "main\n"
+    _, *pids = process.stdout.readline().split()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert gone([int(p) for p in pids])
+
+
+def test_a_regex_that_backtracks_is_stopped():
+    with RewardPool([("rewards.functions[0]", RegexReward(pattern="(a+)+b"))], workers=1, timeout_s=0.5) as pool:
+        bad, good = pool.run([Task(0, "q", "a" * 64, {}), Task(0, "q", "ab", {})])
+    assert bad.timed_out and good == Outcome(1.0)
