@@ -16,12 +16,15 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 import psutil
 
 from mrl.rewards.worker import Setup
 
 START = "import sys; sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
+
+WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, is left after this
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,7 +83,23 @@ def kill(process: Process) -> int:
             descendant.kill()
     process.connection.close()
     os.close(process.lifeline)
-    return process.process.wait()
+    status = process.process.wait()
+    _wait_for(descendants)
+    return status
+
+
+def _wait_for(killed: list[psutil.Process]) -> None:
+    """Until processes that are not ours to wait for are gone, or zombies that nobody reaps; a while at most."""
+    deadline = time.monotonic() + WAIT_S
+    while any(map(_is_running, killed)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def in_words(status: int) -> str:
