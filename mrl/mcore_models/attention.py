@@ -126,6 +126,7 @@ class SdpaAttention(MegatronModule):
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         if isinstance(packed_seq_params, CacheLayout):
             step, options = packed_seq_params.step, {"scale": self.scale, "window": self.window}
+            query = query.unflatten(1, (key.shape[1], -1))  # heads of a group are neighbours
             return step.attend(self.layer_number, query, key, value, **options).flatten(1).unsqueeze(1)
         if self.cp > 1:
             return self._context_parallel(query, key, value, packed_seq_params)

@@ -77,15 +77,16 @@ class CachedStep:
             self._made[name] = at.flatten()
         return self._made[name]
 
-    def decode_mask(self, window: int | None) -> Tensor:
-        """[decoding, 1, 1, longest] bool: the places that the new token of each decoding sequence may look at."""
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[decoding, 1, 1, longest], 0 for the places that the new token of each decoding sequence may look at, else -inf."""
         name = ("decode", window)
         if name not in self._made:
             at = self.positions[: self.decoding, None]
             places = torch.arange(max(self.cached_lengths[: self.decoding]) + 1, device=self.device)
-            mask = places <= at
+            hidden = places > at
             if window is not None:
-                mask &= places > at - window
+                hidden |= places <= at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)
             self._made[name] = mask[:, None, None]
         return self._made[name]
 
@@ -99,33 +100,36 @@ class CachedStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        """Appends new keys and values [>=T, G, D] to the cache; query [>=T, H, D] meets all of its own sequence.
+        """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 
-        window: how many tokens a query sees, itself included; None for all. Returns [>=T, H, D], zeros for padding.
+        window: how many tokens a query sees, itself included; None for all. Returns what query's shape is, zeros for padding.
         """
         keys, values = self.cache.of_layer(layer, key)
         groups, size = key.shape[1:]
         where = self.slots(groups)
         for cached, new in ((keys, key), (values, value)):
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
-        gqa = query.shape[1] != groups
-        out = torch.zeros_like(query) if query.shape[0] > self.tokens else torch.empty_like(query)
-        if count := self.decoding:
-            mask = self.decode_mask(window)
+        count, padded = self.decoding, query.shape[0] > self.tokens
+        if count:
+            mask = self.decode_mask(window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
-            attended = F.scaled_dot_product_attention(
-                query[:count].unsqueeze(2), k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
-            )
-            out[:count] = attended[:, :, 0]
+            # the query heads of a group meet the same keys: they stand where several queries would
+            decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
+            if count == len(self.new_lengths) and not padded:
+                return decoded
+        out = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
+        if count:
+            out[:count] = decoded
         start = count
         for row in range(count, len(self.new_lengths)):
             new, old = self.new_lengths[row], self.cached_lengths[row]
             mask = self.prefill_mask(new, old, window) if old or window is not None else None
             attended = F.scaled_dot_product_attention(
-                query[None, start : start + new].transpose(1, 2), keys[row, None, :, : old + new],
-                values[row, None, :, : old + new], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa,
+                query[None, start : start + new].flatten(2, 3).transpose(1, 2), keys[row, None, :, : old + new],
+                values[row, None, :, : old + new], attn_mask=mask, is_causal=mask is None, scale=scale,
+                enable_gqa=query.shape[2] > 1,
             )  # fmt: skip
-            out[start : start + new] = attended[0].transpose(0, 1)
+            out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
             start += new
         return out
 

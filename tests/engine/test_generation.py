@@ -26,6 +26,10 @@ LAYOUTS = {
     "megatron ep2": (2, "megatron", {"ep": 2}, "qwen3_moe", 4),
     "megatron tp2 pp2": (4, "megatron", {"tp": 2, "pp": 2}, "qwen3", 2),
     "megatron pp2 ep2": (4, "megatron", {"pp": 2, "ep": 2}, "qwen3_moe", 4),
+    "megatron qwen2": (1, "megatron", {}, "qwen2", 2),
+    "megatron llama3 rope tp2": (2, "megatron", {"tp": 2}, "llama3", 2),
+    "megatron mixtral": (1, "megatron", {}, "mixtral", 2),
+    "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
 }
 

@@ -45,7 +45,9 @@ def document_attention(
 
     if cached_step is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-        return cached_step.attend(module.layer_idx, q, k, v, scale=scaling, window=sliding_window)[None], None
+        q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
+        out = cached_step.attend(module.layer_idx, q, k, v, scale=scaling, window=sliding_window)
+        return out.flatten(1, 2)[None], None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]

@@ -21,8 +21,8 @@ from torch import Tensor
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.generation import DUMMY, Schedule, Step, check_room, share
 from mrl.engine.logprobs import VocabShard
-from mrl.engine.sampling import SamplingRows, choose
-from mrl.mcore_models import platform
+from mrl.engine.sampling import choose
+from mrl.mcore_models import decoder, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
 
@@ -41,14 +41,11 @@ def run(
     schedule = Schedule(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens
     )  # fmt: skip
-    caches = [KVCache(schedule.rows, schedule.length) for _ in engine.models]
     with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):
+        runner = _Runner(engine, schedule)
         while _work_left(engine, not schedule.done):
-            if schedule.done:
-                _forward(engine, DUMMY, caches)
-                continue
-            step = schedule.next()
-            schedule.take(step, *_forward(engine, step, caches))
+            step = DUMMY if schedule.done else schedule.next()
+            schedule.take(step, *runner.forward(step))
     found = dict(schedule.completions())
     if replicas > 1:
         everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()
@@ -77,57 +74,76 @@ def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
             attention.core_attention = core
 
 
-def _forward(engine: "MegatronEngine", step: Step, caches: list[KVCache]) -> tuple[list[int], list[float]]:
-    """One forward of all chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs."""
-    dims, device = engine.dims, platform.device()
-    flat = [token for tokens in step.new for token in tokens]
-    padding = -len(flat) % (dims.tp if dims.sp else 1)
-    tokens = torch.tensor(flat + [0] * padding, device=device)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    hidden, result = None, None
-    for stage in range(dims.pp * dims.vpp):
-        chunk, pp_rank = divmod(stage, dims.pp)
-        if pp_rank == engine.coords.pp_rank:
-            model, cache = engine.models[chunk], caches[chunk]
-            for copy in step.copies:
-                cache.copy(*copy)
-            cached = CachedStep(cache, tuple(map(len, step.new)), tuple(step.cached), device)
-            if stage:
-                model.set_input_tensor(_receive(engine, tokens.numel(), hidden, ranks, pp_rank))
-            if model.post_process:
-                last, rows = torch.tensor(step.last, device=device), step.sampling(device)
-                model.output_layer.project = functools.partial(
-                    _next_token, vocab_size=engine.hf["vocab_size"], last=last, rows=rows
-                )
-            hidden = model(tokens, CacheLayout.make(cached, padding), None)
-            if model.post_process:
-                result = hidden[0]
-            elif dims.pp > 1:
-                dist.send(hidden.contiguous(), ranks[(pp_rank + 1) % dims.pp], group=group)
-    if dims.pp > 1:
-        if result is None:
-            result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
-        dist.broadcast(result, ranks[-1], group=group)
-    return result[:, 0].long().tolist(), result[:, 1].tolist()
+class _Runner:
+    """The chunks of this rank, and their caches, through the steps of one generation."""
+
+    def __init__(self, engine: "MegatronEngine", schedule: Schedule) -> None:
+        self.engine, self.dims = engine, engine.dims
+        self.lean = all(decoder.fits(model) for model in engine.models)
+        self.decoders = [decoder.Decoder(model) for model in engine.models] if self.lean else []
+        self.caches = [KVCache(schedule.rows, schedule.length) for _ in engine.models]
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.ranks = dist.get_process_group_ranks(self.pp_group)
+
+    def forward(self, step: Step) -> tuple[list[int], list[float]]:
+        """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs."""
+        dims, device = self.dims, platform.device()
+        flat = [token for tokens in step.new for token in tokens]
+        padding = -len(flat) % (dims.tp if dims.sp and not self.lean else 1)
+        tokens = torch.tensor(flat + [0] * padding, device=device)
+        hidden, result = None, None
+        for stage in range(dims.pp * dims.vpp):
+            chunk, pp_rank = divmod(stage, dims.pp)
+            if pp_rank == self.engine.coords.pp_rank:
+                for copy in step.copies:
+                    self.caches[chunk].copy(*copy)
+                cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
+                if stage and dims.pp > 1:
+                    hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)
+                last = self.engine.models[chunk].post_process
+                choose_next = functools.partial(_next_token, step=step, vocab_size=self.engine.hf["vocab_size"])
+                hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
+                if last:
+                    result = hidden
+                elif dims.pp > 1:
+                    dist.send(hidden.contiguous(), self.ranks[(pp_rank + 1) % dims.pp], group=self.pp_group)
+        if dims.pp > 1:
+            if result is None:
+                result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
+            dist.broadcast(result, self.ranks[-1], group=self.pp_group)
+        return result[:, 0].long().tolist(), result[:, 1].tolist()
+
+    def _chunk(self, chunk: int, tokens: Tensor, hidden: Tensor | None, cached: CachedStep, choose_next) -> Tensor:
+        """Hidden states [T (/tp), 1, N] for the next stage; on the last one what `choose_next` makes of them, [S, 2]."""
+        model = self.engine.models[chunk]
+        if self.lean:
+            hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
+            if choose_next is None:
+                return hidden.unsqueeze(1)
+            tied = model.share_embeddings_and_output_weights
+            return choose_next(hidden, model.shared_embedding_or_output_weight() if tied else model.output_layer.weight)
+        if hidden is not None:
+            model.set_input_tensor(hidden)
+        if choose_next is not None:
+            model.output_layer.project = choose_next
+        out = model(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
+        return out if choose_next is None else out[0]
+
+    def _receive(self, tokens: int, source: int) -> Tensor:
+        """The hidden states of the stage before."""
+        rows = tokens // self.dims.tp if self.dims.sp and not self.lean else tokens
+        shape = (rows, 1, self.engine.hf["hidden_size"])
+        buffer = torch.empty(shape, dtype=self.engine.dtype, device=platform.device())
+        dist.recv(buffer, self.ranks[source], group=self.pp_group)
+        return buffer
 
 
-def _receive(engine: "MegatronEngine", tokens: int, hidden: Tensor | None, ranks: list[int], pp_rank: int) -> Tensor:
-    """The previous stage's hidden states; it is on this rank where there is one pipeline rank."""
-    dims = engine.dims
-    if dims.pp == 1:
-        return hidden
-    rows = tokens // dims.tp if dims.sp else tokens
-    buffer = torch.empty(rows, 1, engine.hf["hidden_size"], dtype=engine.dtype, device=platform.device())
-    dist.recv(buffer, ranks[(pp_rank - 1) % dims.pp], group=parallel_state.get_pipeline_model_parallel_group())
-    return buffer
-
-
-def _next_token(hidden: Tensor, weight: Tensor, *, vocab_size: int, last: Tensor, rows: SamplingRows) -> Tensor:
-    """[S, 2] fp64: the next token of each sampled sequence and its log-prob; last [S]: where its last token is in hidden."""
-    if not last.numel():
+def _next_token(hidden: Tensor, weight: Tensor, *, step: Step, vocab_size: int) -> Tensor:
+    """[S, 2] fp64: the next token of each sampled sequence and its log-prob. hidden: [T, N] whole; weight: [V, N] local."""
+    if not step.sampled:
         return hidden.new_zeros(0, 2, dtype=torch.float64)
     group = parallel_state.get_tensor_model_parallel_group()
-    logits = torch.nn.functional.linear(hidden[last], weight)
-    chosen = choose(logits, rows, VocabShard(vocab_size, group.rank() * weight.shape[0], group))
+    logits = torch.nn.functional.linear(hidden[torch.tensor(step.last, device=hidden.device)], weight)
+    shard = VocabShard(vocab_size, group.rank() * weight.shape[0], group)
+    chosen = choose(logits, step.sampling(hidden.device), shard)
     return torch.stack([t.double() for t in chosen], dim=-1)
