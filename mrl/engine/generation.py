@@ -5,6 +5,10 @@ its prompt, and a bounded number of prompt tokens of those that are not; a finis
 its place. Sequences are in row order: those with one new token first, in rows 0, 1, ..., then those with prompts, of
 which only the last can be fed in part. Prompts that are equal (the samples of a group) are fed once: while a sequence
 with the same prompt runs, a new one copies its row and feeds the prompt's last token alone.
+
+Few completions are as long as they may be. So rows start short and many, and where one is full all become longer and
+fewer within the same memory; sequences that have no row any more wait, and are fed again from their first token. What
+they draw does not change by it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ import torch
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.sampling import SamplingRows, noise_key
 from mrl.errors import ConfigError
+
+FIRST_NEW_TOKENS = 256
+"""New tokens that rows have room for at first, where memory is too little for all that the requests may become."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,10 +58,11 @@ class _Running:
 class Step:
     """One forward. Row `i` of the cache belongs to sequence `i`.
 
-    copies: (source row, target row, places), to be made in order before it. new: the tokens of each sequence.
-    cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
+    shape: (rows, places of a row) of the cache from this forward on; None for as it is. copies: (source row, target row,
+    places), to be made in order before the shape changes and the forward is made. new: the tokens of each sequence. cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
     """
 
+    shape: tuple[int, int] | None
     copies: list[tuple[int, int, int]]
     new: list[list[int]]
     cached: list[int]
@@ -93,14 +101,14 @@ def share(count: int, part: int, parts: int) -> range:
     return range(count * part // parts, count * (part + 1) // parts)
 
 
-DUMMY = Step([], [[0]], [0], [], [])
+DUMMY = Step(None, [], [[0]], [0], [], [])
 """A forward of one token that nothing comes of, for a rank that has nothing to do while others need it."""
 
 
 class Schedule:
     """The steps of one generation over `requests`, each with its index in the caller's list.
 
-    cache_tokens: tokens whose keys and values are kept at once; every row has room for the longest request.
+    cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more.
     prefill_tokens: prompt tokens of one forward at most.
     """
 
@@ -110,9 +118,12 @@ class Schedule:
         self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens)) for i, r in requests]
         self.waiting = [s for s in self.sequences if not s.done]
         self.running: list[_Running] = []
-        self.prefill_tokens = prefill_tokens
-        self.length = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
-        self.rows = max(1, min(len(self.waiting), cache_tokens // self.length))
+        self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
+        count = max(1, len(self.waiting))
+        self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
+        start = max([len(s.prompt) for s in self.waiting], default=0) + FIRST_NEW_TOKENS
+        self.length = min(self.longest, max(start, cache_tokens // count), cache_tokens)
+        self.rows = min(count, cache_tokens // self.length)
         self._leaders: dict[tuple[int, ...], _Running] = {}
 
     @property
@@ -121,6 +132,7 @@ class Schedule:
 
     def next(self) -> Step:
         """The step to make now; `take` what came of it before the next."""
+        shape = self._grow()
         decoding = [s for s in self.running if s.cached == len(s.context) - 1]
         prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
         followers, fresh = self._admit(self.prefill_tokens - sum(len(s.context) - s.cached for s in prompts))
@@ -133,23 +145,40 @@ class Schedule:
             left -= 0 if decodes else len(new[-1])
             s.cached += len(new[-1])
         sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
-        return Step(copies, new, cached, sampled, self.running)
+        return Step(shape, copies, new, cached, sampled, self.running)
+
+    def _grow(self) -> tuple[int, int] | None:
+        """Longer rows where a sequence has filled its own; the shortest sequences wait again where rows become too few."""
+        needed = max((len(s.context) for s in self.running), default=0)
+        if needed <= self.length:
+            return None
+        self.length = min(self.longest, max(needed, 2 * self.length))
+        self.rows = min(self.rows, self.cache_tokens // self.length)
+        kept = sorted(self.running, key=lambda s: (-len(s.context), s.index))[: self.rows]
+        back = [s for s in self.running if s not in kept]
+        for s in back:
+            s.cached, s.row = 0, -1
+        self.running = [s for s in self.running if s in kept]
+        self.waiting = sorted(back, key=lambda s: s.index) + self.waiting
+        return self.rows, self.length
 
     def _admit(self, left: int) -> tuple[list[_Running], list[_Running]]:
         """Takes from the waiting: those whose prompt another has in the cache, and those with `left` prompt tokens in all."""
         followers, fresh, kept = [], [], []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():
-            leader = self._leaders.get(s.prompt)
+            begun = len(s.context) > len(s.prompt)
+            leader = None if begun else self._leaders.get(s.prompt)
             if len(followers) + len(fresh) == free:
                 kept.append(s)
-            elif leader is not None and not leader.done:
+            elif leader is not None and leader is not s and not leader.done:
                 ready = leader.cached >= len(s.prompt) - 1  # else it will be, after this step or a later one
                 (followers if ready else kept).append(s)
             elif left > 0:
-                self._leaders[s.prompt] = s
+                if not begun:
+                    self._leaders[s.prompt] = s
                 fresh.append(s)
-                left -= len(s.prompt)
+                left -= len(s.context)
             else:
                 kept.append(s)
         if free:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +29,26 @@ class KVCache:
             self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[layer]
 
-    def copy(self, source: int, target: int, places: int) -> None:
-        """Copies the first `places` of a row to another."""
-        for pair in self.layers.values():
+    def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
+        """Copies (source row, target row, places) in order, then gives the cache its new (rows, places of a row).
+
+        Rows past the new count are dropped. One tensor at a time is there twice.
+        """
+        for layer, pair in self.layers.items():
             for tensor in pair:
-                tensor[target, :, :places] = tensor[source, :, :places]
+                for source, target, places in copies:
+                    tensor[target, :, :places] = tensor[source, :, :places]
+            if shape is not None:
+                self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
+        if shape is not None:
+            self.rows, self.length = shape
+
+
+def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
+    new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+    kept, places = min(rows, old.shape[0]), min(length, old.shape[2])
+    new[:kept, :, :places] = old[:kept, :, :places]
+    return new
 
 
 @dataclasses.dataclass(eq=False)

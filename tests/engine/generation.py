@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.batch import make_batch
 from mrl.config.schema import RoleConfig
+from mrl.engine import generation
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
@@ -128,9 +129,14 @@ def the_cache_is_bounded(config: RoleConfig) -> None:
     try:
         for count in (1, 10):
             engine.generate(sampled_requests() * count, cache_tokens=100)
+        generation.FIRST_NEW_TOKENS, first = 2, generation.FIRST_NEW_TOKENS
+        requests = [dataclasses.replace(r, max_new_tokens=20) for r in sampled_requests()]
+        grown = engine.generate(requests, cache_tokens=100)
+        assert made[-1].length > 15, "rows have become longer"
     finally:
         kv_cache.KVCache.__init__ = original
-    assert made
+        generation.FIRST_NEW_TOKENS = first
+    assert [c.tokens for c in grown] == [c.tokens for c in engine.generate(requests)]
     for cache in made:
         for keys, values in cache.layers.values():
             assert keys.shape == values.shape and keys.shape[0] * keys.shape[2] <= 100

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from mrl.engine import generation
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.generation import Schedule, check_room, share
 from mrl.errors import ConfigError
@@ -29,7 +30,6 @@ def alone(request):
 def complete(requests, *, cache_tokens, prefill_tokens):
     """(completions, steps) of a schedule over the toy."""
     schedule = Schedule(list(enumerate(requests)), cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
-    assert schedule.rows * schedule.length <= max(cache_tokens, 1)
     cache = [[] for _ in range(schedule.rows)]
     steps = []
     while not schedule.done:
@@ -37,6 +37,10 @@ def complete(requests, *, cache_tokens, prefill_tokens):
         for source, target, places in step.copies:
             assert source != target and len(cache[source]) >= places
             cache[target] = cache[source][:places]
+        if step.shape is not None:
+            assert step.shape[0] <= len(cache)
+            cache = cache[: step.shape[0]]
+        assert len(cache) == schedule.rows and schedule.rows * schedule.length <= max(cache_tokens, 1)
         assert 1 <= len(step.new) <= schedule.rows and all(step.new)
         decoding = next((i for i, new in enumerate(step.new) if len(new) > 1), len(step.new))
         assert sum(len(new) for new in step.new[decoding:]) <= prefill_tokens
@@ -61,7 +65,9 @@ def requests(numbers, count):
 
 @pytest.mark.parametrize("cache_tokens", [18, 40, 1000])
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 100])
-def test_every_sequence_is_as_alone(cache_tokens, prefill_tokens):
+@pytest.mark.parametrize("first", [1, 4, 256])
+def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first):
+    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
     for seed in range(150):
         numbers = random.Random(seed)
         wanted = requests(numbers, numbers.randint(0, 14))
@@ -98,6 +104,18 @@ def test_stop_at_sees_the_new_tokens():
     done, _ = complete([GenerateRequest([4, 5], 9, stop_at=stop_at)], cache_tokens=20, prefill_tokens=9)
     assert done[0].finished and len(done[0].tokens) == 3
     assert seen == [done[0].tokens[:n] for n in (1, 2, 3)]
+
+
+def test_rows_grow_and_the_shortest_wait(monkeypatch):
+    """Room for four short rows, then for two, then for one. Three of the prompts end early, the others go to their limit."""
+    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", 4)
+    early = {"stop_at": lambda new: len(new) == 3}
+    wanted = [GenerateRequest([5], 20), GenerateRequest([6], 20, **early), GenerateRequest([7], 20, **early)]
+    wanted += [GenerateRequest([8], 20), GenerateRequest([8], 20), GenerateRequest([9], 20, **early)]
+    done, steps = complete(wanted, cache_tokens=21, prefill_tokens=9)
+    assert done == [alone(request) for request in wanted]
+    assert [step.shape for step in steps if step.shape] == [(2, 10), (1, 20)]
+    assert max(len(step.new) for step in steps) == 4
 
 
 def test_a_request_that_cannot_fit_names_the_value():

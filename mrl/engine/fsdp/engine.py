@@ -260,12 +260,13 @@ class FSDPEngine(BaseEngine):
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         check_room(requests, cache_tokens)
-        with self.eval_mode():
+        alone = self.dp_size == 1  # then the shards are the model, and gathering them at every step is for nothing
+        with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
             found = generate.generate(
                 self.model.module,
                 [(i, requests[i]) for i in share(len(requests), self.dp_rank, self.dp_size)],
                 device=self.device,
-                any_rank=lambda here: bool(self.max_over_ranks(here)[0]),
+                any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
             )

@@ -37,8 +37,7 @@ def generate(
     cache = KVCache(schedule.rows, schedule.length)
     while any_rank(not schedule.done):
         step = DUMMY if schedule.done else schedule.next()
-        for copy in step.copies:
-            cache.copy(*copy)
+        cache.arrange(step.copies, step.shape)
         schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device)))
     return dict(schedule.completions())
 

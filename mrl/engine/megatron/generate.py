@@ -95,8 +95,7 @@ class _Runner:
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.engine.coords.pp_rank:
-                for copy in step.copies:
-                    self.caches[chunk].copy(*copy)
+                self.caches[chunk].arrange(step.copies, step.shape)
                 cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
                 if stage and dims.pp > 1:
                     hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)
