@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 from mrl.batch import make_batch
 from mrl.config.schema import RoleConfig
 from mrl.engine import generation
-from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
 from mrl.mcore_models import kv_cache
 from tests.engine import tiny
+from tests.engine.contract import loss_fn, train
 from tests.engine.test_sampling import signed, transformers_logits
 
 SAMPLINGS = [
@@ -76,6 +77,11 @@ def samples_as_hugging_face(config: RoleConfig, expected: list[tuple[list[int], 
     requests = sampled_requests()
     completions = engine.generate(requests)
     assert [(c.tokens, c.finished) for c in completions] == expected
+    check_log_probs(engine, requests, completions)
+
+
+def check_log_probs(engine: BaseEngine, requests: list[GenerateRequest], completions: list[Completion]) -> None:
+    """Those of the completions are those that the engine's forward gives at each request's temperature."""
     for sampling in SAMPLINGS:
         chosen = [(r, c) for r, c in zip(requests, completions, strict=True) if r.sampling == sampling]
         batch = make_batch(
@@ -88,6 +94,22 @@ def samples_as_hugging_face(config: RoleConfig, expected: list[tuple[list[int], 
         scored = predictions["log_probs"].cpu()[batch.loss_mask.bool()]
         ours = torch.tensor([x for _, c in chosen for x in c.log_probs])
         torch.testing.assert_close(ours, scored, rtol=0, atol=1e-5)
+
+
+def the_weights_of_now_generate(config: RoleConfig) -> None:
+    """After each optimizer step completions come from the new weights, and generating changes nothing of training."""
+    requests, norms = sampled_requests(), []
+    for generates in (True, False):
+        engine = make_engine(config)
+        engine.set_loss_fn(loss_fn)
+        seen = []
+        for _ in range(2):
+            norms += [(norm, lr) for _, norm, lr, _ in train(engine, 1)]
+            if generates:
+                seen.append(engine.generate(requests))
+                check_log_probs(engine, requests, seen[-1])
+        assert not generates or seen[0] != seen[1]
+    assert norms[:2] == norms[2:]
 
 
 def same_in_any_company(config: RoleConfig) -> None:

@@ -26,6 +26,8 @@ LAYOUTS = {
     "megatron ep2": (2, "megatron", {"ep": 2}, "qwen3_moe", 4),
     "megatron tp2 pp2": (4, "megatron", {"tp": 2, "pp": 2}, "qwen3", 2),
     "megatron pp2 ep2": (4, "megatron", {"pp": 2, "ep": 2}, "qwen3_moe", 4),
+    "megatron tied tp2": (2, "megatron", {"tp": 2}, "llama tied", 2),
+    "megatron tied pp2": (2, "megatron", {"pp": 2}, "llama tied", 2),
     "megatron qwen2": (1, "megatron", {}, "qwen2", 2),
     "megatron llama3 rope tp2": (2, "megatron", {"tp": 2}, "llama3", 2),
     "megatron mixtral": (1, "megatron", {}, "mixtral", 2),
@@ -41,16 +43,17 @@ def model(tmp_path_factory):
 
     def of(family, layers):
         if (family, layers) not in made:
-            folder = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, layers=layers)
+            name, tied = family.removesuffix(" tied"), family.endswith(" tied")
+            folder = tiny.make_model(str(tmp_path_factory.mktemp(name)), name, layers=layers, tied=tied)
             made[family, layers] = (folder, generation.hugging_face(folder, generation.sampled_requests()))
         return made[family, layers]
 
     return of
 
 
-def run(layout, case, model, **kwargs):
+def run(layout, case, model, optimizer=None, **kwargs):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
-    config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=None)
+    config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=optimizer)
     run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
 
 
@@ -68,6 +71,11 @@ def test_same_in_any_company(model, layout):
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2 vpp2"])
 def test_the_cache_is_bounded(model, layout):
     run(layout, "the_cache_is_bounded", model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2"])
+def test_the_weights_of_now_generate(model, layout):
+    run(layout, "the_weights_of_now_generate", model, optimizer=tiny.OPTIMIZER)
 
 
 @pytest.mark.parametrize("case", ["own_attention_in_place_of_another", "many_prompts_in_little_cache"])
