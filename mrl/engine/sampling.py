@@ -120,6 +120,7 @@ class SamplingRows:
     """What the sequences of a batch are sampled with; tensors [S] on the device of the logits, None where no row has any.
 
     temperature: 1 for greedy rows. random: which rows are not greedy. noise_keys: int64. top_k (0), top_p (1), min_p (0).
+    candidates: how many of the largest logits their bounds are first looked for among.
     """
 
     noise_keys: Tensor | None
@@ -128,7 +129,7 @@ class SamplingRows:
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
-    largest_k: int
+    candidates: int
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], noise_keys: Sequence[int], device: torch.device) -> "SamplingRows":
@@ -148,7 +149,7 @@ class SamplingRows:
             column([p.top_k for p in drawn], 0, torch.int64),
             column([p.top_p for p in drawn], 1.0, torch.float64),
             column([p.min_p for p in drawn], 0.0, torch.float32),
-            max((p.top_k for p in drawn), default=0),
+            max((p.top_k or (_CANDIDATES if p.top_p < 1 else 0) for p in drawn), default=0),
         )
 
 
@@ -194,7 +195,7 @@ def lower_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, 
         bound = largest + rows.min_p.log()  # log 0 = -inf bounds nothing
     if rows.top_k is None and rows.top_p is None:
         return bound
-    count = max(_CANDIDATES, rows.largest_k)
+    count = rows.candidates
     while True:
         top, exact = _top_bound(z, rows, group, min(count, columns))
         if bool(exact.all()) or count >= columns:
@@ -208,7 +209,7 @@ def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, c
     values = torch.nn.functional.pad(values, (0, count - values.shape[1]), value=-torch.inf)
     values = _gathered(values, group)  # [ranks, S, C]
     given = values[..., -1].amax(dim=0)  # what is not here is no larger
-    values = values.permute(1, 0, 2).flatten(1).sort(dim=-1, descending=True).values
+    values = values[0] if len(values) == 1 else values.permute(1, 0, 2).flatten(1).sort(descending=True).values
     bound = torch.full_like(given, -torch.inf)
     if rows.top_k is not None:
         kth = values.gather(1, (rows.top_k - 1).clamp(0, values.shape[1] - 1)[:, None])[:, 0]
