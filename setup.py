@@ -40,5 +40,5 @@ setup(
         "tensorboard": ["tensorboard"],
         "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard"],
     },
-    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+    entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

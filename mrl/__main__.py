@@ -1,6 +1,6 @@
 """`python -m mrl` is `mrl`."""
 
-from mrl.cli import main
+from mrl.cli import command
 
 if __name__ == "__main__":
-    main(prog_name="mrl")
+    command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -47,7 +48,10 @@ class _Commands(click.Group):
 
 
 def _say(message: str) -> None:
-    """One line on stderr. Of ranks started by torchrun or srun that fail alike, rank 0 speaks for all."""
+    """One line on stderr. Ranks that torchrun or srun started each say theirs, those above 0 with their number.
+
+    What one finds before they have met, the others may not: a file that is missing on one node is on that node's line alone.
+    """
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
     click.echo(prefix + " ".join(message.split()), err=True)
@@ -59,6 +63,23 @@ def main() -> None:
     """Train language models with Megatron-Core, on one laptop or many GPUs."""
 
 
+def command() -> None:
+    """`mrl` as a process of its own; one that another launcher started as a rank does not end the interpreter's way."""
+    try:
+        main(prog_name="mrl")
+    except BaseException as end:
+        if "RANK" not in os.environ:
+            raise
+        code = EXIT_FAULT
+        if isinstance(end, SystemExit):
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        else:
+            traceback.print_exception(end)
+        from mrl.launch.worker import leave
+
+        leave(code, failed=code not in (0, EXIT_STOPPED))
+
+
 @main.command()
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
@@ -66,7 +87,8 @@ def main() -> None:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check config, layout and model, print what would run, write nothing. Rows are not read.",
+    help="Check keys, files, layout, and the model's config.json, print what would run, write nothing. "
+    "Weights, tokenizer, rows and checkpoints are read by the run alone.",
 )
 def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
     """Fine-tune a model on the rows that the YAML file CONFIG names.

@@ -25,6 +25,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, foreign or does not fit this run: names the checkpoint and what is wrong."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """Files of a checkpoint are not what was saved: nothing of it was loaded, and an older one may be whole."""
+
+
 class TrainingError(UserError):
     """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters. No fault of a program
     can be told from a rate that is too high, so it ends as the user's mistakes do."""

@@ -125,6 +125,20 @@ def check_packages(log: LogConfig) -> None:
         )
 
 
+def check_login(log: LogConfig) -> None:
+    """Raises ConfigError where `log.wandb.mode: online` has nobody logged in. For the process that writes the metrics."""
+    if log.wandb.project is None or log.wandb.mode != "online":
+        return
+    import wandb as client
+
+    settings = client.setup().settings
+    if not _logged_in(settings):
+        raise ConfigError(
+            'log.wandb.mode: value "online" needs an account, and nobody is logged in; run `wandb login`, set WANDB_API_KEY, or '
+            "set it to auto or offline"
+        )
+
+
 def new_run_id() -> str:
     """An id by which wandb knows a run again after a resume."""
     return secrets.token_hex(4)
@@ -209,8 +223,7 @@ def _wandb_reachable(client: Any) -> bool:
     """Whether somebody is logged in to wandb and its server answers; decided in seconds, never with a prompt."""
     settings = client.setup().settings
     url = urllib.parse.urlsplit(settings.base_url)
-    logged_in = settings.api_key or _in_netrc(url.hostname or "")
-    if os.environ.get("WANDB_MODE", "online") != "online" or not logged_in:
+    if os.environ.get("WANDB_MODE", "online") != "online" or not _logged_in(settings):
         return False
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
@@ -218,6 +231,12 @@ def _wandb_reachable(client: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+def _logged_in(settings: Any) -> bool:
+    """Whether there are credentials for wandb's server: a key, a token, or an entry in the user's netrc file."""
+    has_token = bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))
+    return bool(settings.api_key) or has_token or _in_netrc(urllib.parse.urlsplit(settings.base_url).hostname or "")
 
 
 def _in_netrc(host: str) -> bool:

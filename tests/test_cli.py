@@ -52,6 +52,18 @@ def test_help_imports_nothing_heavy(args):
     assert heavy == "HEAVY []", heavy
 
 
+def test_a_dry_run_imports_no_megatron(workspace):
+    code = (
+        "import sys, mrl.cli\n"
+        "try: mrl.cli.main(['sft', 'config.yaml', '--dry-run'])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "print('HEAVY', [m for m in ('megatron', 'datasets', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
@@ -98,14 +110,14 @@ def test_dry_run_counts_processes_by_the_layout(workspace):
 
 def test_the_trainer_gets_the_config_and_the_command_line(workspace, monkeypatch):
     seen = []
-    train_with(monkeypatch, lambda config, command_line: seen.append((config, command_line, os.environ["WORLD_SIZE"])))
+    train_with(monkeypatch, lambda config, command_line: seen.append((config, command_line, dict(os.environ))))
     monkeypatch.setattr(sys, "argv", ["/bin/mrl", "sft", "config.yaml", "data.columns={a: b}"])
     result = invoke("sft", "config.yaml", "data.columns={a: b}")
     assert result.exit_code == 0, result.output
-    [(config, command_line, world_size)] = seen
+    [(config, command_line, environ)] = seen
     assert dump_config(config) == dump_config(load_config("config.yaml", ["data.columns={a: b}"]))
     assert command_line == "mrl sft config.yaml 'data.columns={a: b}'"
-    assert world_size == "1"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & environ.keys(), "one process meets nobody, on no port"
 
 
 @pytest.mark.parametrize(
@@ -176,3 +188,38 @@ def test_under_srun_it_joins(workspace, monkeypatch):
     result = invoke("sft", "config.yaml")
     assert result.exit_code == 0, result.output
     assert seen == [["0", "2", "0", "gpu1"]]
+
+
+ENDINGS = {
+    "done": ("None", 0),
+    "stopped": ("(_ for _ in ()).throw(Stopped('saved'))", 75),
+    "user": ("(_ for _ in ()).throw(DataError('bad'))", 2),
+    "fault": ("1 / 0", 1),
+    "interrupted": ("(_ for _ in ()).throw(KeyboardInterrupt())", 130),
+}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, name):
+    """What the interpreter does last, here a module's own finalizer, is not done: it was seen to abort finished runs."""
+    target, expected = ENDINGS[name]
+    code = (
+        "import atexit, os, sys\n"
+        "from mrl import cli\n"
+        "from mrl.errors import DataError, Stopped\n"
+        "class Late:\n"
+        "    def __del__(self, write=os.write): write(1, b'taken down\\n')\n"
+        "late = Late()\n"
+        "atexit.register(lambda: print('atexit'))\n"
+        f"cli._target = lambda: lambda *_: {target}\n"
+        "sys.argv = ['mrl', 'sft', 'config.yaml']\n"
+        "print('printed')\n"
+        "cli.command()\n"
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"} if joined else {}
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | place, capture_output=True, text=True)
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.count("Traceback") == (name == "fault"), done.stderr
+    clean = not joined or expected in (0, 75)
+    assert done.stdout.splitlines() == ["printed", *["atexit"] * clean, *["taken down"] * (not joined)]

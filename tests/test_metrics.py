@@ -7,6 +7,7 @@ import math
 import os
 import pathlib
 import struct
+import sys
 
 import pytest
 
@@ -132,6 +133,20 @@ def test_auto_is_online_with_an_account_and_a_server_that_answers(no_account, mo
     assert asked == [(("api.wandb.example", 443), metrics.ONLINE_CHECK_S)]
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert not metrics._wandb_reachable(Client("k"))
+
+
+def test_online_without_an_account_is_refused_with_what_helps(no_account, monkeypatch, tmp_path):
+    online = LogConfig(wandb=WandbConfig(project="p", mode="online"))
+    monkeypatch.setitem(sys.modules, "wandb", Client())
+    with pytest.raises(ConfigError, match=r'^log\.wandb\.mode: value "online" .*`wandb login`.* auto or offline'):
+        metrics.check_login(online)
+    for log in (LogConfig(), LogConfig(wandb=WandbConfig(project="p"))):
+        metrics.check_login(log)
+    monkeypatch.setitem(sys.modules, "wandb", Client("key"))
+    metrics.check_login(online)
+    monkeypatch.setitem(sys.modules, "wandb", Client())
+    (tmp_path / "netrc").write_text("machine api.wandb.example login user password k\n")
+    metrics.check_login(online)
 
 
 def test_auto_is_offline_where_the_server_does_not_answer(no_account, monkeypatch):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.schema import OptimizerConfig, ParallelConfig, SFTConfig
+from mrl.config.schema import EngineConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -18,8 +18,10 @@ def check_config(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
     _check_train(config)
     _check_micro_batch(config)
-    _check_optimizer(config.optimizer, steps=config.train.steps)
-    _check_backend(config)
+    _check_optimizer(config.optimizer)
+    if config.train.steps is not None:
+        check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
+    check_backend(config.engine)
     _check_unread(config)
 
 
@@ -89,7 +91,7 @@ def _check_micro_batch(config: SFTConfig) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig, *, steps: int | None) -> None:
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"optimizer.min_lr: value {optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
@@ -104,20 +106,25 @@ def _check_optimizer(optimizer: OptimizerConfig, *, steps: int | None) -> None:
                     f"optimizer.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
                     "decays; choose linear, cosine or wsd, or leave it out"
                 )
-    if steps is not None and optimizer.warmup_steps > steps:
+
+
+def check_schedule(optimizer: OptimizerConfig, steps: int, length: str) -> None:
+    """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
+    if optimizer.warmup_steps > steps:
         raise ConfigError(
-            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above train.steps {steps}; give at most {steps}"
+            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above {length}; give at most {steps}"
         )
-    if steps is not None and optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
+    if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
         room = steps - optimizer.warmup_steps
         if optimizer.decay_steps > room:
             raise ConfigError(
-                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps after the warm-up; give at most {room}"
+                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps that {length} leaves after the "
+                f"warm-up; give at most {room}"
             )
 
 
-def _check_backend(config: SFTConfig) -> None:
-    engine = config.engine
+def check_backend(engine: EngineConfig) -> None:
+    """Keys that the backend does not have: errors, not ignored."""
     if engine.backend != "fsdp":
         return
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
@@ -154,27 +161,13 @@ def _check_unread(config: SFTConfig) -> None:
 
 
 def check_model(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    """Raises where the layout does not fit the model. model: the content of its config.json."""
+    """Raises where keys ask for what the model has not. model: the content of its config.json.
+
+    Whether its sizes can be split so, `mrl.mcore_models.layout` says.
+    """
     stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if config.engine.backend == "megatron":
-        _check_heads(dims, model)
-        _check_experts(config, dims, model)
-
-
-def _check_heads(dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    heads = _whole(model, "num_attention_heads")
-    groups = _whole(model, "num_key_value_heads", default=heads)
-    for name, size in (("num_attention_heads", heads), ("hidden_size", _whole(model, "hidden_size"))):
-        if size % dims.tp:
-            raise ConfigError(
-                f"engine.parallel.tp: value {dims.tp} does not divide the model's {name} ({size}); use one of "
-                f"{_divisors(math.gcd(size, heads))}"
-            )
-    if groups % dims.tp and dims.tp % groups:
-        raise ConfigError(
-            f"engine.parallel.tp: value {dims.tp} does not fit the model's {groups} key-value heads; use a divisor or a "
-            f"multiple of {groups}"
-        )
+    if config.engine.backend == "megatron" and num_experts(model) is None:
+        _check_dense(config, dims, model)
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:
@@ -185,41 +178,27 @@ def num_experts(model: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _check_experts(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
-    experts, moe = num_experts(model), config.engine.moe
-    if experts is None:
-        if dims.ep > 1 or dims.etp not in (1, dims.tp):
-            name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
+def _check_dense(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    """Keys of experts and routers, for a model without any."""
+    if dims.ep > 1 or dims.etp not in (1, dims.tp):
+        name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
+        raise ConfigError(
+            f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
+            "leave it out"
+        )
+    for name in ("aux_loss", "z_loss"):
+        value = getattr(config.engine.moe, name)
+        if value:
             raise ConfigError(
-                f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
-                "leave it out"
+                f"engine.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
+                "set it to 0"
             )
-        for name in ("aux_loss", "z_loss"):
-            if getattr(moe, name):
-                raise ConfigError(
-                    f"engine.moe.{name}: value {getattr(moe, name):g} is for a router, and the model "
-                    f"({model.get('model_type')}) has none; set it to 0"
-                )
-        return
-    if experts % dims.ep:
-        raise ConfigError(
-            f"engine.parallel.ep: value {dims.ep} does not divide the model's {experts} experts; use one of {_divisors(experts)}"
-        )
-    if dims.tp > 1 and not dims.sp:
-        raise ConfigError(
-            f"engine.parallel.sp: value false does not work for experts with tp {dims.tp}; set it to auto or true"
-        )
 
 
-def _whole(model: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _whole(model: Mapping[str, Any], name: str) -> int:
     value = model.get(name)
-    value = default if value is None else value
     if type(value) is not int or value < 1:
         raise ModelError(
             f"config.json: {name}: value {value!r} is not a whole number of at least 1; give the model's own"
         )
     return value
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

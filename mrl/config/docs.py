@@ -17,7 +17,9 @@ _HEADER = """\
 
 Made from `mrl/config/schema.py` by `make docs`; `mrl config` prints the same. A config is a YAML file; any key
 can be set on the command line too, as in `mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
-Values there are YAML. An unknown key, a wrong type or keys that contradict each other stop the run before it starts.
+Values there are YAML. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so
+do missing files, a layout that does not fit, and an architecture in config.json that the engine does not know: `--dry-run`
+checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its first step.
 """
 
 

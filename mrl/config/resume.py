@@ -12,11 +12,14 @@ from mrl.errors import ConfigError
 ABSENT = "(absent)"
 
 MAY_CHANGE = (
-    "output_dir", "model.trust_remote_code", "engine.device", "engine.recompute", "engine.offload", "engine.parallel",
-    "engine.micro_batch", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
+    "output_dir", "model.path", "model.trust_remote_code", "engine.device", "engine.recompute", "engine.offload", "engine.parallel",
+    "engine.micro_batch", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
     "train.guards", "checkpoint", "log",
 )  # fmt: skip
 """Keys and sections that a resumed run may change: they keep the same model on the same data."""
+
+MOVED = ("model.path", "data.train")
+"""Those of them that name what must be the same wherever it lies now; the run compares its content with the checkpoint's."""
 
 CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
@@ -47,7 +50,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         rest = "".join(f"; {k} was {show(b)} and is {show(a)}" for k, (b, a) in list(breaking.items())[1:])
         raise ConfigError(
             f"{key}: value {show(after)} is not the {show(before)} that the checkpoint was saved with{rest}; "
-            "set the saved values again, or start anew with another output_dir or checkpoint.resume=never"
+            "set the saved values again, or start anew with another output_dir"
         )
     return [_note(key, *pair) for key, pair in differing.items()]
 

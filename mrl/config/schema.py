@@ -146,7 +146,12 @@ class DataConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int | None = key(None, "optimizer steps; excludes `epochs`", minimum=1)
-    epochs: float | None = key(None, "passes over the data; excludes `steps`; neither means one epoch", above=0)
+    epochs: float | None = key(
+        None,
+        "passes over the rows that can be used, which are counted first where some may be left out; excludes `steps`; "
+        "neither means one epoch",
+        above=0,
+    )
     global_batch_size: int = key(REQUIRED, "sequences per optimizer step over all ranks", minimum=1)
     eval_every: int | None = key(
         None,

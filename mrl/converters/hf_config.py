@@ -27,8 +27,6 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: holds a JSON {type(raw).__name__}, not an object; get the file again")
-    if not isinstance(raw.get("model_type"), str):
-        raise ModelError(f"{file}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
     return normalize(raw, where=str(file))
 
 
@@ -40,6 +38,8 @@ def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     tie_word_embeddings: bool. A `model_type` that transformers does not know is returned as it is:
     `family_for` refuses it by name.
     """
+    if not isinstance(raw.get("model_type"), str):
+        raise ModelError(f"{where}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
     if raw["model_type"] not in CONFIG_MAPPING:
         return dict(raw)
     try:

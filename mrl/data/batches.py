@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mrl.batch import Batch, make_batch
+from mrl.config.schema import DataConfig
 from mrl.data.dataset import Example, SFTDataset
 from mrl.errors import CheckpointError, DataError
 
@@ -35,7 +36,7 @@ def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndar
 
 
 def steps_for_epochs(epochs: float, rows: int, global_batch_size: int) -> int:
-    """Batches that cover `epochs` passes over the rows; the last one may reach into the next epoch."""
+    """Batches that cover `epochs` passes over the rows that fill them; the last one may reach into the next epoch."""
     return max(1, math.ceil(Fraction(str(epochs)) * rows / global_batch_size))
 
 
@@ -82,6 +83,23 @@ class Report:
         return DataError(
             f"data.{dataset.part}: {dataset.path}: none of its {len(dataset)} rows can be used; {self.notes[0]}"
         )
+
+
+def may_leave_out(config: DataConfig) -> bool:
+    """Whether rows may be left out, so that fewer than all of them fill the batches."""
+    return config.truncation == "drop" or config.on_bad_row == "skip"
+
+
+def count_usable(dataset: SFTDataset) -> tuple[int, dict[str, int]]:
+    """Rows that fill batches, and counts as `BatchSource.counts`: one pass that encodes every row, the same on every rank.
+
+    Raises DataError as `SFTDataset.load` does, and where no row is left.
+    """
+    report = Report()
+    usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
+    if not usable:
+        raise report.of_which_none_is_left(dataset)
+    return usable, report.counts
 
 
 @dataclasses.dataclass(frozen=True)

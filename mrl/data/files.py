@@ -216,22 +216,29 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
 
 def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
     """Where rows start, in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line, CRC-32)."""
-    ends, position, crc = [], 0, 0
+    ends, firsts, position, crc, begins = [], [], 0, 0, True
     while block := file.read(BLOCK):
         crc = zlib.crc32(block, crc)
-        ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + position + 1)
+        content = np.frombuffer(block, dtype=np.uint8)
+        after = np.flatnonzero(content == 10) + 1
+        ends.append(after + position)
+        at = np.append(0, after) if begins else after
+        firsts.append(content[at[at < len(block)]])
+        begins = block.endswith(b"\n")
         position += len(block)
     line_ends = np.concatenate([*ends, np.array([position])]) if ends else np.zeros(0, dtype=np.int64)
     if len(line_ends) > 1 and line_ends[-1] == line_ends[-2]:  # the file ends with a newline
         line_ends = line_ends[:-1]
     starts = np.concatenate([np.zeros(1, dtype=np.int64), line_ends])
     file.seek(0)
+    maybe_blank = np.concatenate(firsts) <= 32 if firsts else np.zeros(0, dtype=bool)  # a row begins with {
     if file.read(3) == b"\xef\xbb\xbf":  # a byte-order mark is no part of the first row
-        starts[0] = 3
+        starts[0], maybe_blank[0] = 3, True
     rows, lines = starts[:-1], None
-    short = np.flatnonzero(np.diff(starts) <= 2)
     blank = [
-        i for i in short.tolist() if not os.pread(file.fileno(), int(starts[i + 1] - starts[i]), int(starts[i])).strip()
+        i
+        for i in np.flatnonzero(maybe_blank).tolist()
+        if not os.pread(file.fileno(), int(starts[i + 1] - starts[i]), int(starts[i])).strip()
     ]
     if blank:
         lines = np.delete(np.arange(len(rows), dtype=np.int64), blank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -63,6 +64,20 @@ def read_chat_template(path: str) -> str:
     if not text.strip():
         raise DataError(f"data.chat_template: {path}: is empty; give a file with a Jinja template")
     return text
+
+
+def write_chat_template(folder: str | Path, template: str) -> None:
+    """Makes `template` the one chat template of the tokenizer in `folder`, as transformers saves it."""
+    folder = Path(folder)
+    for file in (*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")):
+        file.unlink()
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file():
+        content = json.loads(settings.read_text(encoding="utf-8"))
+        if content.pop("chat_template", None) is not None:
+            settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as file:
+        file.write(template)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -92,6 +92,10 @@ class BaseEngine(abc.ABC):
         """Use `fn` in later steps; its sums are divided by `batch.denominators[denominator]`."""
         self.loss_fn, self.loss_denominator = fn, denominator
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """The run's length, where it is known only after the engine is made; before the first step."""
+        self.config = dataclasses.replace(self.config, total_steps=total_steps)
+
     @property
     def is_main(self) -> bool:
         """Whether this process speaks and writes for all: one of them does."""
@@ -115,7 +119,7 @@ class BaseEngine(abc.ABC):
                 outcome[0] = fn()
             except UserError as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        dist.broadcast_object_list(outcome, src=0)  # over the host's backend: `fn` may take long
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

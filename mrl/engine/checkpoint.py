@@ -13,6 +13,9 @@ before anything in it is deleted, so at any moment each `step_*` folder is whole
 checkpoint being written. Order in time is the marker's `serial`, not the step: a run resumed from an older
 checkpoint makes smaller steps that are newer.
 
+Every file has a checksum. Ranks share out the reading: at a save to compute them, and before a load to compare them
+(`verify`). What merely looks for a checkpoint among many (`validate`) stops at sizes and the checksums of small files.
+
 All ranks write into one folder, which must be on storage that every node sees. Only rank 0 touches what is shared.
 """
 
@@ -20,29 +23,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import mrl
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 LATEST = "latest"
 FORMAT = "mrl-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
-CHECKSUM_LIMIT_BYTES = 2**20
+SMALL_BYTES = 2**20
+"""Files up to this size are read whole wherever a checkpoint is looked at, larger ones before it is loaded."""
+CHUNK_BYTES = 2**22
+THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """Who takes part. gather: collective, gives every rank the values of all in rank order; so it is a barrier too."""
+
+    rank: int
+    size: int
+    gather: Callable[[Any], Sequence[Any]]
+
+    def share(self, items: Sequence[str]) -> Sequence[str]:
+        """This rank's of items that all ranks have in the same order."""
+        return items[self.rank :: self.size]
+
+
+ALONE = Ranks(0, 1, lambda value: [value])
 
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """What COMPLETE says. files: path inside the checkpoint -> {"size": bytes, "sha256": hex, of small files only}."""
+    """What COMPLETE says. files: path inside the checkpoint -> {"size": bytes, "crc32": checksum}."""
 
     step: int
     serial: int
@@ -57,9 +81,7 @@ def step_name(step: int) -> str:
 
 
 @contextlib.contextmanager
-def writing(
-    root: str, step: int, *, backend: str, rank: int, barrier: Callable[[], None], keep: int | None = None
-) -> Iterator[str]:
+def writing(root: str, step: int, *, backend: str, ranks: Ranks = ALONE, keep: int | None = None) -> Iterator[str]:
     """Gives all ranks a folder to write a checkpoint into; on a clean exit it becomes `root/step_XXXXXXXX`.
 
     Collective. backend: which engine's files these are. keep: newest whole checkpoints that stay, None for all; older
@@ -68,24 +90,24 @@ def writing(
     """
     name = step_name(step)
     temporary = os.path.join(root, TEMPORARY + name)
-    if rank == 0:
+    if ranks.rank == 0:
         os.makedirs(root, exist_ok=True)
         _tidy(root)
         os.mkdir(temporary)
-    barrier()
+    ranks.gather(None)
     if not os.path.isdir(temporary):
         raise CheckpointError(
-            f"{root}: rank {rank} does not see the folder that rank 0 made; put checkpoints on storage all nodes share"
+            f"{root}: rank {ranks.rank} does not see the folder that rank 0 made; put checkpoints on storage all nodes share"
         )
     yield temporary
-    barrier()
-    if rank == 0:
+    files = _settle(temporary, ranks)
+    if ranks.rank == 0:
         serial = 1 + max((marker.serial for _, marker in _whole(root)), default=0)
-        _write_marker(temporary, step=step, serial=serial, backend=backend)
+        _write_marker(temporary, files, step=step, serial=serial, backend=backend)
         _publish(root, name)
         if keep is not None:
             _prune(root, keep)
-    barrier()
+    ranks.gather(None)
 
 
 @contextlib.contextmanager
@@ -103,17 +125,17 @@ def replacing(root: str, name: str) -> Iterator[str]:
     _publish(root, name)
 
 
-def find_checkpoint(root: str) -> str | None:
+def find_checkpoint(root: str, but: Collection[str] = ()) -> str | None:
     """The newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
 
     Damaged folders are passed over for a whole one with a warning that names them and what is wrong; `damage` tells
-    where there is none.
+    where there is none. but: folders that `verify` has found to be damaged.
     """
     if os.path.exists(os.path.join(root, MARKER)):
         validate(root)
-        return root
-    whole = _whole(root, warn=True)
-    return whole[-1][0] if whole else None
+        return None if root in but else root
+    whole = [path for path, _ in _whole(root, warn=True) if path not in but]
+    return whole[-1] if whole else None
 
 
 def steps_of(root: str) -> list[tuple[int, str]]:
@@ -136,7 +158,7 @@ def damage(root: str) -> list[str]:
 def validate(path: str, *, backend: str | None = None) -> Marker:
     """The marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
 
-    Every file is looked at: it exists, has its size, and (small files) its checksum.
+    Every file is looked at: it exists, has its size, and (small files) its checksum. `verify` reads all of them.
     """
     if not os.path.isdir(path):
         raise CheckpointError(f"{path}: no such folder; name a checkpoint such as checkpoints/{step_name(100)}")
@@ -147,17 +169,33 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
             f"set engine.backend to {marker.backend}, or export it to Hugging Face and start from that"
         )
     for file, facts in marker.files.items():
-        full = os.path.join(path, file)
-        if not os.path.isfile(full):
-            raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
-        size = os.path.getsize(full)
-        if size != facts["size"]:
-            raise CheckpointError(
-                f"{path}: damaged: {file} has {size} bytes and was saved with {facts['size']}; use another checkpoint"
-            )
-        if "sha256" in facts and _sha256(full) != facts["sha256"]:
-            raise CheckpointError(f"{path}: damaged: the content of {file} has changed; use another checkpoint")
+        _check_file(path, file, facts, content=facts["size"] <= SMALL_BYTES)
     return marker
+
+
+def verify(path: str, ranks: Ranks = ALONE) -> Marker:
+    """Reads every file of the checkpoint at `path` and compares checksums. Returns its marker.
+
+    Collective: files are shared out over the ranks, and what one of them finds wrong, all raise as DamagedCheckpoint.
+    """
+    marker, wrong = None, None
+    try:
+        marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
+        largest_first = sorted(marker.files, key=lambda file: (-marker.files[file]["size"], file))
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda f: _check_file(path, f, marker.files[f], content=True), ranks.share(largest_first)))
+    except CheckpointError as error:
+        wrong = str(error)
+    if found := [what for what in ranks.gather(wrong) if what is not None]:
+        raise DamagedCheckpoint(found[0])
+    return marker
+
+
+def delete(path: str) -> None:
+    """Deletes a checkpoint; a kill on the way leaves no half of it under its name."""
+    root, name = os.path.split(os.path.abspath(path))
+    _to_trash(root, name)
+    _empty_trash(root)
 
 
 def parse_marker(path: str, content: bytes | None) -> Marker:
@@ -170,15 +208,16 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         marker = Marker(
             fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
         )
-        sizes = [facts["size"] for facts in marker.files.values()]
-        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *sizes])
+        current = fields.get("version") == FORMAT_VERSION
+        facts = [file[name] for file in marker.files.values() for name in ("size", "crc32")] if current else []
+        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *facts])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: damaged or foreign: {MARKER} cannot be read ({error!r}); use another checkpoint"
         ) from error
     if not (known and readable):
         raise CheckpointError(f"{path}: foreign: {MARKER} is not that of an mrl checkpoint; use another checkpoint")
-    if fields.get("version") != FORMAT_VERSION:
+    if not current:
         raise CheckpointError(
             f"{path}: has checkpoint format {fields.get('version')} (mrl {marker.mrl_version}) and this is mrl "
             f"{mrl.__version__}, which reads format {FORMAT_VERSION}; load it with the mrl that wrote it"
@@ -220,15 +259,23 @@ def _tidy(root: str) -> None:
             shutil.rmtree(os.path.join(root, entry))
 
 
-def _write_marker(path: str, *, step: int, serial: int, backend: str) -> None:
-    """Puts every file on disk, then COMPLETE."""
-    files = {}
-    for file in _files(path):
-        full = os.path.join(path, file)
+def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
+    """Puts every file on disk. Returns the marker's `files`, of which each rank reads its share."""
+    ranks.gather(None)  # all have written
+    files = ranks.gather(_files(path) if ranks.rank == 0 else None)[0]
+    mine = [os.path.join(path, file) for file in ranks.share(files)]
+    for full in mine:
         _fsync(full)
-        files[file] = {"size": os.path.getsize(full)}
-        if files[file]["size"] <= CHECKSUM_LIMIT_BYTES:
-            files[file]["sha256"] = _sha256(full)
+    with ThreadPoolExecutor(THREADS) as pool:
+        facts = [
+            {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(_crc32, mine), strict=True)
+        ]
+    everyone = ranks.gather(dict(zip(ranks.share(files), facts, strict=True)))
+    return {file: everyone[i % ranks.size][file] for i, file in enumerate(files)}
+
+
+def _write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
+    """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
     for folder, _, _ in os.walk(path):
         _fsync(folder)
     fields = {
@@ -310,6 +357,27 @@ def _read_bytes(path: str) -> bytes | None:
         return source.read()
 
 
-def _sha256(path: str) -> str:
+def _check_file(path: str, file: str, facts: dict, *, content: bool) -> None:
+    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it, too."""
+    full = os.path.join(path, file)
+    if not os.path.isfile(full):
+        raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
+    size = os.path.getsize(full)
+    if size != facts["size"]:
+        raise CheckpointError(
+            f"{path}: damaged: {file} has {size} bytes and was saved with {facts['size']}; use another checkpoint"
+        )
+    try:
+        same = not content or _crc32(full) == facts["crc32"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: damaged: {file} cannot be read ({error}); use another checkpoint") from error
+    if not same:
+        raise CheckpointError(f"{path}: damaged: the content of {file} has changed; use another checkpoint")
+
+
+def _crc32(path: str) -> int:
+    checksum = 0
     with open(path, "rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+        while chunk := source.read(CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

@@ -9,22 +9,61 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import time
 
 import fsspec
+import fsspec.exceptions
 
 from mrl.engine import checkpoint
 from mrl.engine.checkpoint import LATEST, MARKER, PREFIX, Marker
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+FILE_SYSTEM_ERRORS = (OSError, fsspec.exceptions.FSTimeoutError)
+PAUSES_S = (1.0, 10.0, 30.0)
+"""Between attempts to upload: an object store that refuses for a moment must not end a long run."""
+
+
+def probe(url: str) -> None:
+    """Writes a small file at `url` and removes it. Raises ConfigError where that fails: no copy could be made there."""
+    try:
+        files, base = _open(url)
+        files.makedirs(base, exist_ok=True)
+        name = f"{base}/.mrl-probe-{secrets.token_hex(4)}"
+        files.pipe_file(name, b"mrl")
+        files.rm_file(name)
+    except Exception as error:  # file systems have no common error
+        raise ConfigError(
+            f"checkpoint.remote: {url} cannot be written ({type(error).__name__}: {' '.join(str(error).split())}); give a URL "
+            "that this machine can write to, or null"
+        ) from error
 
 
 def upload(path: str, url: str, *, keep: int | None = None) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too.
+    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too. After an
+    error of the file system the copy is begun again after each of PAUSES_S; then CheckpointError.
     """
-    marker = checkpoint.validate(path)
+    for pause_s in (*PAUSES_S, None):
+        try:
+            return _upload(path, url, keep)
+        except FILE_SYSTEM_ERRORS as error:
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if pause_s is None:
+                raise CheckpointError(
+                    f"checkpoint.remote: {path} cannot be copied to {url} ({what}; tried {len(PAUSES_S) + 1} times); the checkpoint "
+                    f"in {path} is whole: when {url} can be written again, the same command copies it and goes on"
+                ) from error
+            logger.warning("%s: copying to %s failed (%s); again in %g s", path, url, what, pause_s)
+            time.sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def _upload(path: str, url: str, keep: int | None) -> str:
+    marker = checkpoint.verify(path)  # a damaged one must not push whole ones out
     files, base = _open(url)
     name = checkpoint.step_name(marker.step)
     target = f"{base}/{name}"
@@ -69,7 +108,7 @@ def fetch(url: str, root: str) -> str | None:
         source, marker = whole[-1]
     final = os.path.join(root, checkpoint.step_name(marker.step))
     with contextlib.suppress(CheckpointError):  # a local copy that is absent or damaged is fetched again
-        if checkpoint.validate(final) == marker:
+        if checkpoint.validate(final) == marker and checkpoint.verify(final) == marker:
             return final
     with checkpoint.replacing(root, checkpoint.step_name(marker.step)) as temporary:
         for file in [*marker.files, MARKER]:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.batch import Batch
 from mrl.engine.base import Predictions
+from mrl.engine.checkpoint import Ranks
 from mrl.engine.microbatch import balanced_shards
+from mrl.errors import CheckpointError
+
+TIMEOUT = datetime.timedelta(hours=4)
+"""How long a rank waits for another one, in every group.
+
+One process may work for long while the others wait: it copies a checkpoint to a remote, reads or exports a large model.
+Over NCCL too, where ranks queue up their part of an export ahead of the one that writes it. A rank that died is not
+waited for so long: the local launcher and torchrun end all ranks, and so does srun with --kill-on-bad-exit.
+"""
+
+JOIN_TIMEOUT = datetime.timedelta(minutes=30)
+"""How long the start waits for all processes to appear."""
 
 
 def join_processes(device_type: str) -> None:
@@ -26,9 +42,38 @@ def join_processes(device_type: str) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=JOIN_TIMEOUT))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store, rank, world_size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+def wait_for_all() -> None:
+    """A barrier on the host: one that waits for NCCL would hold the GPUs too."""
+    all_ranks().gather(None)
+
+
+def all_ranks() -> Ranks:
+    """The processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
+
+    def gather(value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    return Ranks(dist.get_rank(), dist.get_world_size(), gather)
+
+
+LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError)
+"""What torch.distributed.checkpoint raises where it cannot read what it finds; the first is no Exception."""
+
+
+def cannot_load(path: str, error: BaseException) -> CheckpointError:
+    """One line for one of LOAD_ERRORS; what ranks met is inside a CheckpointException."""
+    if isinstance(error, CheckpointException):
+        error = next((failure[0] for failure in error.failures.values()), error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return CheckpointError(f"{path}: cannot be loaded ({reason}); use another checkpoint")
 
 
 def denominator_of(batch: Batch, name: str) -> float:

@@ -29,10 +29,20 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _torchrun(environ)
-    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    if "SLURM_PROCID" in environ and tasks is not None and int(tasks) > 1:
-        return _srun(environ, int(tasks))
+    name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    if "SLURM_PROCID" in environ and environ.get(name) and (tasks := _number(environ, name)) > 1:
+        return _srun(environ, tasks)
     return None
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """A variable that a launcher sets to a whole number from 0."""
+    value = environ[name].strip()
+    if not (value.isascii() and value.isdigit()):
+        raise ConfigError(
+            f"environment: {name} is {environ[name]!r}, not a whole number; start through torchrun or srun, or unset it"
+        )
+    return int(value)
 
 
 def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
@@ -43,13 +53,16 @@ def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
         raise ConfigError(
             f"environment: {given} is set but {', '.join(missing)} is not; start through torchrun, or unset them all"
         )
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    for name in ("MASTER_PORT", "LOCAL_RANK"):
+        if name in environ:
+            _number(environ, name)
     variables = {name: environ[name] for name in names}
     return JoinedWorld("torchrun", rank, world_size, variables | {"LOCAL_RANK": environ.get("LOCAL_RANK", str(rank))})
 
 
 def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
-    rank = int(environ["SLURM_PROCID"])
+    rank = _number(environ, "SLURM_PROCID")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     master = environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if master is None:

@@ -44,10 +44,9 @@ class RankFailed(Exception):
 
 
 def run_here(target: Callable[[SFTConfig, str], object], config: SFTConfig, command_line: str) -> None:
-    """Runs `target(config, command_line)` as the only rank, in this process."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    """Runs `target(config, command_line)` as the only rank, in this process. It has nobody to meet, and so no port."""
     log = log_path(pathlib.Path(config.output_dir) / "logs", rank=0)
-    with _environment(place | _unless_set(_loopback())), warnings_in(log):
+    with _environment(_unless_set(_loopback())), warnings_in(log):
         target(config, command_line)
 
 
@@ -229,12 +228,6 @@ def _worker_variables() -> dict[str, str]:
 
 def _unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in defaults.items() if name not in os.environ}
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def _loopback() -> dict[str, str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import os
 import pathlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from mrl.config.checks import check_model, check_world
@@ -30,7 +33,35 @@ def check_layout(config: SFTConfig, model: dict[str, Any], world_size: int) -> P
     """The layout on `world_size` processes, checked against the batch and the model's config.json."""
     dims = check_world(config, world_size)
     check_model(config, dims, model)
+    _check_architecture(config, dims, model)
     return dims
+
+
+def _check_architecture(config: SFTConfig, dims: ParallelDims, model: dict[str, Any]) -> None:
+    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split.
+
+    These imports are the slow part of a dry run, and so the last; megatron is not among them.
+    """
+    with _quiet():
+        from mrl.converters.hf_config import normalize
+        from mrl.mcore_models import layout
+        from mrl.mcore_models.families import fields_of
+
+        hf = normalize(model, where=os.path.join(config.model.path, "config.json"))
+        if config.engine.backend == "megatron":
+            layout.check_layout(fields_of(hf), dims)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries, which the run gives again where they belong."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int) -> int:

@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
@@ -139,12 +139,19 @@ def main() -> None:
             log.write(outcome.text)
     write_outcome(folder, outcome)
     failed = outcome.kind in ("user", "fault", "interrupted")
+    leave(1 if failed else 0, failed=failed)
+
+
+def leave(code: int, *, failed: bool) -> NoReturn:
+    """Ends the process of a rank.
+
+    The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run.
+    """
     if not failed:
         atexit._run_exitfuncs()  # after a failure they may wait for process groups whose peers are gone
     sys.stdout.flush()
     sys.stderr.flush()
-    # The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run
-    os._exit(1 if failed else 0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

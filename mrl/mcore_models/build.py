@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan
-from mrl.errors import ConfigError
 from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.families import fields_of
 from mrl.mcore_models.head import LanguageHead, ValueHead
+from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
 
 
@@ -112,35 +112,6 @@ def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> di
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
-    """Refuses layouts that the model's sizes do not allow, by key."""
-
-    def divides(key: str, degree: int, name: str, count: int) -> None:
-        if count % degree:
-            fits = [d for d in range(1, degree) if count % d == 0]
-            raise ConfigError(
-                f"engine.parallel.{key}: {degree} does not divide the model's {count} {name}; use one of {fits}"
-            )
-
-    divides("tp", dims.tp, "attention heads", fields["num_attention_heads"])
-    groups = fields["num_query_groups"]
-    if groups % dims.tp and dims.tp % groups:
-        raise ConfigError(
-            f"engine.parallel.tp: {dims.tp} and the model's {groups} key/value heads do not divide one another; use a divisor or multiple of {groups}"
-        )
-    divides("tp", dims.tp, "feed-forward channels", fields["ffn_hidden_size"])
-    stage_layers(fields["num_layers"], dims.pp, dims.vpp)
-    if "num_moe_experts" in fields:
-        divides("ep", dims.ep, "experts", fields["num_moe_experts"])
-        divides("etp", dims.etp, "expert channels", fields["moe_ffn_hidden_size"])
-        if dims.tp > 1 and not dims.sp:
-            raise ConfigError(
-                "engine.parallel.sp: false with tp above 1 is not possible for a mixture-of-experts model; set sp to auto or true"
-            )
-    elif dims.ep > 1:
-        raise ConfigError(f"engine.parallel.ep: {dims.ep} needs a mixture-of-experts model; set ep to 1")
 
 
 def build_chunks(

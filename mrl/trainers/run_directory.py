@@ -12,14 +12,16 @@ import pathlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 import mrl
 from mrl.batch import Batch
 from mrl.config.load import dump_config, read_yaml, to_dict
-from mrl.config.resume import check_resume
+from mrl.config.resume import MOVED, check_resume
 from mrl.config.schema import CheckpointConfig, SFTConfig
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
@@ -86,17 +88,26 @@ class RunDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so."""
+    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so.
+
+    moved: notes on data or model that have another name than in config.yaml.
+    """
 
     checkpoint: str | None
     step: int
     message: str
+    moved: Sequence[str] = ()
 
 
-def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
-    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files."""
+def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+    """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
+
+    damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
+    of them is chosen again only where it was fetched again.
+    """
     _refuse_foreign(run)
-    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints))
+    moved: list[str] = []
+    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         if run.present():
             raise ConfigError(
@@ -105,17 +116,30 @@ def choose_start(run: RunDirectory, config: SFTConfig) -> Start:
             )
         return Start(None, 0, f"starting in {run.path}")
     if own is not None:
-        _check_same_run(run, config, own)
+        moved = _check_same_run(run, config, own)
     elif resume != "auto":
-        own = _elsewhere(run, resume)
+        own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
     if own is None:
-        _refuse_damaged(run)
+        _refuse_damaged(run, damaged)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
-    return Start(own, step, f"resuming from {own}, after step {step}")
+    return Start(own, step, f"resuming from {own}, after step {step}", moved)
+
+
+def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
+    """Whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in it.
+
+    Its folder tells, but for one that was fetched from the URL in `checkpoint.resume`: it lies in our folder too. Our
+    own, saved later, have that URL in their config; a copy in `checkpoint.remote` is our own.
+    """
+    if start.checkpoint is None or not _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
+        return False
+    if "://" not in config.resume or (config.remote is not None and config.resume.startswith(config.remote)):
+        return True
+    return saved["checkpoint"]["resume"] == config.resume
 
 
 def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:
@@ -125,11 +149,11 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep)
 
 
-def _refuse_damaged(run: RunDirectory) -> None:
+def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
-    if damaged := checkpoint.damage(str(run.checkpoints)):
+    if found := [*checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
         raise CheckpointError(
-            f"{'; '.join(damaged)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
+            f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
             "from the beginning, or give another output_dir"
         )
 
@@ -145,10 +169,13 @@ def _refuse_foreign(run: RunDirectory) -> None:
         )
 
 
-def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
-    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint."""
+def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> list[str]:
+    """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
+
+    Returns notes on what has another name there (`MOVED`).
+    """
     before = read_yaml(run.config) if run.config.exists() else to_dict(config)
-    check_resume(before, to_dict(config))
+    notes = check_resume(before, to_dict(config))
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not _same_folder(resume, newest):
@@ -156,17 +183,19 @@ def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> None:
             f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
         )
+    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in MOVED))]
 
 
-def _elsewhere(run: RunDirectory, resume: str) -> str:
+def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
     """The checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
-    found = (
-        checkpoint_remote.fetch(resume, str(run.checkpoints)) if "://" in resume else checkpoint.find_checkpoint(resume)
-    )
+    if "://" in resume:
+        found = checkpoint_remote.fetch(resume, str(run.checkpoints))
+    else:
+        found = checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
-        damaged = "" if "://" in resume else "".join(f" ({what})" for what in checkpoint.damage(resume))
+        wrong = [] if "://" in resume else [*checkpoint.damage(resume), *damaged.values()]
         raise CheckpointError(
-            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{damaged}; give a folder such as "
+            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{''.join(f' ({what})' for what in wrong)}; give a folder such as "
             f"runs/demo/checkpoints/{checkpoint.step_name(100)}"
         )
     return found

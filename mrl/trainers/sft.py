@@ -18,21 +18,22 @@ from typing import Any
 from mrl import metrics
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
-from mrl.config.checks import resolve_engine_tokens
+from mrl.config.checks import check_schedule, resolve_engine_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.data.batches import BatchSource, Report, eval_batches, steps_for_epochs
+from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
-from mrl.data.tokenizer import load_tokenizer
-from mrl.engine import checkpoint
+from mrl.data.tokenizer import load_tokenizer, write_chat_template
+from mrl.engine import checkpoint, checkpoint_remote
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.errors import DataError, Stopped, TrainingError
+from mrl.errors import DamagedCheckpoint, DataError, Stopped, TrainingError
 from mrl.trainers.console import Console, open_console
-from mrl.trainers.hub import model_folder
-from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
+from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
+from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal, signal_name
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
@@ -58,7 +59,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once by `run`."""
+    """What the loop uses, made once by `run`. chat_template: the text of data.chat_template, which the export gets too."""
 
     config: SFTConfig
     total_steps: int
@@ -68,6 +69,7 @@ class Trainer:
     directory: RunDirectory
     console: Console
     stop: StopSignal
+    chat_template: str | None = None
 
 
 def run(config: SFTConfig, command_line: str = "") -> None:
@@ -84,25 +86,60 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     eval_set = None
     if config.data.eval is not None:
         eval_set = SFTDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
-    batch_size = config.train.global_batch_size
-    total_steps = config.train.steps or steps_for_epochs(config.train.resolved_epochs, len(train_set), batch_size)
-    source = BatchSource(train_set, global_batch_size=batch_size, seed=config.seed, shuffle=config.data.shuffle)
-    engine = build_engine(role_config(config, folder, total_steps))
+    engine = build_engine(role_config(config, folder))
     directory = RunDirectory(pathlib.Path(config.output_dir))
-    console = open_console(config.log.console, enabled=engine.is_main)
+    console, lock = open_console(config.log.console, enabled=engine.is_main), RunLock(directory.path)
+    total_steps = length_of(config, train_set, console)
+    engine.set_total_steps(total_steps)
+    source = BatchSource(
+        train_set, global_batch_size=config.train.global_batch_size, seed=config.seed, shuffle=config.data.shuffle
+    )
     with StopSignal() as stop:
-        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop)
+        template = tokenizer.chat_template if config.data.chat_template is not None else None
+        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop, template)
         try:
+            engine.on_main(lock.acquire)
+            engine.on_main(lambda: check_outside(config))
             start = engine.on_main(lambda: choose_start(directory, config))
-            engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
-            if not already_done(trainer, start):
+            if already_done(trainer, start):
+                engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
+            else:
                 train(trainer, start, command_line)
         finally:
             console.close()
             source.close()
+            lock.release()
 
 
-def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleConfig:
+def check_outside(config: SFTConfig) -> None:
+    """What the main process will need outside of this run: an account, a remote folder that can be written."""
+    metrics.check_login(config.log)
+    if config.checkpoint.remote is not None:
+        checkpoint_remote.probe(config.checkpoint.remote)
+
+
+def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:
+    """Steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are counted first.
+
+    The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
+    """
+    epochs, rows = config.train.resolved_epochs, len(train_set)
+    if epochs is None:
+        return config.train.steps
+    usable, counts = rows, {}
+    if may_leave_out(config.data):
+        console.say(f"data.train: counting which of its {rows} rows can be used, for the length of the run")
+        usable, counts = count_usable(train_set)
+    steps = steps_for_epochs(epochs, usable, config.train.global_batch_size)
+    length = f"the {steps} steps of {epochs:g} epochs"
+    if usable < rows:
+        left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
+        console.say(f"data.train: {usable} of its {rows} rows can be used ({left_out}), which makes {length}")
+    check_schedule(config.optimizer, steps, length)
+    return steps
+
+
+def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
     """The one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
     tokens = resolve_engine_tokens(config)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
@@ -112,7 +149,6 @@ def role_config(config: SFTConfig, model_path: str, total_steps: int) -> RoleCon
         optimizer=config.optimizer,
         seed=config.seed,
         packing=config.data.packing,
-        total_steps=total_steps,
     )
 
 
@@ -133,6 +169,8 @@ def already_done(trainer: Trainer, start: Start) -> bool:
         trainer.console.say(f"{done}, but not its export; exporting")
         return False
     trainer.console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
+    for note in start.moved:
+        trainer.console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
     return True
 
 
@@ -157,6 +195,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_left_out(console, "train", trainer.source.counts)
     if config.checkpoint.export_hf:
         engine.export_hf(str(directory.partial_hf))
+        if trainer.chat_template is not None:
+            engine.on_main(lambda: write_chat_template(directory.partial_hf, trainer.chat_template))
         engine.on_main(directory.publish_export)
         console.say(f"model: {directory.hf} (loadable with transformers)")
     console.say(
@@ -174,15 +214,36 @@ def read_first_rows(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
-    """Puts engine and data where the checkpoint of `start` left them; a fresh run gets an id."""
-    engine, config = trainer.engine, trainer.config
-    if start.checkpoint is None:
+    """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own.
+
+    A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
+    """
+    engine, config, directory = trainer.engine, trainer.config, trainer.directory
+    damaged: dict[str, str] = {}
+    state = None
+    while start.checkpoint is not None and state is None:
+        try:
+            state = engine.load_checkpoint(start.checkpoint)
+        except DamagedCheckpoint as error:
+            if start.checkpoint in damaged:
+                raise
+            damaged[start.checkpoint] = str(error)
+            start = engine.on_main(lambda: choose_start(directory, config, damaged))
+            trainer.console.say(f"passed over {error}")
+            trainer.console.say(start.message)
+    if state is None:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
-    state = engine.load_checkpoint(start.checkpoint)
+    engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
+    check_same_model(
+        state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
+    )
     trainer.source.load_state_dict(state["data"])
-    return Progress(**state["progress"])
+    progress = Progress(**state["progress"])
+    if not is_own(trainer.directory, start, state["config"], config.checkpoint):
+        progress.run_id = engine.on_main(metrics.new_run_id)  # another run's page is not ours to write on
+    return progress
 
 
 def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
@@ -347,6 +408,7 @@ def save(trainer: Trainer, progress: Progress) -> str:
     state: Mapping[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),
+        "model": model_fingerprint(engine.config.model.path),
         "config": to_dict(config),
     }
     return engine.save_checkpoint(

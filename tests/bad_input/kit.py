@@ -96,8 +96,13 @@ def set_config(text: str | bytes) -> Callable[[Workspace], None]:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment, which looks like no launcher's."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
+    """This process's environment, which looks like no launcher's and has no account anywhere."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM_", "WANDB_")) and k not in ("RANK", "WORLD_SIZE")
+    }
+    return kept | {"NETRC": os.devnull}
 
 
 def run_mrl(workspace: Workspace, *args: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:

@@ -55,7 +55,8 @@ def inputs(warm, tmp_path_factory) -> pathlib.Path:
 
 @table(COLD)
 def test_is_refused(case: Case, workspace: Workspace):
-    check(case, workspace)
+    """By a dry run: before any process starts."""
+    check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, "--dry-run"))
 
 
 @table(WARM)

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.keys import walk
 from mrl.config.load import from_dict, to_dict
-from mrl.config.resume import ABSENT, MAY_CHANGE, changed_keys, check_resume
+from mrl.config.resume import ABSENT, MAY_CHANGE, MOVED, changed_keys, check_resume
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import base
@@ -30,10 +30,11 @@ def test_changed_keys_are_dotted_and_a_value_that_is_a_mapping_is_one_key():
 def test_layout_output_and_length_may_change():
     new = plain(
         output_dir="elsewhere", engine={"parallel": {"tp": 2}, "micro_batch": {"size": 1}, "offload": ["optimizer"]},
-        log={"console": "plain"}, checkpoint={"every": 5}, train={"steps": 20}, data={"eval": "rows"},
+        log={"console": "plain"}, checkpoint={"every": 5}, train={"steps": 20},
+        data={"eval": "rows", "train": "moved"}, model={"path": "moved"},
     )  # fmt: skip
     notes = check_resume(plain(train={"steps": 10}), new)
-    assert len(notes) == 8
+    assert len(notes) == 10
     assert 'output_dir: "run" at the save, "elsewhere" now' in notes
     assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
 
@@ -41,10 +42,9 @@ def test_layout_output_and_length_may_change():
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"model": {"path": "other"}}, "model.path"),
         ({"model": {"dtype": "float32"}}, "model.dtype"),
         ({"optimizer": {"lr": 1.0}}, "optimizer.lr"),
-        ({"data": {"train": "other"}}, "data.train"),
+        ({"data": {"split": "other"}}, "data.split"),
         ({"data": {"max_length": 100}}, "data.max_length"),
         ({"train": {"global_batch_size": 9}}, "train.global_batch_size"),
         ({"seed": 1}, "seed"),
@@ -58,6 +58,7 @@ def test_what_breaks_the_run_is_refused(sections, key):
     ) as error:
         check_resume(plain(), plain(**sections))
     assert "\n" not in str(error.value)
+    assert "with another output_dir" in str(error.value) and "never" not in str(error.value)
 
 
 def test_every_breaking_key_is_named():
@@ -75,5 +76,6 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
 
 def test_the_table_names_real_keys():
     paths = [key.path for key in walk(SFTConfig)]
+    assert set(MOVED) < set(MAY_CHANGE)
     for allowed in MAY_CHANGE:
         assert any(path == allowed or path.startswith(allowed + ".") for path in paths), allowed

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 
-from mrl.data.batches import BatchSource, Report, eval_batches, row_order, steps_for_epochs
+from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, row_order, steps_for_epochs
 from mrl.data.dataset import Example, SFTDataset
 from mrl.errors import CheckpointError, DataError
 from tests.data import kit
@@ -271,3 +271,15 @@ def test_ranks_that_build_the_same_batch_agree(mixed):
     keys = {"on_bad_row": "skip", "truncation": "drop", "max_length": 12, "size": 3}
     a, b = make(mixed, **keys), make(mixed, prefetch=False, **keys)
     assert all(same(a.next(), b.next()) for _ in itertools.repeat(None, 10))
+
+
+def test_usable_rows_are_counted_without_touching_the_counts_of_the_run(tmp_path):
+    long, bad = {"text": "fox " * 40}, {"words": "fox"}
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [*rows(4), long, bad, long])
+    source = make(path, max_length=32, truncation="drop", on_bad_row="skip", format="text")
+    assert count_usable(source.dataset) == (4, {"skipped": 1, "dropped": 2, "truncated": 0})
+    assert set(source.counts.values()) == {0}
+    with pytest.raises(DataError, match="none of its 7 rows"):
+        count_usable(make(path, max_length=2, truncation="drop", on_bad_row="skip", format="text").dataset)
+    assert not may_leave_out(kit.config(path)) and not may_leave_out(kit.config(path, truncation="right"))
+    assert may_leave_out(kit.config(path, truncation="drop")) and may_leave_out(kit.config(path, on_bad_row="skip"))

@@ -88,7 +88,9 @@ def test_many_files_hold_few_handles(tmp_path, monkeypatch):
         (b'{"a": 1}\n{"a": 2}\n', [1, 2], [1, 2]),
         (b'{"a": 1}\n{"a": 2}', [1, 2], [1, 2]),
         (b'\n\n{"a": 1}\r\n\r\n \n{"a": 2}\n\n', [1, 2], [3, 6]),
+        (b'   \n{"a": 1}\n\t \t  \r\n  {"a": 2}\n' + b" " * 40, [1, 2], [2, 4]),
         (b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n', [1, 2], [1, 2]),
+        (b'\xef\xbb\xbf   \n{"a": 1}\n{"a": 2}\n', [1, 2], [2, 3]),
         (b'{"a":\n', None, None),
     ],
 )

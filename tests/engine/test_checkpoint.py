@@ -16,12 +16,12 @@ import fsspec
 import pytest
 
 from mrl.engine import checkpoint, checkpoint_remote
-from mrl.engine.checkpoint import MARKER, find_checkpoint, validate, writing
-from mrl.errors import CheckpointError
+from mrl.engine.checkpoint import MARKER, find_checkpoint, validate, verify, writing
+from mrl.errors import CheckpointError, DamagedCheckpoint
 
 
 def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
-    with writing(str(root), step, backend=backend, rank=0, barrier=lambda: None, keep=keep) as folder:
+    with writing(str(root), step, backend=backend, keep=keep) as folder:
         os.makedirs(os.path.join(folder, "model"))
         for name, data in {"model/shard0": content, "model/shard1": content * 2, "state.json": b"{}"}.items():
             with open(os.path.join(folder, name), "wb") as out:
@@ -118,6 +118,11 @@ DAMAGES = {
     "marker is a list": (lambda p: write_marker(p, "[1]"), "damaged or foreign"),
     "other format": (lambda p: edit_marker(p, format="other"), "foreign: COMPLETE is not that of an mrl checkpoint"),
     "step is text": (lambda p: edit_marker(p, step="7"), "foreign: COMPLETE"),
+    "no checksum": (
+        lambda p: edit_marker(p, files={"state.json": {"size": 2}}),
+        "damaged or foreign: COMPLETE cannot be read (KeyError('crc32'))",
+    ),
+    "older version": (lambda p: edit_marker(p, version=1), "has checkpoint format 1"),
     "newer version": (lambda p: edit_marker(p, version=99), "has checkpoint format 99"),
 }
 
@@ -145,15 +150,68 @@ def test_the_other_backend_and_a_missing_folder_are_named(tmp_path):
 
 def test_all_ranks_write_into_one_folder(tmp_path):
     """Rank 0 alone makes, marks and renames; the marker lists what every rank wrote."""
-    barrier = threading.Barrier(3).wait
 
-    def work(rank):
-        with writing(str(tmp_path), 7, backend="fsdp", rank=rank, barrier=barrier) as folder:
-            pathlib.Path(folder, f"rank{rank}").write_text("x" * rank)
+    def work(ranks):
+        with writing(str(tmp_path), 7, backend="fsdp", ranks=ranks) as folder:
+            pathlib.Path(folder, f"rank{ranks.rank}").write_text("x" * ranks.rank)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    [t.start() for t in threads], [t.join() for t in threads]
-    assert list(validate(str(tmp_path / "step_00000007")).files) == ["rank0", "rank1", "rank2"]
+    on_ranks(3, work)
+    path = str(tmp_path / "step_00000007")
+    assert list(validate(path).files) == ["rank0", "rank1", "rank2"]
+    assert on_ranks(2, lambda ranks: verify(path, ranks)) == [verify(path)] * 2
+
+
+def on_ranks(size, work):
+    """What `work` returns on each of the ranks, which are threads here, or the error it raises."""
+    barrier, values, results = threading.Barrier(size), [None] * size, [None] * size
+
+    def run(rank):
+        def gather(value):
+            values[rank] = value
+            barrier.wait()
+            everyone = list(values)
+            barrier.wait()
+            return everyone
+
+        try:
+            results[rank] = work(checkpoint.Ranks(rank, size, gather))
+        except CheckpointError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    [t.start() for t in threads], [t.join(20) for t in threads]
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_damage_inside_a_large_file_is_the_same_error_on_every_rank(tmp_path, size):
+    """The size is unchanged, so that only reading the file shows it, which one rank of all does."""
+    path = save(tmp_path, 1, content=b"weights!" * 2**18)
+    assert os.path.getsize(f"{path}/model/shard0") > checkpoint.SMALL_BYTES
+    verify(path)
+    with open(f"{path}/model/shard0", "r+b") as shard:
+        shard.seek(2**20 + 12345)
+        shard.write(bytes(4096))
+    validate(path)  # cheap: does not look there
+    errors = on_ranks(size, lambda ranks: verify(path, ranks))
+    assert [type(error) for error in errors] == [DamagedCheckpoint] * size
+    assert {str(e) for e in errors} == {
+        f"{path}: damaged: the content of model/shard0 has changed; use another checkpoint"
+    }
+    older = save(tmp_path / "other", 1), save(tmp_path / "other", 2)
+    assert find_checkpoint(str(tmp_path / "other"), but=[older[1]]) == older[0]
+
+
+def test_a_damaged_large_file_is_not_copied_to_a_url_and_fetched_again_from_it(tmp_path):
+    url = f"file://{tmp_path}/remote"
+    path = save(tmp_path / "a", 1, content=b"weights!" * 2**18)
+    checkpoint_remote.upload(path, url)
+    with open(f"{path}/model/shard0", "r+b") as shard:
+        shard.write(b"W")
+    with pytest.raises(CheckpointError, match="the content of model/shard0 has changed"):
+        checkpoint_remote.upload(path, url)
+    assert checkpoint_remote.fetch(url, str(tmp_path / "a")) == path
+    verify(path)
 
 
 class Killed(BaseException):
@@ -204,6 +262,24 @@ def test_killed_at_every_file_operation(tmp_path):
         shutil.rmtree(root)
         at += 1
     assert at > 20
+
+
+def test_killed_while_one_is_deleted(tmp_path):
+    """Whole or not there under its name: half of it would be refused by the next start."""
+    finished, at = False, 0
+    while not finished:
+        root = tmp_path / str(at)
+        path = save(root, 1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            Operations(monkeypatch, at)
+            try:
+                checkpoint.delete(path)
+                finished = True
+            except Killed:
+                pass
+        assert checkpoint.damage(str(root)) == [], f"killed at operation {at}"
+        at += 1
+    assert at > 3 and names(root) == ["latest"]
 
 
 def test_killed_while_a_step_is_replaced(tmp_path):

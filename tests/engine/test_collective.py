@@ -1,11 +1,20 @@
 """What both engines share that needs no process group."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mrl.batch import make_batch
+from mrl.engine.base import BaseEngine
 from mrl.engine.collective import denominator_of
+from tests.engine.harness import run_case
 
 
 def test_a_denominator_that_the_batch_lacks_is_no_silent_1():
@@ -19,3 +28,53 @@ def test_a_denominator_that_the_batch_lacks_is_no_silent_1():
 
 def test_a_mini_batch_of_which_nothing_counts_divides_by_1():
     assert denominator_of(make_batch([[1, 2]], [[0.0, 0.0]]), "tokens") == 1.0
+
+
+PROGRAM = """
+    import torch
+    import torch.distributed as dist
+    from mrl.engine import collective
+    from mrl.mcore_models import platform
+
+    platform.prepare()
+    from megatron.core import parallel_state
+    from mrl.engine.megatron.groups import MegatronState
+    from mrl.parallel import ParallelDims
+
+    def timeout(group):
+        return group._get_backend(torch.device("cpu")).options._timeout
+
+    collective.join_processes("cpu")
+    assert timeout(dist.group.WORLD) == collective.TIMEOUT, timeout(dist.group.WORLD)
+    with MegatronState(ParallelDims(world_size=1), seed=0).installed():
+        for group in (
+            parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_group_gloo(),
+            parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(),
+        ):
+            assert timeout(group) == collective.TIMEOUT, timeout(group)
+"""
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_every_group_waits_for_what_one_process_does_alone(joined):
+    """An upload or the checksums of a large save take longer than torch's own 30 or 10 minutes."""
+    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
+    if joined:
+        environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def on_main_of_a_gpu_engine():
+    """What every rank gets; the device would need another backend than these ranks have."""
+    engine = SimpleNamespace(is_main=dist.get_rank() == 0, device=torch.device("cuda", 0))
+    got = BaseEngine.on_main(engine, lambda: f"from rank {dist.get_rank()}")
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, got)
+    return everyone
+
+
+def test_what_the_main_process_found_travels_over_the_host():
+    found = run_case(2, "tests.engine.test_collective:on_main_of_a_gpu_engine")
+    assert found == ["from rank 0", "from rank 0"]

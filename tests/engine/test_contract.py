@@ -179,10 +179,10 @@ def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: 2 is not possible with engine.backend fsdp"),
-        ({"recompute": "selective"}, "engine.recompute: selective is not possible with engine.backend fsdp"),
+        ({"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend fsdp"),
+        ({"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
         ({"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
-        ({"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: 2 is not possible with engine.backend fsdp"),
+        ({"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
     ],
 )
 def test_fsdp_refuses_what_it_cannot_do(folder, change, message):

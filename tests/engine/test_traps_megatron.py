@@ -1,8 +1,9 @@
 """The megatron engine against the bugs of other trainers (by the trap's number), and against the contract in more layouts.
 
 Where a trap is covered elsewhere or cannot occur:
-- 2, 3, 4 (factors of cp, token counts): mrl hands megatron a 2-tuple, whose factors scaling.py cancels, and never sets
-  `calculate_per_token_loss` (`test_traps_3_and_4`); the rows cp2, dp2 and cp2xpp2 with one trained token are in the parity table.
+- 3, 4 (token counts): mrl hands megatron a 2-tuple, whose factors scaling.py cancels (trap 2, below), and leaves
+  `calculate_per_token_loss` off (tests/mcore_models/test_families.py); gradients where the ranks' counts differ most are
+  compared in the parity rows with one trained token: cp2, dp2 and cp2xpp2, which the table promises.
 - 5 (means of means, "the critic forgotten"): rows with 1, 2, 4 and 8 micro-batches, also of the value head.
 - 9 (router losses): test_router_losses.py. 12 (tied value head), 16 (layers that tensor parallelism does not split: the
   value head, norms of heads, the router): parity rows.
@@ -29,7 +30,16 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row
 
+from megatron.core.pipeline_parallel import schedules  # isort: skip  after the engine, which prepares its import
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
+
 MOE = MoEConfig(aux_loss=0.01, z_loss=0.001)
+
+
+@pytest.fixture(scope="module")
+def schedule_config(folder):
+    """megatron's configuration of a mixture of experts, as the engine makes it."""
+    return MegatronEngine(config_of(folder("mixtral"), "dp1")).model_config
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +141,24 @@ def test_traps_6_and_8_reported_numbers(folder, layout):
     run("results_are_the_same_on_every_rank", folder("llama"), layout, options={"tokens": None, "size": 2})
 
 
-def test_traps_3_and_4_megatron_gets_a_2_tuple_and_never_counts_tokens(folder):
-    """What follows from it is in the parity rows with one trained token: cp2, dp2 and cp2xpp2, whose gradients are right."""
-    engine = MegatronEngine(config_of(folder("mixtral"), "dp1"))
-    assert engine.model_config.calculate_per_token_loss is False
-
-
 @pytest.mark.parametrize(("dp", "cp", "count", "share"), list(itertools.product((1, 2), (1, 2), (1, 3), (1.0, 0.25))))
-def test_trap_2_what_megatron_multiplies_is_cancelled(dp, cp, count, share):
-    """The derivation of scaling.py, followed with numbers: `* cp / M`, the scale function, `/ (dp * cp)` and a sum over ranks."""
+def test_trap_2_what_megatron_multiplies_is_cancelled(monkeypatch, schedule_config, dp, cp, count, share):
+    """megatron's own schedule divides each micro-batch's loss; its scale function and DDP's `/ (dp * cp)` follow by hand.
+
+    The cp ranks' parts add up to one gradient. What the schedule gives to router losses is the derivation's, too.
+    """
+    scale = megatron_scale(share)
+    monkeypatch.setattr(schedule_config, "grad_scale_func", scale)
     sums = torch.arange(1.0, 1 + dp * count)
-    scale = megatron_scale(share) or (lambda value: value)
     reduced = 0.0
     for loss_sum in sums:
-        returned = megatron_loss(loss_sum, denominator=7.0, micro_batches=count, dp=dp, share=share)
-        reduced += float(scale(returned * cp / count)) / (dp * cp)  # the cp ranks' parts add up to one gradient
+        own = megatron_loss(loss_sum, denominator=7.0, micro_batches=count, dp=dp, share=share)
+        output, _ = schedules.forward_step_calc_loss(
+            None, torch.zeros(1), lambda _, own=own: (own, {}), schedule_config, None, False, count, [],
+            cp_group_size=cp, is_last_stage=True,
+        )  # fmt: skip
+        assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == pytest.approx(share * cp / count)
+        reduced += float((scale or float)(output)) / (dp * cp)
     assert reduced == pytest.approx(float(sums.sum()) / 7.0)
 
 

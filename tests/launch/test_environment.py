@@ -28,6 +28,19 @@ def test_half_an_environment_is_refused(missing):
         joined_world({k: v for k, v in TORCHRUN.items() if k != missing})
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["x", "", "-1", "1.5"])
+def test_what_is_no_number_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"^environment: {name} is '{value}', not a whole number; "):
+        joined_world(TORCHRUN | {name: value})
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS"])
+def test_what_is_no_number_from_slurm_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"^environment: {name} is 'x', not a whole number; "):
+        joined_world(SRUN | {name: "x"})
+
+
 def test_srun_derives_what_torch_needs():
     joined = joined_world(SRUN)
     assert (joined.launcher, joined.rank, joined.world_size) == ("srun", 5, 8)

@@ -167,9 +167,10 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
 
 
 def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+    place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in place:
         monkeypatch.delenv(name, raising=False)
-    seen = {}
+    seen, before = {}, dict(os.environ)
 
     def target(config, command_line):
         seen.update(os.environ, pid=os.getpid(), command_line=command_line)
@@ -183,7 +184,6 @@ def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path
     }
     local.run_here(target, from_dict(raw), "mrl sft c.yaml")
     assert seen["pid"] == os.getpid()
-    assert [seen[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")] == ["0", "1", "0", "127.0.0.1"]
-    assert int(seen["MASTER_PORT"]) > 0
+    assert not [name for name in place if name in seen], "a port that is chosen here may be taken before it is used"
     assert "a library warns" in (tmp_path / "logs" / "rank_0.log").read_text()
-    assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ
+    assert dict(os.environ) == before

@@ -176,16 +176,16 @@ def test_what_is_off_or_private_or_neutral_is_no_reason_to_refuse(read):
 
 
 LAYOUTS = {
-    "heads": ({}, {"tp": 3}, "engine.parallel.tp: 3 does not divide the model's 4 attention heads; use one of [1, 2]"),
-    "groups": ({"num_attention_heads": 6, "hidden_size": 48}, {"tp": 3}, "2 key/value heads do not divide"),
-    "ffn": ({"intermediate_size": 50}, {"tp": 4}, "engine.parallel.tp: 4 does not divide the model's 50 feed-forward channels"),
+    "heads": ({}, {"tp": 3}, "engine.parallel.tp: value 3 does not divide the model's 4 attention heads; use one of 1, 2"),
+    "groups": ({"num_attention_heads": 6, "hidden_size": 48}, {"tp": 3}, "2 key-value heads do not divide"),
+    "ffn": ({"intermediate_size": 50}, {"tp": 4}, "engine.parallel.tp: value 4 does not divide the model's 50 feed-forward channels"),
     "stages": ({}, {"pp": 8}, "engine.parallel: pp*vpp (8*1 = 8) is more than the model's 4 layers"),
     "chunks": ({}, {"pp": 2, "vpp": 4}, "engine.parallel: pp*vpp (2*4 = 8) is more than the model's 4 layers"),
-    "no experts": ({}, {"ep": 2, "dp": 2}, "engine.parallel.ep: 2 needs a mixture-of-experts model"),
-    "experts": ({"model_type": "mixtral", "num_local_experts": 6}, {"ep": 4, "dp": 4}, "engine.parallel.ep: 4 does not divide"),
+    "no experts": ({}, {"ep": 2, "dp": 2}, "engine.parallel.ep: value 2 needs a mixture-of-experts model"),
+    "experts": ({"model_type": "mixtral", "num_local_experts": 6}, {"ep": 4, "dp": 4}, "engine.parallel.ep: value 4 does not divide"),
     "expert channels": ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 9}, {"tp": 2, "etp": 2, "sp": True},
-                        "engine.parallel.etp: 2 does not divide the model's 9 expert channels"),
-    "no sp": ({"model_type": "mixtral", "num_local_experts": 4}, {"tp": 2}, "engine.parallel.sp: false with tp above 1"),
+                        "engine.parallel.etp: value 2 does not divide the model's 9 expert channels"),
+    "no sp": ({"model_type": "mixtral", "num_local_experts": 4}, {"tp": 2}, "engine.parallel.sp: value false does not work for experts with tp 2"),
 }  # fmt: skip
 
 

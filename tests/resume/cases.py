@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import zlib
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from mrl.config.load import from_dict
 from mrl.engine.base import BaseEngine
@@ -33,3 +39,31 @@ def step_counts(config: Mapping[str, Any], checkpoint: str) -> tuple[set[int], i
     states = [state for part in optimizers_of(engine.optimizer) for state in part.optimizer.state.values()]
     overlap = any(chunk.ddp_config.overlap_param_gather for chunk in engine.chunks)
     return {int(state["step"]) for state in states}, engine.schedule_step, overlap
+
+
+def load_of_another_device(config: Mapping[str, Any], checkpoint: str) -> bool:
+    """Loads a checkpoint whose device's generators are those of a GPU. Whether the host's generator was restored."""
+    engine = make_engine(config)
+    rng = sorted(p for p in pathlib.Path(checkpoint).rglob("*.pt") if "rng" in p.relative_to(checkpoint).as_posix())
+    if dist.get_rank() == 0:
+        for path in rng:
+            saved = torch.load(path, weights_only=True)
+            of_a_gpu = torch.zeros(16, dtype=torch.uint8)  # no state of a CPU's generator, which has 5056 bytes
+            if "tracker" in saved:
+                saved |= {"tracker": {name: of_a_gpu for name in saved["tracker"]}}
+            torch.save(saved | {"device_type": "cuda", "device": of_a_gpu}, path)
+            remark(pathlib.Path(checkpoint), path)
+    dist.barrier()
+    host = torch.load(rng[dist.get_rank()], weights_only=True)["host"]
+    engine.load_checkpoint(checkpoint)
+    with engine.state.installed() if hasattr(engine, "state") else torch.no_grad():
+        return torch.equal(torch.get_rng_state(), host)
+
+
+def remark(checkpoint: pathlib.Path, path: pathlib.Path) -> None:
+    """Makes the marker agree with a file that was changed."""
+    marker = json.loads((checkpoint / "COMPLETE").read_text())
+    content = path.read_bytes()
+    facts = {"size": len(content), "crc32": zlib.crc32(content)}
+    marker["files"][path.relative_to(checkpoint).as_posix()] = facts
+    (checkpoint / "COMPLETE").write_text(json.dumps(marker))

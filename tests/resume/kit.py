@@ -32,9 +32,10 @@ FAMILIES = {
     "tied": ("qwen3", {"layers": 2, "tied": True, "attention_dropout": 0.1}),
     "moe": ("qwen3_moe", {"layers": 2, "attention_dropout": 0.1}),
     "plain": ("qwen3", {"layers": 2, "tied": True}),
+    "wide": ("qwen3", {"layers": 2, "tied": True, "hidden_size": 128, "intermediate_size": 512}),
     "plain moe": ("qwen3_moe", {"layers": 2}),
 }
-"""Dropout draws from the RNG in every step, so that a generator that is not restored shows; "plain" ones have none."""
+"""Dropout draws from the RNG in every step, so that a generator that is not restored shows; "plain" and "wide" have none."""
 
 
 @dataclasses.dataclass(frozen=True)

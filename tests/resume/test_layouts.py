@@ -126,3 +126,12 @@ def assert_same_but_for_padding(ours, theirs):
     rows = {name: min(ours[name].shape[0], theirs[name].shape[0]) for name in theirs if theirs[name].ndim}
     cut = [{name: t[: rows[name]] if t.ndim else t for name, t in state.items()} for state in (ours, theirs)]
     kit.assert_same_state(*cut, "tensors of the checkpoint")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp dp2"])
+def test_goes_on_from_the_checkpoint_of_another_device(inputs, tmp_path, layout):
+    """The generators of a GPU mean nothing to a CPU, nor the other way round; the host's are the same everywhere."""
+    config = kit.make_config(inputs, tmp_path / "run", DENSE[layout])
+    kit.stop_after(config, 2, 2)
+    saved = str(kit.newest(tmp_path / "run"))
+    assert run_case(2, "tests.resume.cases:load_of_another_device", config=config, checkpoint=saved)

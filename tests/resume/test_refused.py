@@ -10,11 +10,13 @@ import shutil
 
 import pytest
 
+from mrl.engine.checkpoint import SMALL_BYTES
 from tests.engine import tiny
 from tests.resume import kit
+from tests.resume.cases import remark
 from tests.trainers.kit import load_example
 
-LAYOUTS = {"megatron": kit.Layout(2, "plain", parallel={"pp": 2}), "fsdp": kit.Layout(2, "plain", "fsdp")}
+LAYOUTS = {"megatron": kit.Layout(2, "wide", parallel={"pp": 2}), "fsdp": kit.Layout(2, "wide", "fsdp")}
 STEP = "step_00000002"
 
 
@@ -50,6 +52,12 @@ def small_file(checkpoint):
     return next(p for p in (checkpoint / "engine.pt", checkpoint / "state.pt") if p.exists())
 
 
+def flip_in_shard(checkpoint):
+    """In a file so large that only a load reads it."""
+    assert shard(checkpoint).stat().st_size > SMALL_BYTES
+    flip(shard(checkpoint))
+
+
 def truncate(checkpoint):
     path = shard(checkpoint)
     path.write_bytes(path.read_bytes()[:-10])
@@ -61,6 +69,13 @@ def flip(path):
     path.write_bytes(content)
 
 
+def unreadable(checkpoint):
+    """A shard that holds something else and a marker that agrees: what a checksum cannot tell."""
+    path = shard(checkpoint)
+    path.write_bytes(bytes(path.stat().st_size))
+    remark(checkpoint, path)
+
+
 def edit_marker(checkpoint, **fields):
     path = checkpoint / "COMPLETE"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -68,14 +83,15 @@ def edit_marker(checkpoint, **fields):
 
 DAMAGES = {
     "truncated shard": (truncate, ("damaged: ", ".distcp has ", "was saved with")),
-    "flipped bit in a shard": (lambda c: flip(shard(c)), ("damaged: the content of ", ".distcp has changed")),
+    "flipped bit in a shard": (flip_in_shard, ("damaged: the content of ", ".distcp has changed")),
     "flipped bit in a small file": (lambda c: flip(small_file(c)), ("damaged: the content of ", ".pt has changed")),
     "missing shard": (lambda c: shard(c).unlink(), ("damaged: ", ".distcp is missing")),
     "missing rng": (lambda c: next(c.rglob("*rank_00001.pt"), c / "rng_1.pt").unlink(), ("damaged: rng", "is missing")),
     "missing marker": (lambda c: (c / "COMPLETE").unlink(), ("no whole checkpoint",)),
     "marker of another format": (lambda c: edit_marker(c, format="other"), ("foreign: COMPLETE",)),
     "marker cut short": (lambda c: (c / "COMPLETE").write_text('{"format": "mrl-'), ("COMPLETE cannot be read",)),
-    "newer format": (lambda c: edit_marker(c, version=2, mrl_version="9.0"), ("format 2 (mrl 9.0)", "reads format 1")),
+    "newer format": (lambda c: edit_marker(c, version=3, mrl_version="9.0"), ("format 3 (mrl 9.0)", "reads format 2")),
+    "not what torch reads": (unreadable, ("cannot be loaded (",)),
 }
 
 
@@ -112,7 +128,7 @@ def test_another_architecture_is_named(inputs, stopped, tmp_path, backend, field
 def refused(config, *says):
     """One message with all the words, on every rank; no folder, no metrics, nothing."""
     ended, message, _ = kit.train(config, 2)
-    assert ended in ("CheckpointError", "ConfigError"), (ended, message)
+    assert ended in ("CheckpointError", "DamagedCheckpoint", "ConfigError"), (ended, message)
     assert all(words in message for words in says), message
     assert "\n" not in message and not pathlib.Path(config["output_dir"]).exists()
 
@@ -126,15 +142,27 @@ def test_latest_that_points_nowhere_is_not_read(inputs, stopped, tmp_path):
     assert kit.newest(tmp_path / "run").name == "step_00000004"
 
 
-def test_auto_passes_over_a_damaged_one_and_says_so(inputs, stopped, tmp_path, caplog):
+@pytest.mark.parametrize("damage", [truncate, flip_in_shard])
+def test_auto_passes_over_a_damaged_one_and_says_so(inputs, stopped, tmp_path, damage):
     """The newest whole one is taken, and the run that goes on from it is the same run."""
     config = config_of(inputs, tmp_path / "run", "fsdp", checkpoint={"keep": 3})
     kit.stop_after(config, 2, 3)
-    truncate(kit.newest(tmp_path / "run"))
+    damage(kit.newest(tmp_path / "run"))
     assert f"{STEP}, after step 2" in kit.finish(config, 2)
     once = config_of(inputs, tmp_path / "once", "fsdp")
     kit.finish(once, 2)
     kit.assert_same_result(tmp_path / "run", tmp_path / "once")
+
+
+def test_auto_refuses_where_every_one_is_damaged_inside(inputs, stopped, tmp_path):
+    shutil.copytree(stopped("fsdp"), tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for path in checkpoints.glob("step_*"):
+        flip_in_shard(path)
+    before = snapshot(tmp_path / "run")
+    ended, message, _ = kit.train(config_of(inputs, tmp_path / "run", "fsdp"), 2)
+    assert ended == "CheckpointError" and f"no checkpoint in {checkpoints} is whole" in message, message
+    assert all(str(path) in message for path in checkpoints.glob("step_*")) and snapshot(tmp_path / "run") == before
 
 
 def truncate_all(checkpoint):

@@ -12,8 +12,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 
 from mrl.config.load import from_dict
+from mrl.engine import checkpoint_remote
 from mrl.engine.base import GradNorm
 from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.errors import Stopped, UserError
@@ -120,6 +122,21 @@ def step_changes(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def remote_fails(times: int) -> Iterator[None]:
+    """The first `times` files that are copied to a remote fail. Nobody waits."""
+    left = [times]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionError("no route")
+
+    patched = mock.patch.object(checkpoint_remote, "PAUSES_S", (0.0, 0.0, 0.0))
+    with before(LocalFileSystem, "put_file", refuse), patched:
+        yield
+
+
+@contextlib.contextmanager
 def only_main_writes() -> Iterator[None]:
     """Any other rank that makes a folder or opens a file to write in this trainer's own code fails (trap 34)."""
 
@@ -154,4 +171,5 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "signal_at_start": signal_at_start,
     "step_changes": step_changes,
     "only_main_writes": only_main_writes,
+    "remote_fails": remote_fails,
 }

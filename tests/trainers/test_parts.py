@@ -14,7 +14,7 @@ from mrl.config.load import from_dict
 from mrl.engine import checkpoint
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.trainers import console, hub, sft, throughput
-from mrl.trainers.run_directory import RunDirectory, choose_start
+from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6, "perf/mfu": 0.421}
@@ -135,7 +135,7 @@ def config_of(output_dir: pathlib.Path, **section):
 
 
 def make_checkpoint(root: pathlib.Path, step: int) -> str:
-    with checkpoint.writing(str(root), step, backend="fsdp", rank=0, barrier=lambda: None) as path:
+    with checkpoint.writing(str(root), step, backend="fsdp") as path:
         pathlib.Path(path, "weights").write_text("w")
     return str(root / checkpoint.step_name(step))
 
@@ -175,6 +175,18 @@ def test_checkpoints_of_which_none_is_whole_are_refused_by_name(tmp_path):
         start_of(tmp_path / "foreign")
 
 
+def test_a_checkpoint_that_a_load_found_damaged_is_passed_over(tmp_path):
+    """As one that looks damaged from outside is; one that the config names is refused, not replaced by another."""
+    older, newest = (make_checkpoint(tmp_path / "checkpoints", step) for step in (10, 20))
+    run, config = RunDirectory(tmp_path), config_of(tmp_path)
+    assert choose_start(run, config, {newest: "bad"}).checkpoint == older
+    with pytest.raises(CheckpointError, match=r"^bad 10; bad 20; no checkpoint in .* is whole"):
+        choose_start(run, config, {older: "bad 10", newest: "bad 20"})
+    named = config_of(tmp_path / "run2", checkpoint={"resume": newest})
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.resume: .* holds no whole checkpoint \(bad\)"):
+        choose_start(RunDirectory(tmp_path / "run2"), named, {newest: "bad"})
+
+
 def test_auto_takes_the_remote_copy_where_the_local_one_is_gone(tmp_path):
     from mrl.engine import checkpoint_remote
 
@@ -191,6 +203,21 @@ def test_a_path_may_be_a_checkpoint_a_folder_of_them_or_a_url(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"^checkpoint\.resume: .*no whole checkpoint"):
         start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "empty")})
+
+
+def test_a_checkpoint_fetched_from_another_run_is_not_our_own(tmp_path):
+    """It lies in our folder, like those that we save after it and like copies of our own from checkpoint.remote."""
+    make_checkpoint(tmp_path / "other", 7)
+    run, url = RunDirectory(tmp_path / "run"), f"file://{tmp_path}/other"
+    asked = config_of(run.path, checkpoint={"resume": url}).checkpoint
+    for _ in range(2):  # a kill before the first save: the second time it is found in our folder
+        start = start_of(run.path, checkpoint={"resume": url})
+        assert not is_own(run, start, {"checkpoint": {"resume": "auto"}}, asked)
+    assert is_own(run, start, {"checkpoint": {"resume": url}}, asked)
+    ours = config_of(run.path, checkpoint={"remote": url}).checkpoint
+    assert is_own(run, start, {"checkpoint": {"resume": "auto"}}, ours)
+    elsewhere = start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "other")})
+    assert not is_own(RunDirectory(tmp_path / "run2"), elsewhere, {"checkpoint": {"resume": "auto"}}, ours)
 
 
 def test_an_older_checkpoint_of_the_same_run_is_refused(tmp_path):

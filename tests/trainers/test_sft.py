@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -64,6 +65,13 @@ def hf_loss(inputs: pathlib.Path, rows: list[dict]) -> tuple[float, int]:
         total -= float(log_probs.gather(1, ids[0, 1:, None])[:, 0][mask].double().sum())
         count += int(mask.sum())
     return total / count, count
+
+
+def run_id(checkpoint: pathlib.Path) -> str:
+    """The id by which wandb knows the run that saved a checkpoint of one process."""
+    found = [torch.load(path, weights_only=True) for path in checkpoint.glob("*.pt")]
+    (state,) = [content["state"] for content in found if "state" in content]
+    return state["progress"]["run_id"]
 
 
 def rows_of(path: pathlib.Path) -> list[dict]:
@@ -262,7 +270,10 @@ def test_resume_from_a_checkpoint_of_another_run(inputs, whole_run, tmp_path):
     checkpoint = whole_run / "checkpoints" / "step_00000006"
     config = kit.make_config(inputs, tmp_path, checkpoint={"resume": str(checkpoint), "every": 1})
     assert train(config, happening="signals", step=7)[0] == "stopped"
+    mine = run_id(tmp_path / "checkpoints" / "step_00000007")
+    assert mine != run_id(checkpoint), "wandb's page is the other run's"
     assert train(config) == ("done", "")  # the same command goes on from this run's own checkpoint
+    assert run_id(tmp_path / "checkpoints" / "step_00000008") == mine
     assert kit.steps(tmp_path) == kit.steps(whole_run)[6:]
     assert all(torch.equal(value, weights(whole_run)[name]) for name, value in weights(tmp_path).items())
     kind, message = train(config | {"checkpoint": {"resume": str(whole_run / "checkpoints" / "step_00000008")}})
@@ -281,6 +292,46 @@ def test_a_change_that_breaks_the_run_is_refused_before_anything_is_written(inpu
     kind, message = train(kit.make_config(inputs, whole_run, optimizer={"lr": 1e-3}))
     assert kind == "ConfigError" and message.startswith("optimizer.lr: ") and "0.01" in message
     assert (whole_run / "config.yaml").read_text() == config_yaml
+
+
+def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
+    rows, model, output_dir = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "run"
+    config = kit.make_config(inputs, output_dir, checkpoint={"every": 3})
+    assert train(config, happening="signals", step=5)[0] == "stopped"
+    shutil.copy(inputs / "train.jsonl", rows)
+    shutil.copytree(inputs / "model", model)
+    config["model"]["path"], config["data"]["train"] = str(model), str(rows)
+
+    settings = json.loads((model / "config.json").read_text())
+    rope = settings["rope_parameters"]
+    (model / "config.json").write_text(json.dumps(settings | {"rope_parameters": rope | {"rope_theta": 5.0}}))
+    kind, message = train(config)
+    assert kind == "ConfigError" and message.startswith(
+        f"model.path: value '{model}' is not the model of the checkpoint"
+    )
+    assert "config.json differ" in message
+    (model / "config.json").write_text(json.dumps(settings | {"transformers_version": "5.0"}))
+
+    (model / "chat_template.jinja").write_text("another {{ messages }}")
+    kind, message = train(config)
+    assert kind != "done" and len(kit.steps(output_dir)) == 5
+    shutil.copy(inputs / "model" / "chat_template.jinja", model)
+
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*lines[1:], lines[0]]))
+    kind, message = train(config)
+    assert kind == "CheckpointError" and message.startswith(f"data.train: {rows} has ")
+    rows.write_text("".join(lines))
+
+    said = printed(config)
+    for note in (
+        f'model.path: "{inputs / "model"}" at the save',
+        f'data.train: "{inputs / "train.jsonl"}" at the save',
+    ):
+        assert f"changed since the checkpoint: {note}" in said
+    assert_same_run(whole_run, output_dir)
+    config["data"]["train"] = str(inputs / "train.jsonl")
+    assert 'nothing to do: data.train: "' in printed(config)
 
 
 def test_a_config_yaml_of_somebody_else_is_not_overwritten(inputs, tmp_path):

@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.errors import CheckpointError
-from mrl.mcore_models import platform
 
 STATE = "state.pt"
 
@@ -31,32 +31,41 @@ def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
 
 
 def save(
-    folder: str, model: Model, optimizer: Optimizer | None, *, schedule_step: int, state: Mapping[str, Any]
+    folder: str,
+    model: Model,
+    optimizer: Optimizer | None,
+    *,
+    device: torch.device,
+    schedule_step: int,
+    state: Mapping[str, Any],
 ) -> None:
     """Writes this rank's part into `folder`. Collective."""
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
-    torch.save(_rng_states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
+    torch.save(_rng_states(device), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
         updates = 0 if optimizer is None else optimizer.updates
         facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
         torch.save(facts, os.path.join(folder, STATE))
 
 
-def load(folder: str, model: Model, optimizer: Optimizer | None) -> tuple[int, dict[str, Any]]:
+def load(folder: str, model: Model, optimizer: Optimizer | None, *, device: torch.device) -> tuple[int, dict[str, Any]]:
     """Restores what `save` wrote, on any number of ranks. Returns (schedule step, the trainer's state). Collective.
 
     Nothing is changed unless every tensor is there in the right shape. RNG states are restored on the ranks that had
     one; a rank more than there were keeps its own.
     """
     wanted = tensors(model, optimizer)
-    _check_fit(folder, wanted)
-    dcp.load(wanted, checkpoint_id=folder)
+    try:
+        _check_fit(folder, wanted)
+        dcp.load(wanted, checkpoint_id=folder)
+    except collective.LOAD_ERRORS as error:
+        raise collective.cannot_load(folder, error) from error
     facts = torch.load(os.path.join(folder, STATE), weights_only=True)
     if optimizer is not None:
         optimizer.updates = facts["updates"]
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
     if os.path.exists(rng):
-        _set_rng_states(torch.load(rng, weights_only=True))
+        _set_rng_states(torch.load(rng, weights_only=True), device)
     return facts["schedule_step"], facts["state"]
 
 
@@ -80,15 +89,14 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
         )
 
 
-def _rng_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if platform.has_gpu():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _rng_states(device: torch.device) -> dict[str, Any]:
+    states: dict[str, Any] = {"device_type": device.type, "host": torch.get_rng_state(), "python": random.getstate()}
+    return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def _set_rng_states(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
+def _set_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Another type of device cannot go on bitwise, nor read the other's state: its generator stays as seeded."""
+    torch.set_rng_state(states["host"])
     random.setstate(states["python"])
-    if platform.has_gpu() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    if device.type == "cuda" and states["device_type"] == "cuda":
+        torch.cuda.set_rng_state(states["device"], device)

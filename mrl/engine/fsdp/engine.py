@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mrl.batch import Batch
+from mrl.config.checks import check_backend
 from mrl.config.schema import RoleConfig
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
@@ -38,7 +38,6 @@ from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room, share
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
-from mrl.errors import ConfigError
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,7 +49,7 @@ class FSDPEngine(BaseEngine):
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        _refuse_unsupported(config)
+        check_backend(config.engine)
         kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -226,13 +225,12 @@ class FSDPEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> str:
-        writing = checkpoint.writing(
-            local_path, global_step, backend=BACKEND, rank=self.dp_rank, barrier=dist.barrier, keep=max_ckpt_to_keep
-        )
+        ranks = collective.all_ranks()
+        writing = checkpoint.writing(local_path, global_step, backend=BACKEND, ranks=ranks, keep=max_ckpt_to_keep)
         with self.offload.used(optimizer=True), writing as folder:
             fsdp_checkpoint.save(
-                folder, self.model, self.optimizer, schedule_step=self.schedule_step, state=state or {}
-            )
+                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state or {}
+            )  # fmt: skip
         saved = os.path.join(local_path, checkpoint.step_name(global_step))
         if remote_path is not None:
             self.on_main(lambda: checkpoint_remote.upload(saved, remote_path, keep=max_ckpt_to_keep))
@@ -242,11 +240,12 @@ class FSDPEngine(BaseEngine):
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
         path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
+        checkpoint.verify(path, collective.all_ranks())
         with self.offload.used(optimizer=True):
-            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer)
-        dist.barrier()
+            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer, device=self.device)
+        collective.wait_for_all()
         if del_local_after_load:
-            self.on_main(lambda: shutil.rmtree(path))
+            self.on_main(lambda: checkpoint.delete(path))
         return state
 
     # -- generation and weights out -----------------------------------------------------------------------------------
@@ -295,22 +294,4 @@ class FSDPEngine(BaseEngine):
         with writer as out:
             for name, tensor in self.hf_weights():
                 out.add(name, tensor)
-        dist.barrier()
-
-
-def _refuse_unsupported(config: RoleConfig) -> None:
-    """Config keys that mean nothing to this engine are errors, not ignored."""
-    parallel = config.engine.parallel
-    for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
-        degree = getattr(parallel, axis)
-        if degree is not None and degree > 1:
-            raise ConfigError(
-                f"engine.parallel.{axis}: {degree} is not possible with engine.backend fsdp, which is data-parallel only; "
-                f"set it to 1 or engine.backend to megatron"
-            )
-    if config.engine.recompute == "selective":
-        raise ConfigError("engine.recompute: selective is not possible with engine.backend fsdp; use none or full")
-    for name in ("aux_loss", "z_loss"):
-        value = getattr(config.engine.moe, name)
-        if value:
-            raise ConfigError(f"engine.moe.{name}: {value} needs engine.backend megatron; set it to 0")
+        collective.wait_for_all()

@@ -2,7 +2,7 @@
 
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it
     engine.pt           step of the LR schedule, layout, architecture, and the trainer's state
-    rng/rank_00000.pt   each rank's RNG states; used when the layout is the same, else generators are seeded anew
+    rng/rank_00000.pt   each rank's RNG states; used when layout and type of device are the same, else generators are seeded anew
 
 The folder protocol (whole or nothing, keep, remote copies) is `mrl.engine.checkpoint`, shared by the engines.
 """
@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import os
 import queue
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.engine import checkpoint as folder
-from mrl.engine import checkpoint_remote
+from mrl.engine import checkpoint_remote, collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
 
@@ -41,12 +40,12 @@ def save(
 ) -> str:
     """Writes `root/step_XXXXXXXX` and copies it to `remote`. Returns the folder."""
     rank = dist.get_rank()
-    with folder.writing(root, step, backend=BACKEND, rank=rank, barrier=dist.barrier, keep=keep) as path:
+    with folder.writing(root, step, backend=BACKEND, ranks=collective.all_ranks(), keep=keep) as path:
         if rank == 0:
             os.makedirs(os.path.join(path, "mcore"))
             os.makedirs(os.path.join(path, "rng"))
             torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
-        dist.barrier()
+        collective.wait_for_all()
         torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
         with _quiet(), _writing_in_process():
             dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
@@ -60,32 +59,36 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
     """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
     rank = dist.get_rank()
     found = engine.on_main(lambda: checkpoint_remote.locate(path, remote, backend=BACKEND))
+    folder.verify(found, collective.all_ranks())
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
     sharded = _sharded(engine, loading=True)
     try:
         with _quiet():
             loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
-    except (CheckpointingException, RuntimeError, KeyError, OSError) as error:
-        raise CheckpointError(
-            f"{found}: megatron cannot load it ({' '.join(str(error).split())[:300]}); use another checkpoint"
-        ) from error
+    except (CheckpointingException, *collective.LOAD_ERRORS) as error:
+        raise collective.cannot_load(found, error) from error
     for index, chunk in enumerate(engine.models):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if engine.optimizer is not None:
         optim_state.restore(engine.optimizer, loaded["optimizer"], saved["optimizer_steps"])
     engine.schedule_step = saved["schedule_step"]
     if saved["layout"] == dataclasses.asdict(engine.dims):
-        tracker, host, device = _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found)
-        engine.state.set_rng_state((tracker, host, device))
-    dist.barrier()
-    if delete_local and rank == 0:
-        shutil.rmtree(found)
+        _restore_rng(engine, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
+    collective.wait_for_all()
+    if delete_local:
+        engine.on_main(lambda: folder.delete(found))
     return saved["state"]
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
     """Refuses a checkpoint of another model, naming what differs."""
+    if saved.get("layer_spec") != own.get("layer_spec"):
+        raise CheckpointError(
+            f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than those of the "
+            f"{own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are there); resume where it "
+            "was saved, or export it and start from that"
+        )
     differ = [
         f"{k} {saved.get(k)!r} there and {own.get(k)!r} here"
         for k in sorted(saved.keys() | own.keys())
@@ -105,6 +108,7 @@ def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
     return {name: engine.hf.get(name) for name in names} | {
         "head": engine.config.head,
         "dtype": engine.config.model.dtype,
+        "layer_spec": engine.spec,
     }
 
 
@@ -117,9 +121,18 @@ def _description(engine: "MegatronEngine") -> dict[str, Any]:
     }
 
 
-def _plain_rng(engine: "MegatronEngine") -> tuple:
+def _plain_rng(engine: "MegatronEngine") -> dict[str, Any]:
     tracker, host, device = engine.state.rng_state()
-    return {name: state.clone() for name, state in tracker.items()}, host, device
+    tracker = {name: state.clone() for name, state in tracker.items()}
+    return {"device_type": engine.device.type, "tracker": tracker, "host": host, "device": device}
+
+
+def _restore_rng(engine: "MegatronEngine", saved: Mapping[str, Any]) -> None:
+    """Another type of device cannot go on bitwise, nor read the other's states: its generators stay as seeded."""
+    if saved["device_type"] == engine.device.type:
+        engine.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
+    else:
+        torch.set_rng_state(saved["host"])
 
 
 def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:

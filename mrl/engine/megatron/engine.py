@@ -348,4 +348,4 @@ class MegatronEngine(BaseEngine):
             with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
                 for name, tensor in self.hf_weights():
                     writer.add(name, tensor)
-        dist.barrier()
+        collective.wait_for_all()

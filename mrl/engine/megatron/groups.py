@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mrl.engine.collective import TIMEOUT
 from mrl.parallel import Coordinates, ParallelDims
 
 _groups_of_layout: dict[tuple, dict[str, Any]] = {}
@@ -48,6 +49,7 @@ class MegatronState:
                 tensor_model_parallel_size=dims.tp, pipeline_model_parallel_size=dims.pp,
                 virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None, context_parallel_size=dims.cp,
                 expert_model_parallel_size=dims.ep, expert_tensor_parallel_size=dims.etp, create_gloo_process_groups=True,
+                distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
             )  # fmt: skip
             _groups_of_layout[key] = _snapshot()
             _restore(before)

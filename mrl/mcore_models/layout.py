@@ -1,0 +1,40 @@
+"""Whether a layout fits a model: pure arithmetic, for the engine and for what is checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims, stage_layers
+
+
+def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Refuses layouts that the model's sizes do not allow, by key."""
+
+    def divides(key: str, degree: int, name: str, count: int) -> None:
+        if count % degree:
+            fits = ", ".join(str(d) for d in range(1, degree) if count % d == 0)
+            raise ConfigError(
+                f"engine.parallel.{key}: value {degree} does not divide the model's {count} {name}; use one of {fits}"
+            )
+
+    divides("tp", dims.tp, "attention heads", fields["num_attention_heads"])
+    divides("tp", dims.tp, "hidden channels", fields["hidden_size"])
+    groups = fields["num_query_groups"]
+    if groups % dims.tp and dims.tp % groups:
+        raise ConfigError(
+            f"engine.parallel.tp: value {dims.tp} and the model's {groups} key-value heads do not divide one another; use a "
+            f"divisor or a multiple of {groups}"
+        )
+    divides("tp", dims.tp, "feed-forward channels", fields["ffn_hidden_size"])
+    stage_layers(fields["num_layers"], dims.pp, dims.vpp)
+    if "num_moe_experts" in fields:
+        divides("ep", dims.ep, "experts", fields["num_moe_experts"])
+        divides("etp", dims.etp, "expert channels", fields["moe_ffn_hidden_size"])
+        if dims.tp > 1 and not dims.sp:
+            raise ConfigError(
+                f"engine.parallel.sp: value false does not work for experts with tp {dims.tp}; set it to auto or true"
+            )
+    elif dims.ep > 1:
+        raise ConfigError(f"engine.parallel.ep: value {dims.ep} needs a mixture-of-experts model; set ep to 1")

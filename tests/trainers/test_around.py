@@ -1,0 +1,88 @@
+"""What a run has to do with what is around it: how long its data makes it, the template it exports, the remote it copies to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.engine.harness import run_case
+from tests.trainers import kit
+from tests.trainers.test_sft import CASE, train
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path, backend):
+    """Whatever template the source has: in tokenizer_config.json, in its file, or several by name."""
+    model, template = tmp_path / "model", tmp_path / "mine.jinja"
+    shutil.copytree(inputs / "model", model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "theirs {{ messages }}"}))
+    (model / "additional_chat_templates").mkdir(exist_ok=True)
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("theirs with tools {{ messages }}")
+    source = AutoTokenizer.from_pretrained(inputs / "model").chat_template
+    template.write_text("{# mine \u00e9 #}" + source)
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    config = kit.make_config(
+        inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend},
+        data={"chat_template": str(template)}, train={"steps": 1}, optimizer={"warmup_steps": 0},
+    )  # fmt: skip
+    assert train(config) == ("done", "")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template.read_text()
+    assert not (tmp_path / "run" / ".tmp-hf").exists()
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, world):
+    """Half of the rows are too long: five of the ten in batches of two are three steps, also for the one that goes on."""
+    lines = (inputs / "train.jsonl").read_text().splitlines()
+    lines[1::2] = [json.dumps(kit.chat([1] * 40))] * 5
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"train": str(tmp_path / "rows.jsonl"), "truncation": "drop"}
+    config = kit.make_config(
+        inputs, tmp_path / "run", data=data, train={"steps": None, "epochs": 1, "global_batch_size": 2}
+    )
+    kind, _, _ = run_case(world, CASE, config=config, happening="signals", step=2)
+    assert kind == "stopped"
+    kind, message, said = run_case(world, CASE, config=config)
+    assert (kind, message) == ("done", "")
+    assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epochs" in said
+    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2, 3]
+    met = int(said.split("data.train: rows dropped: ")[1].split()[0])
+    assert met <= 2 * 5, "rows of the counting pass are counted once more"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [({"warmup_steps": 4}, "warmup_steps"), ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 3}, "decay_steps")],
+)
+def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written(inputs, tmp_path, optimizer, key):
+    config = kit.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
+    kind, message = train(config)
+    assert kind == "ConfigError" and message.startswith(f"optimizer.{key}: value {optimizer[key]} is above ")
+    assert "the 3 steps of 1 epochs" in message and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_named(
+    inputs, tmp_path, world, failures
+):
+    """The local checkpoint is whole, and the same command makes the copy and goes on."""
+    config = kit.make_config(inputs, tmp_path / "run", checkpoint={"every": 3, "remote": f"file://{tmp_path}/remote"})
+    kind, message = train(config, world, happening="remote_fails", times=failures)
+    if failures == 99:
+        saved = tmp_path / "run" / "checkpoints" / "step_00000003"
+        assert kind == "CheckpointError" and message.startswith(
+            f"checkpoint.remote: {saved} cannot be copied to file://"
+        )
+        assert (
+            "no route" in message and f"{saved} is whole" in message and not (tmp_path / "remote" / "latest").exists()
+        )
+        kind, message = train(config, world)
+    assert (kind, message) == ("done", "")
+    assert (tmp_path / "remote" / "latest").read_text() == "step_00000008\n"
+    assert [row["step"] for row in kit.steps(tmp_path / "run")] == list(range(1, 9))

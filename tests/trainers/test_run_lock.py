@@ -1,0 +1,133 @@
+"""One run at a time in an output_dir: refused by name, however the run before ended, and nothing is left of the lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mrl.errors import ConfigError
+from mrl.trainers.run_lock import NAME, RunLock
+from tests.engine.harness import run_case
+from tests.trainers import kit
+
+HOLD = """
+import pathlib, sys, time
+from mrl.trainers.run_lock import RunLock
+RunLock(pathlib.Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def hold(output_dir: pathlib.Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(output_dir)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_with_who_has_it_and_goes_on_after_a_kill(tmp_path):
+    output_dir = tmp_path / "runs" / "demo"
+    process = hold(output_dir)
+    try:
+        with pytest.raises(ConfigError) as error:
+            RunLock(output_dir, wait_s=0.2).acquire()
+        pattern = (
+            rf"output_dir: value '{output_dir}' is in use by another run \(process {process.pid} on \S+\); wait for it"
+        )
+        assert re.match(pattern, str(error.value)), error.value
+    finally:
+        end(process)
+    lock = RunLock(output_dir)
+    started = time.monotonic()
+    lock.acquire()
+    assert time.monotonic() - started < 1, "the kernel has released it"
+    assert (output_dir / NAME).read_text().startswith(f"process {os.getpid()} on ")
+    lock.release()
+    assert list(output_dir.iterdir()) == []
+
+
+def test_it_waits_for_a_run_that_is_about_to_end_and_leaves_nothing(tmp_path):
+    output_dir = tmp_path / "runs" / "demo"
+    first, second = RunLock(output_dir), RunLock(output_dir)
+    first.acquire()
+    threading.Timer(0.5, first.release).start()
+    second.acquire()
+    second.release()
+    second.release()
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"], "the second did not make that folder, nor may it remove it"
+
+
+def test_folders_that_it_made_go_unless_something_came_into_them(tmp_path):
+    lock = RunLock(tmp_path / "a" / "b")
+    lock.acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    lock.acquire()
+    (tmp_path / "a" / "b" / "config.yaml").write_text("mine")
+    lock.release()
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["config.yaml"]
+
+
+def test_never_two_at_a_time_though_each_removes_the_file(tmp_path):
+    inside, most, rounds = [], [0], 40
+
+    def work():
+        for _ in range(rounds):
+            lock = RunLock(tmp_path / "run", wait_s=60)
+            lock.acquire()
+            inside.append(lock)
+            most[0] = max(most[0], len(inside))
+            time.sleep(0.0005)
+            inside.remove(lock)
+            lock.release()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("mrl.trainers.run_lock.POLL_S", 0.0002)
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+        [t.start() for t in threads], [t.join(60) for t in threads]
+    assert not any(t.is_alive() for t in threads) and most == [1]
+
+
+def test_a_file_system_without_flock_is_warned_about(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    lock = RunLock(tmp_path / "run")
+    with caplog.at_level(logging.WARNING):
+        lock.acquire()
+    lock.release()
+    assert (
+        "no lock in" in caplog.text and "No locks available" in caplog.text and not (tmp_path / "run" / NAME).exists()
+    )
+
+
+def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
+    output_dir = tmp_path / "run"
+    process = hold(output_dir)
+    try:
+        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=kit.make_config(inputs, output_dir))
+        assert ended == "ConfigError" and message.startswith("output_dir: ") and str(process.pid) in message
+        assert [p.name for p in output_dir.iterdir()] == [NAME]
+    finally:
+        end(process)
+    config = kit.make_config(inputs, output_dir, train={"steps": 3})
+    assert run_case(2, "tests.trainers.cases:train", config=config)[0] == "done"
+    assert {p.name for p in output_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "hf"}
