@@ -182,6 +182,26 @@ def own_attention_in_place_of_another(config: RoleConfig) -> None:
     assert all(isinstance(attention.core_attention, Foreign) for attention in attentions)
 
 
+def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
+    """Completions by way of megatron's own forward are those of the shorter way over the same weights."""
+    from mrl.mcore_models import decoder
+
+    engine = make_engine(config)
+    requests = sampled_requests()
+    shorter = engine.generate(requests)
+    made, original = [], decoder.Decoder.__init__
+    fits, decoder.fits = decoder.fits, lambda model: False
+    decoder.Decoder.__init__ = lambda self, model: made.append(model)
+    try:
+        longer = engine.generate(requests)
+    finally:
+        decoder.fits, decoder.Decoder.__init__ = fits, original
+    assert not made and all(fits(model) for model in engine.models)
+    for one, other in zip(shorter, longer, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+
+
 def many_prompts_in_little_cache(config: RoleConfig) -> None:
     """Requests beyond the cache's room wait for it, and come back in their order."""
     engine = make_engine(config)

@@ -78,6 +78,13 @@ def test_the_weights_of_now_generate(model, layout):
     run(layout, "the_weights_of_now_generate", model, optimizer=tiny.OPTIMIZER)
 
 
+@pytest.mark.parametrize(
+    "layout", ["megatron", "megatron mistral", "megatron tp2", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2"]
+)
+def test_gpt_model_itself_gives_the_same(model, layout):
+    run(layout, "gpt_model_itself_gives_the_same", model)
+
+
 @pytest.mark.parametrize("case", ["own_attention_in_place_of_another", "many_prompts_in_little_cache"])
 def test_generation(model, case):
     run("megatron tp2 pp2", case, model)
