@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import UserError
 
 T = TypeVar("T")
@@ -46,20 +47,37 @@ class GradNorm(float):
 
 @dataclasses.dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt. tokens: its ids, at least one. max_new_tokens: how many may follow. stop_tokens: ids that end it (kept in the completion)."""
+    """One prompt and how it is to be completed.
+
+    tokens: the prompt's ids, at least one. max_new_tokens: how many may follow. stop_tokens: ids that end it (kept in the
+    completion). sampling: how tokens are drawn; greedy by default. key: what the noise of this completion follows from,
+    with the position of each token. stop_at: called with the new ids after each of them, and ends the completion where it
+    says so (a stop string, for one who has the tokenizer); it must answer alike on every rank.
+    """
 
     tokens: Sequence[int]
     max_new_tokens: int
     stop_tokens: Sequence[int] = ()
+    sampling: SamplingParams = GREEDY
+    key: SamplingKey = SamplingKey()
+    stop_at: Callable[[list[int]], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What was generated. tokens: new ids, without the prompt. log_probs: one per new token. finished: a stop token ended it."""
+    """What was generated. tokens: new ids, without the prompt. finished: a stop token or `stop_at` ended it.
+
+    log_probs: one per new token: log_softmax(logits / temperature) of the model, before top_k, top_p and min_p, which is
+    what `forward_backward_step` gives with `ctx["temperature"]`; at temperature 0 (greedy) as at 1.
+    """
 
     tokens: list[int]
     log_probs: list[float]
     finished: bool
+
+
+CACHE_TOKENS = 65536
+PREFILL_TOKENS = 4096
 
 
 class BaseEngine(abc.ABC):
@@ -215,8 +233,19 @@ class BaseEngine(abc.ABC):
         """Restores what `save_checkpoint` saved, also into another layout. Returns the trainer's `state`."""
 
     @abc.abstractmethod
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Greedy completions of the prompts, the same on every rank and layout (fp32). Every rank passes all requests."""
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        cache_tokens: int = CACHE_TOKENS,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> list[Completion]:
+        """Completions of the prompts in their order, the same on every rank and layout (fp32). Every rank passes all requests.
+
+        A completion depends on its request and the weights alone. cache_tokens: tokens whose keys and values each
+        replica keeps at once, which bounds how many sequences run together; each has room for the longest request.
+        prefill_tokens: prompt tokens in one forward at most. Raises ConfigError where a request alone does not fit.
+        """
 
     @abc.abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:

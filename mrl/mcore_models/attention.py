@@ -24,6 +24,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mrl.mcore_models.kv_cache import CachedStep, causal_mask
+
 
 @dataclasses.dataclass
 class PackedLayout(PackedSeqParams):
@@ -69,18 +71,20 @@ class PackedLayout(PackedSeqParams):
 
 @dataclasses.dataclass
 class CacheLayout(PackedSeqParams):
-    """Tokens of several sequences in generation, and the keys and values that came before them.
+    """New tokens of several sequences in generation, and where the keys and values are that came before them.
 
-    new_lengths: tokens of each sequence in this forward; they lie end to end and padding may follow.
-    cached_lengths: tokens of each sequence that are in the cache already. positions: [T], `cached + 0, 1, ...` for each
-    sequence, 0 for padding. cache: layer number -> (keys, values), each [S, Lmax, G, D]; filled by the attention.
+    step: lengths, positions and cache, for all layers of a chunk. positions: [T] with those of padding behind.
     """
 
-    new_lengths: tuple[int, ...] = ()
-    cached_lengths: tuple[int, ...] = ()
-    max_length: int = 0
+    step: CachedStep | None = None
     positions: Tensor | None = None
-    cache: dict[int, tuple[Tensor, Tensor]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def make(cls, step: CachedStep, padding: int = 0) -> "CacheLayout":
+        """padding: tokens behind those of the step, which nothing is kept of."""
+        longest = step.cache.length
+        positions = torch.nn.functional.pad(step.positions, (0, padding))
+        return cls(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, step=step, positions=positions)
 
 
 def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Tensor:
@@ -97,12 +101,6 @@ def zigzag_places(padded_lengths: tuple[int, ...], cp: int, cp_rank: int) -> Ten
 def zigzag_inverse(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
     """[cp*T] index that puts the ranks' shards, concatenated in rank order, back into the micro-batch's order."""
     return torch.argsort(torch.cat([zigzag_places(padded_lengths, cp, r) for r in range(cp)]))
-
-
-def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
-    """[q_length, k_length] bool, True where the query (aligned to the end of the keys) may look; `window` tokens back at most."""
-    allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
-    return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
 
 
 class SdpaAttention(MegatronModule):
@@ -127,7 +125,9 @@ class SdpaAttention(MegatronModule):
             return self._left_padded(query, key, value, attention_mask)
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         if isinstance(packed_seq_params, CacheLayout):
-            return self._cached(query, key, value, packed_seq_params)
+            step, options = packed_seq_params.step, {"scale": self.scale, "window": self.window}
+            query = query.unflatten(1, (key.shape[1], -1))  # heads of a group are neighbours
+            return step.attend(self.layer_number, query, key, value, **options).flatten(1).unsqueeze(1)
         if self.cp > 1:
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
@@ -171,43 +171,6 @@ class SdpaAttention(MegatronModule):
                     parts.append(out[0].transpose(0, 1).flatten(1))
                     local += segment
         return torch.cat(parts).unsqueeze(1)
-
-    def _cached(self, query: Tensor, key: Tensor, value: Tensor, layout: CacheLayout) -> Tensor:
-        """Appends the new keys and values to the cache and attends to all of each sequence's own."""
-        if self.layer_number not in layout.cache:
-            shape = (len(layout.new_lengths), layout.max_length, *key.shape[1:])
-            layout.cache[self.layer_number] = (key.new_zeros(shape), value.new_zeros(shape))
-        keys, values = layout.cache[self.layer_number]
-        out = torch.zeros_like(query)
-        if all(n == 1 for n in layout.new_lengths):
-            self._decode(query, key, value, layout, out)
-            return out.flatten(1).unsqueeze(1)
-        start = 0
-        for s, (new, old) in enumerate(zip(layout.new_lengths, layout.cached_lengths, strict=True)):
-            keys[s, old : old + new], values[s, old : old + new] = key[start : start + new], value[start : start + new]
-            q, k, v = (
-                t.transpose(0, 1)[None]
-                for t in (query[start : start + new], keys[s, : old + new], values[s, : old + new])
-            )
-            out[start : start + new] = self._attend(q, k, v, causal_mask(new, old + new, self.window, q.device))[
-                0
-            ].transpose(0, 1)
-            start += new
-        return out.flatten(1).unsqueeze(1)
-
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, layout: CacheLayout, out: Tensor) -> None:
-        """One new token for each sequence: all of them in one batch, under a mask over the cache."""
-        keys, values = layout.cache[self.layer_number]
-        count, longest = len(layout.new_lengths), max(layout.cached_lengths) + 1
-        at = torch.tensor(layout.cached_lengths, device=query.device)
-        rows = torch.arange(count, device=query.device)
-        keys[rows, at], values[rows, at] = key[:count], value[:count]
-        places = torch.arange(longest, device=query.device)
-        mask = places <= at[:, None]
-        if self.window is not None:
-            mask &= places > at[:, None] - self.window
-        k, v = keys[:, :longest].transpose(1, 2), values[:, :longest].transpose(1, 2)
-        out[:count] = self._attend(query[:count].unsqueeze(2), k, v, mask[:, None, None])[:, :, 0]
 
     def _left_padded(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> Tensor:
         """query [Lq, S, H, D], key and value [Lk, S, G, D]; padding [S, >=Lk] bool, True at left padding. [Lq, S, H*D]."""

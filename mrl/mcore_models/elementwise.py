@@ -75,15 +75,15 @@ class RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(t, cos, sin, -1.0)
+        return turn(t, cos, sin, -1.0)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, 1.0), None, None
+        return turn(grad, cos, sin, 1.0), None, None
 
 
-def _turn(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """[a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Both halves of sin and cos are equal."""
     half = t.shape[-1] // 2
     out = t * cos

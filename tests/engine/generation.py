@@ -1,18 +1,172 @@
-"""Cases of generation that only the megatron engine has; run in worlds (see harness.py)."""
+"""Cases of generation; run in worlds (see harness.py) by test_generation.py, in layouts of both engines."""
 
 from __future__ import annotations
 
-import torch
+import dataclasses
+import random
 
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrl.batch import make_batch
 from mrl.config.schema import RoleConfig
-from mrl.engine.base import GenerateRequest
+from mrl.engine import generation
+from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.registry import build_engine
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams, gumbel, noise_key
+from mrl.mcore_models import kv_cache
+from tests.engine import tiny
+from tests.engine.contract import loss_fn, train
+from tests.engine.test_sampling import signed, transformers_logits
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(0.7),
+    SamplingParams(1.2, top_k=9),
+    SamplingParams(1.0, top_p=0.8),
+    GREEDY,
+    SamplingParams(1.5, top_k=60, top_p=0.95, min_p=0.02),
+]
+
+
+def sampled_requests(samples: int = 4) -> list[GenerateRequest]:
+    """Prompts of unequal length, `samples` of each, with every kind of sampling and unequal limits; one stops early."""
+    numbers = random.Random(1)
+    prompts = [[numbers.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (5, 1, 11, 3, 8)]
+    return [
+        GenerateRequest(
+            prompt,
+            3 + (3 * p + s) % 8,
+            (5, 6, 7, 8, 9, 10) if p == 2 else (),
+            SAMPLINGS[(p + s) % len(SAMPLINGS)],
+            SamplingKey(11, 2, p, s),
+            (lambda new: len(new) == 2) if (p, s) == (3, 0) else None,
+        )
+        for p, prompt in enumerate(prompts)
+        for s in range(samples)
+    ]
+
+
+def make_engine(config: RoleConfig):
+    engine = build_engine(config)
+    engine.init_model()
+    return engine
+
+
+def hugging_face(folder: str, requests: list[GenerateRequest]) -> list[tuple[list[int], bool]]:
+    """Each request by whole forwards of the Hugging Face model, its filters, and argmax(logits / T + noise)."""
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for request in requests:
+        tokens, new, finished = list(request.tokens), [], False
+        while len(new) < request.max_new_tokens and not finished:
+            with torch.no_grad():
+                logits = transformers_logits(hf(input_ids=torch.tensor([tokens])).logits[:, -1], request.sampling)
+            if not request.sampling.greedy:
+                logits = logits + gumbel(torch.tensor([signed(noise_key(request.key, len(tokens)))]), 0, tiny.VOCAB)
+            new.append(int(logits.argmax()))
+            tokens.append(new[-1])
+            finished = new[-1] in request.stop_tokens or (request.stop_at is not None and request.stop_at(new))
+        answers.append((new, finished))
+    return answers
+
+
+def samples_as_hugging_face(config: RoleConfig, expected: list[tuple[list[int], bool]]) -> None:
+    """The tokens are those that one process would draw; log-probs are those of a forward at the temperature (trap 19)."""
+    engine = make_engine(config)
+    requests = sampled_requests()
+    completions = engine.generate(requests)
+    assert [(c.tokens, c.finished) for c in completions] == expected
+    check_log_probs(engine, requests, completions)
+
+
+def check_log_probs(engine: BaseEngine, requests: list[GenerateRequest], completions: list[Completion]) -> None:
+    """Those of the completions are those that the engine's forward gives at each request's temperature."""
+    for sampling in SAMPLINGS:
+        chosen = [(r, c) for r, c in zip(requests, completions, strict=True) if r.sampling == sampling]
+        batch = make_batch(
+            [[*r.tokens, *c.tokens] for r, c in chosen],
+            [[0.0] * len(r.tokens) + [1.0] * len(c.tokens) for r, c in chosen],
+        )
+        with engine.eval_mode():
+            ctx = {"temperature": sampling.temperature or 1.0}
+            predictions, _ = engine.forward_backward_step(batch, ctx, forward_only=True)
+        scored = predictions["log_probs"].cpu()[batch.loss_mask.bool()]
+        ours = torch.tensor([x for _, c in chosen for x in c.log_probs])
+        torch.testing.assert_close(ours, scored, rtol=0, atol=1e-5)
+
+
+def the_weights_of_now_generate(config: RoleConfig) -> None:
+    """After each optimizer step completions come from the new weights, and generating changes nothing of training."""
+    requests, norms = sampled_requests(), []
+    for generates in (True, False):
+        engine = make_engine(config)
+        engine.set_loss_fn(loss_fn)
+        seen = []
+        for _ in range(2):
+            norms += [(norm, lr) for _, norm, lr, _ in train(engine, 1)]
+            if generates:
+                seen.append(engine.generate(requests))
+                check_log_probs(engine, requests, seen[-1])
+        assert not generates or seen[0] != seen[1]
+    assert norms[:2] == norms[2:]
+
+
+def same_in_any_company(config: RoleConfig) -> None:
+    """A request alone, shuffled requests, little cache, prompts in small pieces: the same tokens, in the requests' order."""
+    engine = make_engine(config)
+    requests = sampled_requests()
+    together = engine.generate(requests)
+
+    def same(completions: list[Completion], indices: list[int]) -> None:
+        for completion, i in zip(completions, indices, strict=True):
+            assert (completion.tokens, completion.finished) == (together[i].tokens, together[i].finished)
+            difference = torch.tensor(completion.log_probs) - torch.tensor(together[i].log_probs)
+            assert difference.abs().max() < 1e-5
+
+    everything = list(range(len(requests)))
+    shuffled = random.Random(0).sample(everything, len(everything))
+    same(engine.generate([requests[i] for i in shuffled]), shuffled)
+    for i in (0, 7, 13):
+        same(engine.generate([requests[i]]), [i])
+    same(engine.generate(requests, cache_tokens=45, prefill_tokens=3), everything)
+    same(engine.generate(requests, prefill_tokens=1), everything)
+    greedy = [dataclasses.replace(r, sampling=GREEDY) for r in requests]
+    assert engine.generate(greedy) != together and engine.generate([]) == []
+    other = engine.generate([dataclasses.replace(r, key=r.key._replace(step=3)) for r in requests])
+    assert [c.tokens for c in other] != [c.tokens for c in together]
+
+
+def the_cache_is_bounded(config: RoleConfig) -> None:
+    """However many requests there are, no more keys and values exist than `cache_tokens` of them."""
+    engine = make_engine(config)
+    made: list[kv_cache.KVCache] = []
+    original = kv_cache.KVCache.__init__
+
+    def remember(self, rows: int, length: int) -> None:
+        original(self, rows, length)
+        made.append(self)
+
+    kv_cache.KVCache.__init__ = remember
+    try:
+        for count in (1, 10):
+            engine.generate(sampled_requests() * count, cache_tokens=100)
+        generation.FIRST_NEW_TOKENS, first = 2, generation.FIRST_NEW_TOKENS
+        requests = [dataclasses.replace(r, max_new_tokens=20) for r in sampled_requests()]
+        grown = engine.generate(requests, cache_tokens=100)
+        assert made[-1].length > 15, "rows have become longer"
+    finally:
+        kv_cache.KVCache.__init__ = original
+        generation.FIRST_NEW_TOKENS = first
+    assert [c.tokens for c in grown] == [c.tokens for c in engine.generate(requests)]
+    for cache in made:
+        for keys, values in cache.layers.values():
+            assert keys.shape == values.shape and keys.shape[0] * keys.shape[2] <= 100
 
 
 def own_attention_in_place_of_another(config: RoleConfig) -> None:
     """Where the layer spec has another core attention (transformer-engine's), generation brings ours and takes it away."""
-    engine = build_engine(config)
-    engine.init_model()
+    engine = make_engine(config)
     requests = [GenerateRequest([5, 9, 2], 6), GenerateRequest([7], 6)]
     expected = engine.generate(requests)
 
@@ -28,17 +182,31 @@ def own_attention_in_place_of_another(config: RoleConfig) -> None:
     assert all(isinstance(attention.core_attention, Foreign) for attention in attentions)
 
 
-def many_prompts_in_little_cache(config: RoleConfig) -> None:
-    """Requests beyond the cache's room run in groups, and come back in their order."""
-    from mrl.engine.megatron import generate
+def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
+    """Completions by way of megatron's own forward are those of the shorter way over the same weights."""
+    from mrl.mcore_models import decoder
 
-    engine = build_engine(config)
-    engine.init_model()
+    engine = make_engine(config)
+    requests = sampled_requests()
+    shorter = engine.generate(requests)
+    made, original = [], decoder.Decoder.__init__
+    fits, decoder.fits = decoder.fits, lambda model: False
+    decoder.Decoder.__init__ = lambda self, model: made.append(model)
+    try:
+        longer = engine.generate(requests)
+    finally:
+        decoder.fits, decoder.Decoder.__init__ = fits, original
+    assert not made and all(fits(model) for model in engine.models)
+    for one, other in zip(shorter, longer, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5
+
+
+def many_prompts_in_little_cache(config: RoleConfig) -> None:
+    """Requests beyond the cache's room wait for it, and come back in their order."""
+    engine = make_engine(config)
     requests = [GenerateRequest([5 + i, 9, 2 + i][: 1 + i % 3], 2 + i) for i in range(7)]
     together = engine.generate(requests)
-    room, generate.CACHE_TOKENS = generate.CACHE_TOKENS, 16
-    assert [len(group) for group in generate._groups([generate._Sequence(r, i) for i, r in enumerate(requests)])] != [7]
-    alone = engine.generate(requests)
-    generate.CACHE_TOKENS = room
+    alone = engine.generate(requests, cache_tokens=16)
     assert [c.tokens for c in alone] == [c.tokens for c in together]
     assert [len(c.tokens) for c in alone] == [2 + i for i in range(7)]

@@ -19,10 +19,10 @@ from mrl.mcore_models.attention import (  # noqa: E402
     CacheLayout,
     PackedLayout,
     SdpaAttention,
-    causal_mask,
     zigzag_inverse,
     zigzag_places,
 )
+from mrl.mcore_models.kv_cache import CachedStep, KVCache, causal_mask  # noqa: E402
 from mrl.mcore_models.layers import RMSNorm  # noqa: E402
 
 H, G, D = 4, 2, 8
@@ -87,7 +87,8 @@ def cached(core, cache, q, k, v, old, new, extra=0):
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     at = torch.cat([torch.arange(s + o, s + o + n) for s, o, n in zip(starts, old, new, strict=False)])
     parts = [torch.cat([t[at], torch.full_like(t[:extra], 7.0)]) for t in (q, k, v)]
-    layout = CacheLayout(new_lengths=tuple(new), cached_lengths=tuple(old), max_length=max(LENGTHS), cache=cache)
+    layout = CacheLayout.make(CachedStep(cache, tuple(new), tuple(old), q.device), extra)
+    assert layout.positions.tolist() == [o + i for n, o in zip(new, old, strict=True) for i in range(n)] + [0] * extra
     out = core(*parts, packed_seq_params=layout).squeeze(1)
     assert out.shape[0] == len(at) + extra
     return at, out[: len(at)]
@@ -99,7 +100,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window, extra):
     """A prompt in one piece, then in another, then token by token; sequences of unequal length, padding behind."""
     q, k, v = tokens()
     whole = expected(q, k, v, window=window)
-    core, cache = attention(window), {}
+    core, cache = attention(window), KVCache(len(LENGTHS), max(LENGTHS))
     old = [0] * len(LENGTHS)
     new = [2, 1, 1, 4, 1]
     for _ in range(2):
@@ -107,7 +108,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window, extra):
         close(out, whole[at])
         old = [o + n for o, n in zip(old, new, strict=True)]
         new = [min(2, length - o) for o, length in zip(old, LENGTHS, strict=True)]
-    core, cache = attention(window), {}
+    core, cache = attention(window), KVCache(len(LENGTHS), max(LENGTHS))
     prompts = [1, 2, 1, 3, 1]
     cached(core, cache, q, k, v, [0] * 5, prompts)
     # sequences that are done go on with their last token in place, as in generation, and are not looked at
@@ -119,10 +120,10 @@ def test_the_cache_gives_what_the_whole_sequence_gives(window, extra):
 
 def test_each_layer_has_a_cache_of_its_own():
     q, k, v = tokens()
-    cache: dict = {}
+    cache = KVCache(len(LENGTHS), max(LENGTHS))
     for layer in (1, 2):
         cached(attention(layer=layer), cache, q, k, v, [0] * 5, LENGTHS)
-    assert sorted(cache) == [1, 2] and cache[1][0].shape == (5, max(LENGTHS), G, D)
+    assert sorted(cache.layers) == [1, 2] and cache.layers[1][0].shape == (5, G, max(LENGTHS), D)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mrl.mcore_models.kv_cache import CachedStep
+
 NAME = "mrl_documents"
 
 
@@ -31,13 +33,21 @@ def document_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     document_lengths: Sequence[int] | None = None,
+    cached_step: CachedStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
+    cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     assert attention_mask is None, "documents are told apart by their lengths, not by a mask"
+
+    if cached_step is not None:
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
+        out = cached_step.attend(module.layer_idx, q, k, v, scale=scaling, window=sliding_window)
+        return out.flatten(1, 2)[None], None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]

@@ -20,12 +20,22 @@ from mrl.config.schema import RoleConfig
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import checkpoint, checkpoint_remote, collective, guards
-from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
-from mrl.engine.fsdp import attention, generate, step
+from mrl.engine.base import (
+    CACHE_TOKENS,
+    PREFILL_TOKENS,
+    BaseEngine,
+    Completion,
+    Ctx,
+    GenerateRequest,
+    GradNorm,
+    Predictions,
+)
 from mrl.engine.fsdp import checkpoint as fsdp_checkpoint
+from mrl.engine.fsdp import generate, step
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.offload import HOST, Offload
 from mrl.engine.fsdp.optim import Optimizer
+from mrl.engine.generation import check_room, share
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
 from mrl.mcore_models import platform
@@ -240,22 +250,29 @@ class FSDPEngine(BaseEngine):
 
     # -- generation and weights out -----------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        hf = self.model.hf
-        with self.eval_mode():
-            hf.set_attn_implementation("sdpa")
-            try:
-                mine = generate.generate(
-                    self.model.module,
-                    requests[self.dp_rank :: self.dp_size],
-                    device=self.device,
-                    any_rank=lambda here: bool(self.max_over_ranks(here)[0]),
-                )
-            finally:
-                hf.set_attn_implementation(attention.NAME)
-        everyone: list[list[Completion]] = [[]] * self.dp_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return [everyone[i % self.dp_size][i // self.dp_size] for i in range(len(requests))]
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        cache_tokens: int = CACHE_TOKENS,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> list[Completion]:
+        assert self.config.head == "lm", "a value head generates nothing"
+        check_room(requests, cache_tokens)
+        alone = self.dp_size == 1  # then the shards are the model, and gathering them at every step is for nothing
+        with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
+            found = generate.generate(
+                self.model.module,
+                [(i, requests[i]) for i in share(len(requests), self.dp_rank, self.dp_size)],
+                device=self.device,
+                any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
+                cache_tokens=cache_tokens,
+                prefill_tokens=prefill_tokens,
+            )
+        everyone: list[dict[int, Completion]] = [{}] * self.dp_size
+        dist.all_gather_object(everyone, found, group=self.group)
+        found = {i: completion for part in everyone for i, completion in part.items()}
+        return [found[i] for i in range(len(requests))]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used():

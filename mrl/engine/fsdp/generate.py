@@ -1,84 +1,56 @@
-"""Greedy completions with transformers' key/value cache, in batches padded on the left.
+"""Generation with a transformers model whose weights are sharded. Each rank completes requests of its own.
 
-Dimensions: `R` requests of a batch, `L` tokens of the longest prompt in it.
+The keys and values are ours (mrl/mcore_models/kv_cache.py), reached through the attention function in attention.py: new
+tokens of all sequences go through the model end to end, as documents do in training, without padding.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from mrl.engine.base import Completion, GenerateRequest
-
-REQUESTS_AT_ONCE = 64
-
-
-@dataclasses.dataclass
-class _Running:
-    """One request being completed."""
-
-    request: GenerateRequest
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def active(self) -> bool:
-        return not self.finished and len(self.tokens) < self.request.max_new_tokens
-
-    def add(self, token: int, log_prob: float) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        self.finished = token in self.request.stop_tokens
+from mrl.engine.generation import DUMMY, Schedule, Step
+from mrl.engine.logprobs import VocabShard
+from mrl.engine.sampling import choose
+from mrl.mcore_models.kv_cache import CachedStep, KVCache
 
 
 @torch.no_grad()
 def generate(
-    use: Callable[[Callable[[nn.Module], Tensor]], Tensor],
-    requests: Sequence[GenerateRequest],
+    use: Callable[[Callable[[nn.Module], tuple[list[int], list[float]]]], tuple[list[int], list[float]]],
+    requests: Sequence[tuple[int, GenerateRequest]],
     *,
     device: torch.device,
     any_rank: Callable[[bool], bool],
-) -> list[Completion]:
-    """Completes `requests`. Every rank calls this together, with requests of its own or none.
+    cache_tokens: int,
+    prefill_tokens: int,
+) -> dict[int, Completion]:
+    """Completes `requests`, each with its index, by which the completions come back. Every rank calls this together.
 
     use: runs a function of the model where its weights are gathered. any_rank: whether the flag is set on any rank;
     a rank that is done keeps step with the others, because gathering weights takes all.
     """
-    running = [_Running(request) for request in requests]
-    at = 0
-    while any_rank(at < len(running)):
-        part = running[at : at + REQUESTS_AT_ONCE] or [_Running(GenerateRequest([0], 0))]
-        at += REQUESTS_AT_ONCE
-        _complete(use, part, device=device, any_rank=any_rank)
-    return [Completion(r.tokens, r.log_probs, r.finished) for r in running]
+    schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+    cache = KVCache(schedule.rows, schedule.length)
+    while any_rank(not schedule.done):
+        step = DUMMY if schedule.done else schedule.next()
+        cache.arrange(step.copies, step.shape)
+        schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device)))
+    return dict(schedule.completions())
 
 
-def _complete(use, part: list[_Running], *, device: torch.device, any_rank: Callable[[bool], bool]) -> None:
-    """Runs one batch to its end, token by token."""
-    longest = max(len(r.request.tokens) for r in part)
-    rows = [[0] * (longest - len(r.request.tokens)) + list(r.request.tokens) for r in part]
-    masks = [[0] * (longest - len(r.request.tokens)) + [1] * len(r.request.tokens) for r in part]
-    tokens, mask = torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-    cache: list[DynamicCache] = []
-    while any_rank(any(r.active for r in part)):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-
-        def forward(hf: nn.Module, tokens=tokens, positions=positions, mask=mask) -> Tensor:
-            if not cache:
-                cache.append(DynamicCache(config=hf.config))
-            hidden = hf.model(
-                input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache[0], use_cache=True
-            ).last_hidden_state[:, -1]  # fmt: skip
-            return torch.log_softmax((hidden @ hf.lm_head.weight.t()).float(), dim=-1)
-
-        best = use(forward).max(dim=-1)
-        for r, token, log_prob in zip(part, best.indices.tolist(), best.values.tolist(), strict=True):
-            if r.active:
-                r.add(token, log_prob)
-        tokens = best.indices[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(part), 1)], dim=1)
+def forward(hf: nn.Module, step: Step, cache: KVCache, device: torch.device) -> tuple[list[int], list[float]]:
+    """The tokens that follow the sampled sequences of a step, and their log-probs."""
+    cached = CachedStep(cache, tuple(map(len, step.new)), tuple(step.cached), device)
+    tokens = torch.tensor([token for tokens in step.new for token in tokens], device=device)
+    hidden: Tensor = hf.model(
+        input_ids=tokens[None], position_ids=cached.positions[None], use_cache=False, cached_step=cached
+    ).last_hidden_state[0]  # fmt: skip
+    if not step.sampled:
+        return [], []
+    logits = hidden[torch.tensor(step.last, device=device)] @ hf.lm_head.weight.t()
+    chosen, log_probs = choose(logits, step.sampling(device), VocabShard(hf.config.vocab_size))
+    return chosen.tolist(), log_probs.tolist()

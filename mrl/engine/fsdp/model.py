@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,6 +80,18 @@ class Model:
     @property
     def hf(self) -> nn.Module:
         return self.module.hf
+
+    @contextlib.contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Inside, what a forward gathers stays for the next one: the whole model on every rank."""
+        self.module.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            self.module.set_reshard_after_forward(True)
+            for part in self.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Sharded parameters by their name in transformers; tied ones once."""

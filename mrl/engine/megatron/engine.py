@@ -21,7 +21,16 @@ from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names, padded_vocab, value_head_config
 from mrl.converters.safetensors_io import HFReader, HFWriter, tensor_infos
 from mrl.engine import collective, guards
-from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
+from mrl.engine.base import (
+    CACHE_TOKENS,
+    PREFILL_TOKENS,
+    BaseEngine,
+    Completion,
+    Ctx,
+    GenerateRequest,
+    GradNorm,
+    Predictions,
+)
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
@@ -302,10 +311,16 @@ class MegatronEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"):
             return checkpoint.load(self, local_path, remote_path, del_local_after_load)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        cache_tokens: int = CACHE_TOKENS,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
-            return generate.run(self, requests)
+            return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
 
     def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], *kinds: str) -> Iterator[tuple[str, Tensor]]:
         with self.state.installed(), self.offload.used(*kinds):

@@ -1,15 +1,13 @@
-"""Greedy generation from the engine's own weights, with a KV cache, under any tensor and pipeline layout.
+"""Generation from the engine's own weights, with a KV cache, under any layout.
 
-Requests run in groups that the cache has room for. The first forward of a group takes all prompts end to end (prefill),
-each later one a token of every sequence that is not finished. Ranks of one replica work together; each
-data-parallel and context-parallel replica takes a share of the requests, except where experts are spread over replicas
-and all must take part in every forward: there each takes all.
+Ranks of one replica (tp, pp) work together on the same sequences; each data-parallel and context-parallel replica takes a
+share of the requests. Where experts are spread over replicas all of them take part in every forward, and one that has
+nothing left feeds a token that nothing comes of.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -21,44 +19,43 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.mcore_models import platform
+from mrl.engine.generation import DUMMY, Schedule, Step, check_room, share
+from mrl.engine.logprobs import VocabShard
+from mrl.engine.sampling import choose
+from mrl.mcore_models import decoder, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
+from mrl.mcore_models.kv_cache import CachedStep, KVCache
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
 
-CACHE_TOKENS = 65536
-"""Tokens whose keys and values are kept at once, over the sequences of a group."""
 
-
-@dataclasses.dataclass
-class _Sequence:
-    request: GenerateRequest
-    index: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    finished: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.finished or len(self.tokens) >= self.request.max_new_tokens
-
-
-def run(engine: "MegatronEngine", requests: Sequence[GenerateRequest]) -> list[Completion]:
+def run(
+    engine: "MegatronEngine", requests: Sequence[GenerateRequest], *, cache_tokens: int, prefill_tokens: int
+) -> list[Completion]:
     """Completions in the order of the requests, on every rank."""
-    sequences = [_Sequence(request, i) for i, request in enumerate(requests)]
-    replicas = engine.dims.dp * engine.dims.cp
-    shared = replicas == 1 or engine.dims.experts_span_replicas
-    replica = engine.coords.dp_rank * engine.dims.cp + engine.coords.cp_rank
-    mine = sequences if shared else sequences[replica::replicas]
+    check_room(requests, cache_tokens)
+    dims, coords = engine.dims, engine.coords
+    replicas = dims.dp * dims.cp
+    mine = share(len(requests), coords.dp_rank * dims.cp + coords.cp_rank, replicas)
+    schedule = Schedule(
+        [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens
+    )  # fmt: skip
     with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):
-        for group in _groups(mine):
-            _generate(engine, group)
-    if not shared:
-        everyone: list[list[_Sequence]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, mine)
-        sequences = sorted({s.index: s for part in everyone for s in part}.values(), key=lambda s: s.index)
-    return [Completion(s.tokens, s.log_probs, s.finished) for s in sequences]
+        runner = _Runner(engine, schedule)
+        while _work_left(engine, not schedule.done):
+            step = DUMMY if schedule.done else schedule.next()
+            schedule.take(step, *runner.forward(step))
+    found = dict(schedule.completions())
+    if replicas > 1:
+        everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        found = {i: completion for part in everyone for i, completion in part.items()}
+    return [found[i] for i in range(len(requests))]
+
+
+def _work_left(engine: "MegatronEngine", here: bool) -> bool:
+    return bool(engine.max_over_ranks(here)[0]) if engine.dims.experts_span_replicas else here
 
 
 @contextlib.contextmanager
@@ -77,112 +74,75 @@ def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
             attention.core_attention = core
 
 
-def _groups(sequences: Sequence[_Sequence]) -> list[list[_Sequence]]:
-    groups: list[list[_Sequence]] = []
-    longest = 0
-    for sequence in sequences:
-        size = len(sequence.request.tokens) + sequence.request.max_new_tokens
-        if groups and (len(groups[-1]) + 1) * max(longest, size) <= CACHE_TOKENS:
-            groups[-1].append(sequence)
-            longest = max(longest, size)
-        else:
-            groups.append([sequence])
-            longest = size
-    return groups
+class _Runner:
+    """The chunks of this rank, and their caches, through the steps of one generation."""
+
+    def __init__(self, engine: "MegatronEngine", schedule: Schedule) -> None:
+        self.engine, self.dims = engine, engine.dims
+        self.lean = all(decoder.fits(model) for model in engine.models)
+        self.decoders = [decoder.Decoder(model) for model in engine.models] if self.lean else []
+        self.caches = [KVCache(schedule.rows, schedule.length) for _ in engine.models]
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.ranks = dist.get_process_group_ranks(self.pp_group)
+
+    def forward(self, step: Step) -> tuple[list[int], list[float]]:
+        """All chunks in pipeline order. Returns the tokens that follow the sampled sequences, and their log-probs."""
+        dims, device = self.dims, platform.device()
+        flat = [token for tokens in step.new for token in tokens]
+        padding = -len(flat) % (dims.tp if dims.sp and not self.lean else 1)
+        tokens = torch.tensor(flat + [0] * padding, device=device)
+        hidden, result = None, None
+        for stage in range(dims.pp * dims.vpp):
+            chunk, pp_rank = divmod(stage, dims.pp)
+            if pp_rank == self.engine.coords.pp_rank:
+                self.caches[chunk].arrange(step.copies, step.shape)
+                cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
+                if stage and dims.pp > 1:
+                    hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)
+                last = self.engine.models[chunk].post_process
+                choose_next = functools.partial(_next_token, step=step, vocab_size=self.engine.hf["vocab_size"])
+                hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
+                if last:
+                    result = hidden
+                elif dims.pp > 1:
+                    dist.send(hidden.contiguous(), self.ranks[(pp_rank + 1) % dims.pp], group=self.pp_group)
+        if dims.pp > 1:
+            if result is None:
+                result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
+            dist.broadcast(result, self.ranks[-1], group=self.pp_group)
+        return result[:, 0].long().tolist(), result[:, 1].tolist()
+
+    def _chunk(self, chunk: int, tokens: Tensor, hidden: Tensor | None, cached: CachedStep, choose_next) -> Tensor:
+        """Hidden states [T (/tp), 1, N] for the next stage; on the last one what `choose_next` makes of them, [S, 2]."""
+        model = self.engine.models[chunk]
+        if self.lean:
+            hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
+            if choose_next is None:
+                return hidden.unsqueeze(1)
+            tied = model.share_embeddings_and_output_weights
+            return choose_next(hidden, model.shared_embedding_or_output_weight() if tied else model.output_layer.weight)
+        if hidden is not None:
+            model.set_input_tensor(hidden)
+        if choose_next is not None:
+            model.output_layer.project = choose_next
+        out = model(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
+        return out if choose_next is None else out[0]
+
+    def _receive(self, tokens: int, source: int) -> Tensor:
+        """The hidden states of the stage before."""
+        rows = tokens // self.dims.tp if self.dims.sp and not self.lean else tokens
+        shape = (rows, 1, self.engine.hf["hidden_size"])
+        buffer = torch.empty(shape, dtype=self.engine.dtype, device=platform.device())
+        dist.recv(buffer, self.ranks[source], group=self.pp_group)
+        return buffer
 
 
-def _generate(engine: "MegatronEngine", group: list[_Sequence]) -> None:
-    """Fills the sequences of one group. Finished ones stay in the batch, fed with their last token, until all are done."""
-    limit = max(len(s.request.tokens) + s.request.max_new_tokens for s in group)
-    caches = [dict() for _ in engine.models]
-    new = [list(s.request.tokens) for s in group]
-    cached = [0] * len(group)
-    while not all(s.done for s in group):
-        chosen, log_probs = _forward(engine, new, cached, limit, caches)
-        cached = [min(old + len(tokens), limit - 1) for old, tokens in zip(cached, new, strict=True)]
-        for sequence, token, log_prob in zip(group, chosen, log_probs, strict=True):
-            if not sequence.done:
-                sequence.tokens.append(token)
-                sequence.log_probs.append(log_prob)
-                sequence.finished = token in sequence.request.stop_tokens
-        new = [[token] for token in chosen]
-
-
-def _forward(
-    engine: "MegatronEngine", new: list[list[int]], cached: list[int], limit: int, caches: list[dict]
-) -> tuple[list[int], list[float]]:
-    """One forward of all chunks in pipeline order. Returns each sequence's most probable next token and its log-prob."""
-    dims, device = engine.dims, platform.device()
-    flat = [token for tokens in new for token in tokens]
-    positions = [old + i for tokens, old in zip(new, cached, strict=True) for i in range(len(tokens))]
-    padding = -len(flat) % (dims.tp if dims.sp else 1)
-    tokens = torch.tensor(flat + [0] * padding, device=device)
-    at = torch.tensor(positions + [0] * padding, device=device)
-    last = torch.tensor([len(t) for t in new], device=device).cumsum(0) - 1
-    group = parallel_state.get_pipeline_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    hidden, result = None, None
-    for stage in range(dims.pp * dims.vpp):
-        chunk, pp_rank = divmod(stage, dims.pp)
-        if pp_rank == engine.coords.pp_rank:
-            model = engine.models[chunk]
-            layout = CacheLayout(
-                qkv_format="sbhd", max_seqlen_q=limit, max_seqlen_kv=limit, new_lengths=tuple(len(t) for t in new),
-                cached_lengths=tuple(cached), max_length=limit, positions=at, cache=caches[chunk],
-            )  # fmt: skip
-            if stage:
-                model.set_input_tensor(_receive(engine, tokens.numel(), hidden, ranks, pp_rank))
-            if model.post_process:
-                model.output_layer.project = functools.partial(
-                    _next_token, vocab_size=engine.hf["vocab_size"], last=last
-                )
-            hidden = model(tokens, layout, None)
-            if model.post_process:
-                result = hidden[0, : len(new)].double()
-            elif dims.pp > 1:
-                dist.send(hidden.contiguous(), ranks[(pp_rank + 1) % dims.pp], group=group)
-    if dims.pp > 1:
-        result = result if result is not None else torch.zeros(len(new), 2, dtype=torch.float64, device=device)
-        dist.broadcast(result, ranks[-1], group=group)
-    return result[:, 0].long().tolist(), result[:, 1].tolist()
-
-
-def _receive(engine: "MegatronEngine", tokens: int, hidden: Tensor | None, ranks: list[int], pp_rank: int) -> Tensor:
-    """The previous stage's hidden states; it is on this rank where there is one pipeline rank."""
-    dims = engine.dims
-    if dims.pp == 1:
-        return hidden
-    rows = tokens // dims.tp if dims.sp else tokens
-    buffer = torch.empty(rows, 1, engine.hf["hidden_size"], dtype=engine.dtype, device=platform.device())
-    dist.recv(buffer, ranks[(pp_rank - 1) % dims.pp], group=parallel_state.get_pipeline_model_parallel_group())
-    return buffer
-
-
-def _next_token(hidden: Tensor, weight: Tensor, *, vocab_size: int, last: Tensor) -> Tensor:
-    """[S, 2] fp64: the most probable next token of each sequence and its log-prob. Ties go to the lower id.
-
-    Each tensor-parallel rank finds the best of its columns and its part of the log-sum-exp; logits are not gathered.
-    """
+def _next_token(hidden: Tensor, weight: Tensor, *, step: Step, vocab_size: int) -> Tensor:
+    """[S, 2] fp64: the next token of each sampled sequence and its log-prob. hidden: [T, N] whole; weight: [V, N] local."""
+    if not step.sampled:
+        return hidden.new_zeros(0, 2, dtype=torch.float64)
     group = parallel_state.get_tensor_model_parallel_group()
-    start = group.rank() * weight.shape[0]
-    logits = torch.nn.functional.linear(hidden[last], weight).float()
-    logits = logits[:, : max(0, min(weight.shape[0], vocab_size - start))]
-    if logits.shape[1]:
-        best, token = logits.max(dim=-1)
-        part = torch.stack([best.double(), token.double() + start, logits.double().logsumexp(-1)], dim=-1)
-    else:  # this rank holds padding rows only
-        part = (
-            torch.tensor([-torch.inf, 0.0, -torch.inf], dtype=torch.float64, device=hidden.device)
-            .expand(last.numel(), 3)
-            .contiguous()
-        )
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    if group.size() > 1:
-        dist.all_gather(parts, part, group=group)
-    else:
-        parts = [part]
-    joined = torch.stack(parts)  # [tp, S, 3]
-    owner = joined[..., 0].argmax(dim=0)
-    rows = torch.arange(last.numel(), device=hidden.device)
-    total = joined[..., 2].logsumexp(dim=0)
-    return torch.stack([joined[owner, rows, 1], joined[owner, rows, 0] - total], dim=-1)
+    logits = torch.nn.functional.linear(hidden[torch.tensor(step.last, device=hidden.device)], weight)
+    shard = VocabShard(vocab_size, group.rank() * weight.shape[0], group)
+    chosen = choose(logits, step.sampling(hidden.device), shard)
+    return torch.stack([t.double() for t in chosen], dim=-1)

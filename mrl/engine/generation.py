@@ -1,0 +1,223 @@
+"""Continuous batching: which tokens of which sequences each forward of a generation takes. No tensors.
+
+Every running sequence has a row of a key/value cache of fixed size. A step feeds one token of each sequence that is past
+its prompt, and a bounded number of prompt tokens of those that are not; a finished sequence leaves, a waiting one takes
+its place. Sequences are in row order: those with one new token first, in rows 0, 1, ..., then those with prompts, of
+which only the last can be fed in part. Prompts that are equal (the samples of a group) are fed once: while a sequence
+with the same prompt runs, a new one copies its row and feeds the prompt's last token alone.
+
+Few completions are as long as they may be. So rows start short and many, and where one is full all become longer and
+fewer within the same memory; sequences that have no row any more wait, and are fed again from their first token. What
+they draw does not change by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.sampling import SamplingRows, noise_key
+from mrl.errors import ConfigError
+
+FIRST_NEW_TOKENS = 256
+"""New tokens that rows have room for at first, where memory is too little for all that the requests may become."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """A request at work. context: its prompt and what followed. cached: how many of these the cache has."""
+
+    request: GenerateRequest
+    index: int
+    prompt: tuple[int, ...]
+    context: list[int]
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    cached: int = 0
+    row: int = -1
+    finished: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.context[len(self.prompt) :]
+
+    @property
+    def done(self) -> bool:
+        return self.finished or len(self.log_probs) >= self.request.max_new_tokens
+
+    def add(self, token: int, log_prob: float) -> None:
+        self.context.append(token)
+        self.log_probs.append(log_prob)
+        stop_at = self.request.stop_at
+        self.finished = token in self.request.stop_tokens or (stop_at is not None and stop_at(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One forward. Row `i` of the cache belongs to sequence `i`.
+
+    shape: (rows, places of a row) of the cache from this forward on; None for as it is. copies: (source row, target row,
+    places), to be made in order before the shape changes and the forward is made. new: the tokens of each sequence. cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
+    """
+
+    shape: tuple[int, int] | None
+    copies: list[tuple[int, int, int]]
+    new: list[list[int]]
+    cached: list[int]
+    sampled: list[int]
+    sequences: list[_Running]
+
+    @property
+    def last(self) -> list[int]:
+        """Of each sampled sequence, where its last token is among all new ones."""
+        ends, total = [], 0
+        for tokens in self.new:
+            total += len(tokens)
+            ends.append(total - 1)
+        return [ends[i] for i in self.sampled]
+
+    def sampling(self, device: torch.device) -> SamplingRows:
+        chosen = [self.sequences[i] for i in self.sampled]
+        keys = [0 if s.request.sampling.greedy else noise_key(s.request.key, len(s.context)) for s in chosen]
+        return SamplingRows.of([s.request.sampling for s in chosen], keys, device)
+
+
+def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
+    """Refuses requests of which one alone does not fit into the cache."""
+    for i, request in enumerate(requests):
+        assert len(request.tokens), f"request {i} has no prompt"
+        needed = len(request.tokens) + request.max_new_tokens
+        if needed > cache_tokens:
+            raise ConfigError(
+                f"cache_tokens: {cache_tokens} is less than the {needed} tokens of request {i} ({len(request.tokens)} of its "
+                f"prompt and {request.max_new_tokens} new); set it to at least {needed}, or shorten the request"
+            )
+
+
+def share(count: int, part: int, parts: int) -> range:
+    """Which of `count` requests a replica takes: neighbours, because samples of one prompt share its prefill."""
+    return range(count * part // parts, count * (part + 1) // parts)
+
+
+DUMMY = Step(None, [], [[0]], [0], [], [])
+"""A forward of one token that nothing comes of, for a rank that has nothing to do while others need it."""
+
+
+class Schedule:
+    """The steps of one generation over `requests`, each with its index in the caller's list.
+
+    cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more.
+    prefill_tokens: prompt tokens of one forward at most.
+    """
+
+    def __init__(
+        self, requests: Sequence[tuple[int, GenerateRequest]], *, cache_tokens: int, prefill_tokens: int
+    ) -> None:
+        self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens)) for i, r in requests]
+        self.waiting = [s for s in self.sequences if not s.done]
+        self.running: list[_Running] = []
+        self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
+        count = max(1, len(self.waiting))
+        self.longest = max([len(s.prompt) + s.request.max_new_tokens for s in self.waiting], default=1)
+        start = max([len(s.prompt) for s in self.waiting], default=0) + FIRST_NEW_TOKENS
+        self.length = min(self.longest, max(start, cache_tokens // count), cache_tokens)
+        self.rows = min(count, cache_tokens // self.length)
+        self._leaders: dict[tuple[int, ...], _Running] = {}
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting and not self.running
+
+    def next(self) -> Step:
+        """The step to make now; `take` what came of it before the next."""
+        shape = self._grow()
+        decoding = [s for s in self.running if s.cached == len(s.context) - 1]
+        prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
+        followers, fresh = self._admit(self.prefill_tokens - sum(len(s.context) - s.cached for s in prompts))
+        copies = self._place(decoding, followers, prompts + fresh)
+        self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
+        new, cached, left = [], [s.cached for s in self.running], self.prefill_tokens
+        for i, s in enumerate(self.running):
+            decodes = i < len(decoding) + len(followers)
+            new.append(s.context[s.cached : s.cached + (1 if decodes else left)])
+            left -= 0 if decodes else len(new[-1])
+            s.cached += len(new[-1])
+        sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
+        return Step(shape, copies, new, cached, sampled, self.running)
+
+    def _grow(self) -> tuple[int, int] | None:
+        """Longer rows where a sequence has filled its own; the shortest sequences wait again where rows become too few."""
+        needed = max((len(s.context) for s in self.running), default=0)
+        if needed <= self.length:
+            return None
+        self.length = min(self.longest, max(needed, 2 * self.length))
+        self.rows = min(self.rows, self.cache_tokens // self.length)
+        kept = sorted(self.running, key=lambda s: (-len(s.context), s.index))[: self.rows]
+        back = [s for s in self.running if s not in kept]
+        for s in back:
+            s.cached, s.row = 0, -1
+        self.running = [s for s in self.running if s in kept]
+        self.waiting = sorted(back, key=lambda s: s.index) + self.waiting
+        return self.rows, self.length
+
+    def _admit(self, left: int) -> tuple[list[_Running], list[_Running]]:
+        """Takes from the waiting: those whose prompt another has in the cache, and those with `left` prompt tokens in all."""
+        followers, fresh, kept = [], [], []
+        free = self.rows - len(self.running)
+        for s in self.waiting if free else ():
+            begun = len(s.context) > len(s.prompt)
+            leader = None if begun else self._leaders.get(s.prompt)
+            if len(followers) + len(fresh) == free:
+                kept.append(s)
+            elif leader is not None and leader is not s and not leader.done:
+                ready = leader.cached >= len(s.prompt) - 1  # else it will be, after this step or a later one
+                (followers if ready else kept).append(s)
+            elif left > 0:
+                if not begun:
+                    self._leaders[s.prompt] = s
+                fresh.append(s)
+                left -= len(s.context)
+            else:
+                kept.append(s)
+        if free:
+            self.waiting = kept
+        return followers, fresh
+
+    def _place(
+        self, decoding: list[_Running], followers: list[_Running], prompts: list[_Running]
+    ) -> list[tuple[int, int, int]]:
+        """Gives every sequence its row: the first ones to those with one new token, in place where they can stay."""
+        count, copies = len(decoding) + len(followers), []
+
+        def move(s: _Running, row: int) -> None:
+            copies.append((s.row, row, s.cached))
+            s.row = row
+
+        begun = [s for s in prompts if s.row >= 0]  # above all decoding ones
+        for s in begun:
+            if s.row < count:
+                move(s, count)
+        holes = iter(sorted(set(range(count)) - {s.row for s in decoding}))
+        for s in decoding:
+            if s.row >= count:
+                move(s, next(holes))
+        for s in followers:
+            s.row, s.cached = next(holes), len(s.prompt) - 1
+            copies.append((self._leaders[s.prompt].row, s.row, s.cached))
+        for s in begun:
+            if s.row > count:
+                move(s, count)
+        for i, s in enumerate(prompts):
+            s.row = count + i
+        return [copy for copy in copies if copy[2]]
+
+    def take(self, step: Step, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """The tokens that were chosen for the sampled sequences of `step`, in their order."""
+        for i, token, log_prob in zip(step.sampled, tokens, log_probs, strict=True):
+            step.sequences[i].add(token, log_prob)
+        self.running = [s for s in step.sequences if not s.done]
+
+    def completions(self) -> list[tuple[int, Completion]]:
+        return [(s.index, Completion(s.tokens, s.log_probs, s.finished)) for s in self.sequences]

@@ -1,0 +1,237 @@
+"""Which token follows: a pure function of logits, parameters and a key, the same wherever and beside whatever it is computed.
+
+Dimensions: `S` sequences, `V` columns of the vocabulary that this rank holds, `W` 64-bit words of noise, `C` candidates.
+
+**Noise.** Token `argmax_v (z_v + g_v)` is a draw from softmax(z) where the `g_v = -log(-log u_v)` are independent
+(Gumbel-max; Maddison et al., 2014, 1411.0030). `u_v` is the half `v % 2` of word `v // 2` of a SplitMix64 sequence (Steele
+et al., 2014) that starts at a hash of (seed, step, prompt, sample, position). No generator has a state, so a draw does not
+depend on what else is in the batch, on which rank holds which columns, or on the device. Layouts round logits
+differently; in fp32 that turns a near tie, and with it the choice, in about one of a million tokens.
+
+**Filters**, in the order of transformers: the temperature divides; top_k keeps the k largest; top_p keeps the fewest
+largest whose probabilities, normalised over what top_k left, reach p (Holtzman et al., 2020); min_p keeps what has at
+least that fraction of the largest probability (Nguyen et al., 2024). (vLLM applies min_p first.) All three are lower
+bounds of `z`, so one number per sequence is all that ranks must agree on; exact ties with a bound are kept.
+
+**Tensor parallelism.** Without top_k and top_p each rank gives four numbers per sequence. With them it also gives its
+largest `C` logits; the bound they imply is exact once the sum of probabilities is reached above the smallest logit that
+every rank has given, and until then `C` grows. Whole rows are gathered only where a distribution is that flat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.engine.logprobs import VocabShard
+
+_WORD = 2**64 - 1
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+_CANDIDATES = 128
+_NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. temperature: divides the logits; 0 takes the most probable token (the lowest id of equals).
+
+    top_k: 0 for all. top_p: in (0, 1], 1 for all. min_p: in [0, 1], 0 for all. They mean nothing at temperature 0.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1, self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class SamplingKey(NamedTuple):
+    """What the noise of a completion follows from: integers of 64 bits. Two completions with one key and prompt are equal."""
+
+    seed: int = 0
+    step: int = 0
+    prompt: int = 0
+    sample: int = 0
+
+
+def noise_key(key: Sequence[int], position: int) -> int:
+    """64 bits for the token at `position` of its sequence (prompt included, so that turns of a conversation differ)."""
+    word = 0
+    for part in (*key, position):
+        word = _mix_int((word + _GAMMA + part) & _WORD)
+    return word
+
+
+def _mix_int(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _FIRST) & _WORD
+    z = ((z ^ (z >> 27)) * _SECOND) & _WORD
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >> 63 else word
+
+
+def _mix(z: Tensor) -> Tensor:
+    """`_mix_int` of int64 words, in place."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor is not None:
+            z *= _signed(factor)
+    return z
+
+
+def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
+    """[S, count] int32 for the vocabulary ids `start, start + 1, ...`; keys [S] int64."""
+    first, end = start // 2, (start + count + 1) // 2
+    words = torch.arange(first + 1, end + 1, device=keys.device) * _signed(_GAMMA)
+    return _mix(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
+
+
+def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
+    """[S, count] fp32 standard Gumbel noise of the vocabulary ids `start, start + 1, ...`; keys [S] int64.
+
+    `-log(-log1p(-w))` for `w` uniform in (0, 1): fp32 has its precision where w is near 0, which is the tail that wins.
+    """
+    rows = max(1, _NOISE_WORDS * 2 // max(count, 1))
+    out = torch.empty(keys.shape[0], count, device=keys.device)
+    for keys_here, out_here in zip(keys.split(rows), out.split(rows), strict=True):
+        w = (random_bits(keys_here, start, count) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+        torch.neg(w.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_().log_(), out=out_here)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+    """What the sequences of a batch are sampled with; tensors [S] on the device of the logits, None where no row has any.
+
+    temperature: 1 for greedy rows. random: which rows are not greedy. noise_keys: int64. top_k (0), top_p (1), min_p (0).
+    candidates: how many of the largest logits their bounds are first looked for among.
+    """
+
+    noise_keys: Tensor | None
+    random: Tensor | None
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    candidates: int
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], noise_keys: Sequence[int], device: torch.device) -> "SamplingRows":
+        """noise_keys: of `noise_key`, one a row."""
+        off = SamplingParams()
+        drawn = [off if p.greedy else p for p in params]
+
+        def column(values: list, neutral, dtype: torch.dtype) -> Tensor | None:
+            return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
+
+        greedy = [p.greedy for p in params]
+        words = None if all(greedy) else torch.tensor([_signed(k) for k in noise_keys], device=device)
+        return cls(
+            words,
+            None if not any(greedy) or all(greedy) else ~torch.tensor(greedy, device=device),
+            column([p.temperature for p in drawn], 1.0, torch.float32),
+            column([p.top_k for p in drawn], 0, torch.int64),
+            column([p.top_p for p in drawn], 1.0, torch.float64),
+            column([p.min_p for p in drawn], 0.0, torch.float32),
+            max((p.top_k or (_CANDIDATES if p.top_p < 1 else 0) for p in drawn), default=0),
+        )
+
+
+def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """(next token [S] int64, its log-probability [S] fp64) from local columns [S, V] of the logits.
+
+    The log-probability is that of the model at the temperature, before any filter: log_softmax(logits / temperature), which
+    is what a trainer computes again (at temperature 0 as at 1). The same on every rank of the group.
+    """
+    z = logits[:, : shard.num_valid(logits.shape[1])].float()
+    if z.shape[1] == 0:  # this rank holds nothing but padding
+        z = z.new_full((z.shape[0], 1), -torch.inf)
+    if rows.temperature is not None:
+        z = z / rows.temperature[:, None]
+    score = z
+    if rows.noise_keys is not None:
+        noise = gumbel(rows.noise_keys, shard.start, z.shape[1])
+        if rows.random is not None:
+            noise *= rows.random[:, None]
+        score = noise.add_(z)
+    bound = lower_bound(z, rows, shard.group, columns=logits.shape[1])
+    if bound is not None:
+        score = score.masked_fill(z < bound[:, None], -torch.inf)
+    best, token = score.max(dim=-1)
+    chosen = z.gather(1, token[:, None])[:, 0]
+    part = torch.stack([t.double() for t in (best, token + shard.start, chosen, z.logsumexp(-1))])
+    if shard.group is None or dist.get_world_size(shard.group) == 1:
+        return token + shard.start, part[2] - part[3]
+    best, token, chosen, total = _gathered(part, shard.group).unbind(1)  # each [ranks, S]
+    owner = best.argmax(dim=0, keepdim=True)  # the first of equals: the lowest id
+    token, chosen = (t.gather(0, owner)[0] for t in (token, chosen))
+    return token.long(), chosen - total.logsumexp(dim=0)
+
+
+def lower_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, *, columns: int) -> Tensor | None:
+    """[S] fp32: the smallest logit that top_k, top_p and min_p keep; None where no row has them.
+
+    z: [S, <= columns] logits over the temperature. columns: the most that any rank has.
+    """
+    bound = None
+    if rows.min_p is not None:
+        largest = _gathered(z.amax(dim=-1), group).amax(dim=0)
+        bound = largest + rows.min_p.log()  # log 0 = -inf bounds nothing
+    if rows.top_k is None and rows.top_p is None:
+        return bound
+    count = rows.candidates
+    while True:
+        top, exact = _top_bound(z, rows, group, min(count, columns))
+        if bool(exact.all()) or count >= columns:
+            return top if bound is None else torch.maximum(bound, top)
+        count *= 8
+
+
+def _top_bound(z: Tensor, rows: SamplingRows, group: dist.ProcessGroup | None, count: int) -> tuple[Tensor, Tensor]:
+    """([S] the bound of top_k and top_p, [S] whether it is exact) from the `count` largest logits of each rank."""
+    values = z.topk(min(count, z.shape[1]), dim=-1).values
+    values = torch.nn.functional.pad(values, (0, count - values.shape[1]), value=-torch.inf)
+    values = _gathered(values, group)  # [ranks, S, C]
+    given = values[..., -1].amax(dim=0)  # what is not here is no larger
+    values = values[0] if len(values) == 1 else values.permute(1, 0, 2).flatten(1).sort(descending=True).values
+    bound = torch.full_like(given, -torch.inf)
+    if rows.top_k is not None:
+        kth = values.gather(1, (rows.top_k - 1).clamp(0, values.shape[1] - 1)[:, None])[:, 0]
+        bound = kth.where(rows.top_k > 0, bound)
+    if rows.top_p is None:
+        return bound, torch.ones_like(bound, dtype=torch.bool)
+    largest = values[:, :1]
+    local = (z - largest).exp_().masked_fill_(z < bound[:, None], 0.0).sum(-1, dtype=torch.float64)
+    mass = (values - largest).exp_() / _gathered(local, group).sum(dim=0)[:, None]
+    reached = mass.cumsum(-1)
+    kept = ((reached - mass) < rows.top_p[:, None]) & (values >= bound[:, None])
+    last = kept.sum(-1, keepdim=True) - 1
+    at_last, reached = values.gather(1, last)[:, 0], reached.gather(1, last)[:, 0]
+    off = rows.top_p >= 1
+    exact = off | (bound > -torch.inf) | ((at_last >= given) & (reached >= rows.top_p))
+    return bound.where(off, at_last), exact
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[ranks, ...] of the group, in rank order."""
+    if group is None or dist.get_world_size(group) == 1:
+        return tensor[None]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

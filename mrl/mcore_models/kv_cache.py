@@ -1,0 +1,156 @@
+"""Keys and values of the sequences that are being generated, and attention over them. Plain torch: both engines use it.
+
+Dimensions: `R` rows of the cache, `L` places of a row, `T` new tokens of a forward, `H` query heads, `G` key/value heads,
+`D` head size. Row `i` belongs to the `i`-th sequence of the forward at hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class KVCache:
+    """[R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """like: new keys [T, G, D]."""
+        if layer not in self.layers:
+            shape = (self.rows, like.shape[1], self.length, like.shape[2])
+            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[layer]
+
+    def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
+        """Copies (source row, target row, places) in order, then gives the cache its new (rows, places of a row).
+
+        Rows past the new count are dropped. One tensor at a time is there twice.
+        """
+        for layer, pair in self.layers.items():
+            for tensor in pair:
+                for source, target, places in copies:
+                    tensor[target, :, :places] = tensor[source, :, :places]
+            if shape is not None:
+                self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
+        if shape is not None:
+            self.rows, self.length = shape
+
+
+def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:
+    new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+    kept, places = min(rows, old.shape[0]), min(length, old.shape[2])
+    new[:kept, :, :places] = old[:kept, :, :places]
+    return new
+
+
+@dataclasses.dataclass(eq=False)
+class CachedStep:
+    """The tokens of one forward: `new_lengths[i]` tokens of sequence `i`, after `cached_lengths[i]` that the cache has.
+
+    They lie end to end, and padding may follow. Leading sequences with one new token each are attended in one batch.
+    """
+
+    cache: KVCache
+    new_lengths: tuple[int, ...]
+    cached_lengths: tuple[int, ...]
+    device: torch.device
+    _made: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)  # masks and indices that layers share
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        return sum(self.new_lengths)
+
+    @functools.cached_property
+    def decoding(self) -> int:
+        """How many leading sequences have one new token."""
+        return next((i for i, new in enumerate(self.new_lengths) if new != 1), len(self.new_lengths))
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """[T] the index of each token in its sequence."""
+        pairs = zip(self.new_lengths, self.cached_lengths, strict=True)
+        return torch.tensor([old + i for new, old in pairs for i in range(new)], device=self.device)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """[T] the row of each token."""
+        return torch.tensor([row for row, new in enumerate(self.new_lengths) for _ in range(new)], device=self.device)
+
+    def slots(self, groups: int) -> Tensor:
+        """[T*G] where the keys of each token go in a layer's cache seen as [R*G*L, D]."""
+        name = ("slots", groups)
+        if name not in self._made:
+            heads = torch.arange(groups, device=self.device)
+            at = (self.rows[:, None] * groups + heads) * self.cache.length + self.positions[:, None]
+            self._made[name] = at.flatten()
+        return self._made[name]
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[decoding, 1, 1, longest], 0 for the places that the new token of each decoding sequence may look at, else -inf."""
+        name = ("decode", window)
+        if name not in self._made:
+            at = self.positions[: self.decoding, None]
+            places = torch.arange(max(self.cached_lengths[: self.decoding]) + 1, device=self.device)
+            hidden = places > at
+            if window is not None:
+                hidden |= places <= at - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            self._made[name] = mask[:, None, None]
+        return self._made[name]
+
+    def prefill_mask(self, new: int, old: int, window: int | None) -> Tensor:
+        """[new, old + new] bool."""
+        name = ("prefill", new, old, window)
+        if name not in self._made:
+            self._made[name] = causal_mask(new, old + new, window, self.device)
+        return self._made[name]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
+
+        window: how many tokens a query sees, itself included; None for all. Returns what query's shape is, zeros for padding.
+        """
+        keys, values = self.cache.of_layer(layer, key)
+        groups, size = key.shape[1:]
+        where = self.slots(groups)
+        for cached, new in ((keys, key), (values, value)):
+            cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
+        count, padded = self.decoding, query.shape[0] > self.tokens
+        if count:
+            mask = self.decode_mask(window, query.dtype)
+            k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
+            # the query heads of a group meet the same keys: they stand where several queries would
+            decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
+            if count == len(self.new_lengths) and not padded:
+                return decoded
+        out = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
+        if count:
+            out[:count] = decoded
+        start = count
+        for row in range(count, len(self.new_lengths)):
+            new, old = self.new_lengths[row], self.cached_lengths[row]
+            mask = self.prefill_mask(new, old, window) if old or window is not None else None
+            attended = F.scaled_dot_product_attention(
+                query[None, start : start + new].flatten(2, 3).transpose(1, 2), keys[row, None, :, : old + new],
+                values[row, None, :, : old + new], attn_mask=mask, is_causal=mask is None, scale=scale,
+                enable_gqa=query.shape[2] > 1,
+            )  # fmt: skip
+            out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+            start += new
+        return out
+
+
+def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
+    """[q_length, k_length] bool, True where the query (aligned to the end of the keys) may look; `window` tokens back at most."""
+    allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
+    return allowed if window is None else allowed.triu(k_length - q_length - window + 1)

@@ -1,0 +1,90 @@
+"""Sampled generation by both engines: the same tokens in every layout, which are those of Hugging Face with the same noise.
+
+Greedy generation is in the contract (test_contract.py), the choice of a token in test_sampling.py, the order of work in
+test_generation_schedule.py.
+"""
+
+import pytest
+
+from tests.engine import generation, tiny
+from tests.engine.harness import run_case
+
+# name -> (world size, backend, degrees, family, layers)
+LAYOUTS = {
+    "fsdp": (1, "fsdp", {}, "qwen3", 2),
+    "fsdp dp2": (2, "fsdp", {}, "qwen3", 2),
+    "fsdp mistral": (1, "fsdp", {}, "mistral", 2),
+    "megatron": (1, "megatron", {}, "qwen3", 2),
+    "megatron mistral": (1, "megatron", {}, "mistral", 2),
+    "megatron tp2": (2, "megatron", {"tp": 2}, "qwen3", 2),
+    "megatron tp2 without sp": (2, "megatron", {"tp": 2, "sp": False}, "qwen3", 2),
+    "megatron tp4": (4, "megatron", {"tp": 4}, "qwen3", 2),
+    "megatron pp2": (2, "megatron", {"pp": 2}, "qwen3", 2),
+    "megatron dp2": (2, "megatron", {}, "qwen3", 2),
+    "megatron cp2": (2, "megatron", {"cp": 2}, "qwen3", 2),
+    "megatron pp2 vpp2": (2, "megatron", {"pp": 2, "vpp": 2}, "qwen3_moe", 4),
+    "megatron ep2": (2, "megatron", {"ep": 2}, "qwen3_moe", 4),
+    "megatron tp2 pp2": (4, "megatron", {"tp": 2, "pp": 2}, "qwen3", 2),
+    "megatron pp2 ep2": (4, "megatron", {"pp": 2, "ep": 2}, "qwen3_moe", 4),
+    "megatron tied tp2": (2, "megatron", {"tp": 2}, "llama tied", 2),
+    "megatron tied pp2": (2, "megatron", {"pp": 2}, "llama tied", 2),
+    "megatron qwen2": (1, "megatron", {}, "qwen2", 2),
+    "megatron llama3 rope tp2": (2, "megatron", {"tp": 2}, "llama3", 2),
+    "megatron mixtral": (1, "megatron", {}, "mixtral", 2),
+    "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
+    "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder, what Hugging Face completes there) by family and layers; each is made once."""
+    made = {}
+
+    def of(family, layers):
+        if (family, layers) not in made:
+            name, tied = family.removesuffix(" tied"), family.endswith(" tied")
+            folder = tiny.make_model(str(tmp_path_factory.mktemp(name)), name, layers=layers, tied=tied)
+            made[family, layers] = (folder, generation.hugging_face(folder, generation.sampled_requests()))
+        return made[family, layers]
+
+    return of
+
+
+def run(layout, case, model, optimizer=None, **kwargs):
+    world_size, backend, parallel, family, layers = LAYOUTS[layout]
+    config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=optimizer)
+    run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_samples_as_hugging_face(model, layout):
+    family, layers = LAYOUTS[layout][3:]
+    run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2"])
+def test_same_in_any_company(model, layout):
+    run(layout, "same_in_any_company", model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2 vpp2"])
+def test_the_cache_is_bounded(model, layout):
+    run(layout, "the_cache_is_bounded", model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2"])
+def test_the_weights_of_now_generate(model, layout):
+    run(layout, "the_weights_of_now_generate", model, optimizer=tiny.OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    "layout", ["megatron", "megatron mistral", "megatron tp2", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2"]
+)
+def test_gpt_model_itself_gives_the_same(model, layout):
+    run(layout, "gpt_model_itself_gives_the_same", model)
+
+
+@pytest.mark.parametrize("case", ["own_attention_in_place_of_another", "many_prompts_in_little_cache"])
+def test_generation(model, case):
+    run("megatron tp2 pp2", case, model)

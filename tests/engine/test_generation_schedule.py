@@ -1,0 +1,131 @@
+"""Continuous batching without a model: a toy whose next token is a hash of the whole context, and a cache of tokens.
+
+Every step the toy's cache must hold, in each row, just the context of the sequence that the step says is there: so rows
+that move, are copied from another with the same prompt, or are fed in pieces are right, or the hash is not.
+"""
+
+import random
+
+import pytest
+
+from mrl.engine import generation
+from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.generation import Schedule, check_room, share
+from mrl.errors import ConfigError
+
+
+def next_token(context):
+    return hash(tuple(context)) % 50 + 3
+
+
+def alone(request):
+    """What a request gives with nothing else around."""
+    new, finished = [], False
+    while len(new) < request.max_new_tokens and not finished:
+        new.append(next_token([*request.tokens, *new]))
+        finished = new[-1] in request.stop_tokens or (request.stop_at is not None and request.stop_at(new))
+    return Completion(new, [float(t) for t in new], finished)
+
+
+def complete(requests, *, cache_tokens, prefill_tokens):
+    """(completions, steps) of a schedule over the toy."""
+    schedule = Schedule(list(enumerate(requests)), cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+    cache = [[] for _ in range(schedule.rows)]
+    steps = []
+    while not schedule.done:
+        step = schedule.next()
+        for source, target, places in step.copies:
+            assert source != target and len(cache[source]) >= places
+            cache[target] = cache[source][:places]
+        if step.shape is not None:
+            assert step.shape[0] <= len(cache)
+            cache = cache[: step.shape[0]]
+        assert len(cache) == schedule.rows and schedule.rows * schedule.length <= max(cache_tokens, 1)
+        assert 1 <= len(step.new) <= schedule.rows and all(step.new)
+        decoding = next((i for i, new in enumerate(step.new) if len(new) > 1), len(step.new))
+        assert sum(len(new) for new in step.new[decoding:]) <= prefill_tokens
+        for row, (new, old) in enumerate(zip(step.new, step.cached, strict=True)):
+            cache[row] = cache[row][:old] + new
+            assert len(cache[row]) == old + len(new) <= schedule.length
+            assert row in step.sampled or row == len(step.new) - 1, "only the last prompt is fed in part"
+        chosen = [next_token(cache[row]) for row in step.sampled]
+        steps.append(step)
+        schedule.take(step, chosen, [float(t) for t in chosen])
+    return [completion for _, completion in schedule.completions()], steps
+
+
+def requests(numbers, count):
+    prompts = [[numbers.randrange(50) for _ in range(numbers.randint(1, 9))] for _ in range(max(1, count // 3))]
+    stops = [(), (5, 6, 7, 8, 9, 10, 11)]
+    return [
+        GenerateRequest(numbers.choice(prompts) + [i] * (i % 2), numbers.randint(0, 8), numbers.choice(stops))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("cache_tokens", [18, 40, 1000])
+@pytest.mark.parametrize("prefill_tokens", [1, 3, 100])
+@pytest.mark.parametrize("first", [1, 4, 256])
+def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, first):
+    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
+    for seed in range(150):
+        numbers = random.Random(seed)
+        wanted = requests(numbers, numbers.randint(0, 14))
+        done, _ = complete(wanted, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+        assert done == [alone(request) for request in wanted]
+
+
+def test_a_finished_sequence_makes_room_at_once():
+    """Four rows, twelve requests of very unequal length: as many steps as the work needs, not as groups would take."""
+    lengths = [20, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 20]
+    wanted = [GenerateRequest([i, 50 + i], n) for i, n in enumerate(lengths)]
+    done, steps = complete(wanted, cache_tokens=4 * 22, prefill_tokens=100)
+    assert [len(c.tokens) for c in done] == lengths
+    assert len(steps) == 20 + 3  # the last one starts after three rounds of short ones
+    assert max(len(step.new) for step in steps) == 4
+
+
+def test_samples_of_a_prompt_share_its_prefill():
+    prompt = list(range(30))
+    _, steps = complete([GenerateRequest(prompt, 4)] * 8, cache_tokens=8 * 34, prefill_tokens=100)
+    assert (
+        sum(len(new) for step in steps for new in step.new) == 30 + 7 + 8 * 3
+    )  # prefill, last token of the others, decode
+    assert [len(step.new) for step in steps] == [1, 8, 8, 8, 7]
+
+
+def test_stop_at_sees_the_new_tokens():
+    seen = []
+
+    def stop_at(new):
+        seen.append(list(new))
+        return len(new) == 3
+
+    done, _ = complete([GenerateRequest([4, 5], 9, stop_at=stop_at)], cache_tokens=20, prefill_tokens=9)
+    assert done[0].finished and len(done[0].tokens) == 3
+    assert seen == [done[0].tokens[:n] for n in (1, 2, 3)]
+
+
+def test_rows_grow_and_the_shortest_wait(monkeypatch):
+    """Room for four short rows, then for two, then for one. Three of the prompts end early, the others go to their limit."""
+    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", 4)
+    early = {"stop_at": lambda new: len(new) == 3}
+    wanted = [GenerateRequest([5], 20), GenerateRequest([6], 20, **early), GenerateRequest([7], 20, **early)]
+    wanted += [GenerateRequest([8], 20), GenerateRequest([8], 20), GenerateRequest([9], 20, **early)]
+    done, steps = complete(wanted, cache_tokens=21, prefill_tokens=9)
+    assert done == [alone(request) for request in wanted]
+    assert [step.shape for step in steps if step.shape] == [(2, 10), (1, 20)]
+    assert max(len(step.new) for step in steps) == 4
+
+
+def test_a_request_that_cannot_fit_names_the_value():
+    check_room([GenerateRequest([1, 2], 3)], 5)
+    with pytest.raises(ConfigError, match="cache_tokens: 4 is less than the 5 tokens of request 1 .*at least 5"):
+        check_room([GenerateRequest([1], 3), GenerateRequest([1, 2], 3)], 4)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(0, 3), (2, 3), (7, 3), (9, 3), (5, 1)])
+def test_shares_are_a_partition(count, parts):
+    shares = [share(count, part, parts) for part in range(parts)]
+    assert [i for one in shares for i in one] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
