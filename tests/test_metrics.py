@@ -22,6 +22,12 @@ def open_log(folder: pathlib.Path, log: LogConfig | None = None, *, step: int = 
     )  # fmt: skip
 
 
+def test_the_docs_say_what_each_metric_means():
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "runs.md").read_text(encoding="utf-8")
+    for name, meaning in metrics.METRICS.items():
+        assert f"| `{name}` | {meaning} |" in text, name
+
+
 def test_one_flushed_line_a_step(tmp_path):
     log = open_log(tmp_path)
     log.write(1, {"train/loss": 0.1 + 0.2})

@@ -192,7 +192,9 @@ def _raise_first_failure(
             continue  # how torch elastic ends the ranks that are left
         name = signal.Signals(signum).name
         memory = " (out of memory?)" if signum == signal.SIGKILL else ""
-        raise RankFailed(f"rank {rank} was killed by {name}{memory}; its log is {log_path(log_dir, rank)}")
+        raise RankFailed(
+            f"rank {rank} was killed by {name}{memory}; the same command goes on from the last checkpoint; its log is {log_path(log_dir, rank)}"
+        )
     for outcome in outcomes:
         if outcome.kind == "fault":
             raise RankFailed(

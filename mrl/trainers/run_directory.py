@@ -107,6 +107,7 @@ def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str
     """
     _refuse_foreign(run)
     moved: list[str] = []
+    fetched = ""
     resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         if run.present():
@@ -121,12 +122,13 @@ def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str
         own = _elsewhere(run, resume, damaged)
     elif config.checkpoint.remote is not None:
         own = checkpoint_remote.fetch(config.checkpoint.remote, str(run.checkpoints))
+        fetched = f", fetched from {config.checkpoint.remote}," if own is not None else ""
     if own is None:
         _refuse_damaged(run, damaged)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
     step = checkpoint.validate(own).step
-    return Start(own, step, f"resuming from {own}, after step {step}", moved)
+    return Start(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
 
 
 def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
