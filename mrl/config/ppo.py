@@ -1,0 +1,226 @@
+"""The keys of `mrl ppo`: roles, rollout, algorithm, and what they share with `mrl sft`.
+
+Everything that counts counts in optimizer steps and in sequences: a rollout of `train.global_batch_size` sequences (prompts
+times `rollout.samples_per_prompt`) is trained on in `algorithm.epochs * global_batch_size / mini_batch_size` steps, which
+make one iteration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from mrl.config.rewards import RewardsConfig
+from mrl.config.schema import (
+    REQUIRED,
+    CheckpointConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    key,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    model: ModelConfig = key(REQUIRED, "the policy that is trained")
+    engine: EngineConfig = key(EngineConfig, "its engine and layout")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps that the actor makes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoleModelConfig:
+    path: str | None = key(None, "Hugging Face model folder or hub id; null is the actor's")
+    dtype: Literal["bfloat16", "float32"] | None = key(None, "as actor.model.dtype; null is the actor's")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    model: RoleModelConfig = key(
+        RoleModelConfig, "what the critic starts from: a language model, or a sequence classifier with one label"
+    )
+    engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
+    optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps of the run")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    model: RoleModelConfig = key(RoleModelConfig, "the policy that the KL is measured against")
+    engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
+    update_every: int | None = key(
+        None, "take the actor's weights at the end of an iteration in which N more steps were made; null for never", minimum=1
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    model: RoleModelConfig = key(
+        RoleModelConfig, "a sequence classifier with one label, or a critic that mrl exported; a null path means no reward model"
+    )  # fmt: skip
+    engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
+    weight: float = key(1.0, "factor of its score in the total")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means an engine inside the trainer's processes")
+    weights_dir: str | None = key(
+        None, "folder that trainer and servers share, for new weights; null is one in output_dir"
+    )
+    bucket_mb: int = key(512, "weights that are handed over at once", minimum=1)
+    memory_fraction: float = key(0.5, "of a GPU's memory, for an engine inside the trainer", above=0, maximum=1)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    backend: Literal["native", "vllm", "sglang", "recorded"] = key(
+        "native", "what samples: the actor's own engine, a server or engine of that name, or rollouts that were saved"
+    )
+    samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
+    max_new_tokens: int = key(512, "tokens after the prompt; in conversations with an environment all turns together", minimum=1)  # fmt: skip
+    temperature: float = key(1.0, "divides the logits, of the sampler and of the trainer", above=0)
+    top_k: int = key(0, "sample from the k most probable tokens; 0 for all", minimum=0)
+    top_p: float = key(1.0, "sample from the fewest tokens whose probabilities reach p; 1 for all", above=0, maximum=1)
+    min_p: float = key(0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1)  # fmt: skip
+    stop: tuple[str, ...] = key((), "texts that end a completion, beside the model's own end tokens")
+    stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own")
+    cache_tokens: int = key(65536, "tokens whose keys and values a replica of the model keeps at once", minimum=1)
+    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
+    path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
+    environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
+    max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)
+    environment_timeout_s: float = key(60.0, "longest wait for one reset or step of an environment", above=0)
+    server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """`name` chooses a recipe; null in a part means "as the recipe says". mrl.algorithms.recipes knows what each may be."""
+
+    name: str = key(
+        REQUIRED, "ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, dapo, gspo or cispo"
+    )
+    epochs: int = key(1, "passes over the sequences of a rollout", minimum=1)
+    mini_batch_size: int | None = key(
+        None, "sequences per optimizer step; null is train.global_batch_size, one step per epoch", minimum=1
+    )
+    critic_warmup: int = key(0, "steps at the start in which the critic alone learns", minimum=0)
+    advantage: str | None = key(None, "gae, returns, remax, grpo, group_mean or rloo")
+    objective: str | None = key(None, "clip, cispo or policy_gradient")
+    ratio: str | None = key(None, "token, sequence or sequence_token")
+    aggregation: str | None = key(None, "token_mean, sequence_mean or fixed_length")
+    whiten: bool | None = key(None, "advantages of the rollout to mean 0 and variance 1")
+    gamma: float | None = key(None, "discount per token", minimum=0, maximum=1)
+    lam: float | None = key(None, "GAE's lambda", minimum=0, maximum=1)
+    clip_low: float | None = key(None, "the ratio is clipped below 1 - this", minimum=0)
+    clip_high: float | None = key(None, "the ratio is clipped above 1 + this", minimum=0)
+    dual_clip: float | None = key(None, "bound of the ratio where the advantage is negative; 0 for none", minimum=0)
+    value_clip: float | None = key(None, "how far a value may move from the old one; 0 for no bound", minimum=0)
+    kl_in: str | None = key(None, "what the KL to the reference is taken from: none, reward or loss")
+    kl_estimator: str | None = key(None, "k1, k2 or k3")
+    kl_coef: float | None = key(None, "coefficient of the KL, the first one where kl_target steers it", minimum=0)
+    kl_target: float | None = key(None, "nats per sequence that the coefficient is steered to; 0 keeps it", minimum=0)
+    kl_gain: float | None = key(None, "how fast the coefficient is steered", minimum=0)
+    entropy_coef: float | None = key(None, "coefficient of the entropy bonus")
+    correction: str | None = key(None, "importance correction between rollout and trainer: none, truncate or mask")
+    correction_level: str | None = key(None, "token or sequence")
+    correction_cap: float | None = key(None, "largest importance weight", above=0)
+    correction_floor: float | None = key(None, "smallest importance weight, for mask", minimum=0)
+    dynamic_sampling: bool | None = key(None, "sample prompts anew whose completions all have one reward")
+    max_sampling_rounds: int = key(10, "rounds of dynamic sampling before the run stops", minimum=1)
+    overlong_fraction: float | None = key(
+        None, "last part of max_new_tokens over which a punishment of length grows; 0 for none", minimum=0, maximum=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptsConfig:
+    train: str = key(REQUIRED, "rows with prompts, in the forms of `mrl sft`")
+    eval: str | None = key(None, "held-out rows, in the same forms")
+    split: str | None = key(
+        None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
+    )
+    columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt}")
+    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
+    system: str | None = key(None, "a system message before every prompt")
+    max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
+    truncation: Literal["error", "left", "drop"] = key(
+        "error", "what happens to a longer prompt: stop, cut its start, or leave it out; counted and reported"
+    )
+    packing: bool = key(
+        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
+    )
+    shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
+    on_bad_row: Literal["stop", "skip"] = key(
+        "stop", "a row that cannot be read: stop with file and line, or skip, count and report"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOTrainConfig:
+    steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1)
+    epochs: float | None = key(
+        None, "passes over the prompts, in whole iterations; excludes `steps`; neither means one", above=0
+    )
+    global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1)  # fmt: skip
+    eval_every: int | None = key(
+        None, "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set", minimum=1
+    )  # fmt: skip
+    eval_samples: int = key(1, "completions per held-out prompt: 1 is greedy, k sampled ones give pass@k", minimum=1)
+    eval_prompts: int | None = key(None, "held-out prompts, the first N; null for all", minimum=1)
+    offload_idle: Literal["auto", "always", "never"] = key(
+        "auto", "what roles keep on the device while another works: auto is nothing on a GPU, everything on a CPU"
+    )
+    guards: bool = key(
+        True, "in the first iteration, check ratios, log-probs, KL, advantages, and that every parameter trains"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOCheckpointConfig(CheckpointConfig):
+    best: str | None = key(None, "metric whose best checkpoint is kept too, as eval/accuracy")
+    best_is: Literal["highest", "lowest"] = key("highest", "what is best")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOLogConfig(LogConfig):
+    samples: bool = key(True, "write every rollout to output_dir/samples as JSONL")
+    table: int = key(3, "samples shown on the console after each rollout", minimum=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    output_dir: str = key(REQUIRED, "the run's directory")
+    seed: int = key(0, "seed of initialisation, dropout, data order and sampling", minimum=0, maximum=2**32 - 1)
+    actor: ActorConfig = key(REQUIRED, "the policy")
+    critic: CriticConfig = key(CriticConfig, "the value function, for algorithms that have one")
+    reference: ReferenceConfig = key(ReferenceConfig, "the reference policy, for algorithms with a KL penalty")
+    reward: RewardModelConfig = key(RewardModelConfig, "a reward model, beside or instead of functions")
+    rewards: RewardsConfig | None = key(None, "functions that score completions (docs/rewards.md)")
+    rollout: RolloutConfig = key(RolloutConfig, "how completions are sampled")
+    algorithm: AlgorithmConfig = key(REQUIRED, "what is learned from them")
+    data: PromptsConfig = key(REQUIRED, "the prompts")
+    train: PPOTrainConfig = key(REQUIRED, "length of the run")
+    checkpoint: PPOCheckpointConfig = key(PPOCheckpointConfig, "saving and resuming")
+    log: PPOLogConfig = key(PPOLogConfig, "where metrics and samples go")
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Sequences per optimizer step."""
+        return self.algorithm.mini_batch_size or self.train.global_batch_size
+
+    @property
+    def prompts_per_iteration(self) -> int:
+        return self.train.global_batch_size // self.rollout.samples_per_prompt
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps on one rollout."""
+        return self.algorithm.epochs * (self.train.global_batch_size // self.mini_batch_size)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.data.max_prompt_length + self.rollout.max_new_tokens

@@ -1,0 +1,85 @@
+"""What samples completions, and what comes of it.
+
+A rollout is made of trajectories, one for each sample of each prompt. What produces tokens is a `Sampler`: the actor's own
+engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from mrl.data.prompts import Prompt
+from mrl.engine.base import Completion
+from mrl.engine.sampling import SamplingKey, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRequest:
+    """One completion that is wanted.
+
+    tokens: what has been said so far. stop: texts that end it, in the decoded new tokens; the token that completes one is
+    the last. stop_tokens: ids that end it; both are kept in the completion. key: what the noise follows from, where the
+    sampler can honour it (the actor's own engine does; a server gets a seed made of it).
+    """
+
+    tokens: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingParams
+    key: SamplingKey
+    stop_tokens: Sequence[int] = ()
+    stop: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One sample of a prompt, in tokens and in words.
+
+    sample: its number among the prompt's, from 0. tokens: the whole sequence, prompt first. mask: 1 for each token that the
+    policy sampled, 0 for the prompt and for what an environment said; as long as tokens. log_probs: of the sampler, 0.0
+    where mask is 0. text: what the policy said, without special tokens; the turns of a conversation are joined by a blank
+    line. finished: it ended by itself and not at a length or turn limit. turns: of the policy. reward: what the environment
+    gave, in all, where there is one.
+    """
+
+    prompt: Prompt
+    sample: int
+    tokens: list[int]
+    mask: list[int]
+    log_probs: list[float]
+    text: str
+    finished: bool
+    turns: int = 1
+    reward: float | None = None
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.mask)
+
+
+class Sampler(abc.ABC):
+    """Where completions come from."""
+
+    exact = False
+    """Whether its log-probs are of the trainer's own weights and arithmetic, so that a gap is a fault."""
+
+    @abc.abstractmethod
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Completions in the order of the requests, the same on every rank. Collective."""
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (not every sampler has something to do)
+        """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of them
+        are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do."""
+
+    def sleep(self) -> None:  # noqa: B027 (not every sampler has something to do)
+        """Gives the device's memory back until `wake`: training comes next."""
+
+    def wake(self) -> None:  # noqa: B027 (not every sampler has something to do)
+        """Is ready for `sample` again."""
+
+    def close(self) -> None:  # noqa: B027 (not every sampler has something to do)
+        """Ends what was started. May be called twice."""
