@@ -12,7 +12,7 @@ import itertools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mrl import metrics
@@ -26,15 +26,16 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer, write_chat_template
-from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine import checkpoint_remote
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
-from mrl.errors import DamagedCheckpoint, DataError, Stopped, TrainingError
+from mrl.errors import DataError, Stopped, TrainingError
+from mrl.trainers.common import already_done, last_good, load_newest, problems_in_words, say_left_out, stopped
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
-from mrl.trainers.signals import StopSignal, signal_name
+from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
 
 
@@ -101,7 +102,8 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: check_outside(config))
             start = engine.on_main(lambda: choose_start(directory, config))
-            if already_done(trainer, start):
+            wanted = config.checkpoint.export_hf
+            if already_done(engine, directory, console, start, total_steps=total_steps, export_hf=wanted):
                 engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
             else:
                 train(trainer, start, command_line)
@@ -152,28 +154,6 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
     )
 
 
-def already_done(trainer: Trainer, start: Start) -> bool:
-    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
-    directory, wanted = trainer.directory, trainer.config.checkpoint.export_hf
-    last_is_logged = trainer.engine.on_main(
-        lambda: metrics.last_step(directory.path / "metrics.jsonl") != start.step - 1
-    )
-    if start.step < trainer.total_steps or not last_is_logged:
-        trainer.console.say(start.message)
-        return False
-    steps = f"{start.step} of {trainer.total_steps} steps are made"
-    if start.step > trainer.total_steps:
-        steps = f"it has made {start.step} steps, and this config asks for {trainer.total_steps}"
-    done = f"the run in {directory.path} is complete: {steps}"
-    if wanted and not trainer.engine.on_main(directory.hf.exists):
-        trainer.console.say(f"{done}, but not its export; exporting")
-        return False
-    trainer.console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
-    for note in start.moved:
-        trainer.console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
-    return True
-
-
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
@@ -214,26 +194,11 @@ def read_first_rows(trainer: Trainer) -> None:
 
 
 def restore(trainer: Trainer, start: Start) -> Progress:
-    """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own.
-
-    A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
-    """
+    """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own."""
     engine, config, directory = trainer.engine, trainer.config, trainer.directory
-    damaged: dict[str, str] = {}
-    state = None
-    while start.checkpoint is not None and state is None:
-        try:
-            state = engine.load_checkpoint(start.checkpoint)
-        except DamagedCheckpoint as error:
-            if start.checkpoint in damaged:
-                raise
-            damaged[start.checkpoint] = str(error)
-            start = engine.on_main(lambda: choose_start(directory, config, damaged))
-            trainer.console.say(f"passed over {error}")
-            trainer.console.say(start.message)
+    start, state = load_newest(engine, directory, config, trainer.console, start, engine.load_checkpoint)
     if state is None:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
-    engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
     check_same_model(
@@ -253,7 +218,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
     flops, evaluation = FlopsMeter(trainer), Evaluation(trainer)
     guard = config.train.guards
     if any(engine.max_over_ranks(trainer.stop.requested)):
-        raise stopped(trainer, progress, None)
+        raise stopped_after(trainer, progress, None)
     while progress.step < total_steps or progress.unlogged:
         if not progress.unlogged:
             progress.unlogged = one_step(trainer, progress, flops, guard=guard)
@@ -261,7 +226,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         row = progress.unlogged
         if trainer.eval_set is not None and due(config.train.eval_every):
             if (loss := evaluation.run(progress.step)) is None:
-                raise stopped(trainer, progress, save(trainer, progress))
+                raise stopped_after(trainer, progress, save(trainer, progress))
             row["eval/loss"] = loss
         bad_row = trainer.source.next_error() if progress.step < total_steps else None
         stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
@@ -276,7 +241,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
             log.sync()
             saved = save(trainer, progress)
             if stop_requested:
-                raise stopped(trainer, progress, saved)
+                raise stopped_after(trainer, progress, saved)
             if not any_can_go_on:
                 raise DataError(
                     f"{bad_row}; steps 1 to {progress.step} are saved in {saved}: with data.on_bad_row=skip the same command "
@@ -303,16 +268,11 @@ def one_step(trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard
     }
 
 
-def stopped(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
-    """What a run says that a signal, to whichever rank, has stopped after a save, or before there was anything to save."""
-    (number,) = trainer.engine.max_over_ranks(trainer.stop.number)
-    where = (
-        f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
-    )
-    return Stopped(
-        f"stopped by {signal_name(number)} after step {progress.step} of {trainer.total_steps}, {where}; "
-        "run the same command again to go on"
-    )
+def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
+    """After a save, or before there was anything to save."""
+    where = f"after step {progress.step} of {trainer.total_steps}"
+    held = f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
+    return stopped(trainer.engine, trainer.stop, where=where, saved=held)
 
 
 def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float]:
@@ -334,8 +294,7 @@ def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: boo
         why = f"the gradient norm is {float(grad_norm)}" + (f" ({grad_norm.skipped})" if grad_norm.skipped else "")
         raise failed_step(trainer, progress, batch, "; ".join([why, *problems[:5]]))
     if problems:
-        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
-        found = "; ".join(problems[:10]) + more
+        found = problems_in_words(problems)
         raise failed_step(trainer, progress, batch, f"the first step did not train the model as it should: {found}")
     return loss, float(grad_norm), engine.lr_scheduler_step()
 
@@ -345,19 +304,9 @@ def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -
     step, directory = progress.step + 1, trainer.directory
     rows = [trainer.source.dataset.where(row) for row in trainer.source.rows]
     kept = trainer.engine.on_main(lambda: directory.save_failed_batch(step, batch, rows))
-    return TrainingError(f"step {step}: {what}; the batch is in {kept}; {last_good(trainer, progress.step)}")
-
-
-def last_good(trainer: Trainer, step: int) -> str:
-    """Where to go on from when the state after `step` steps has failed, in words: a checkpoint of an earlier one is good."""
-
-    def found() -> tuple[str | None, str | None]:
-        whole = checkpoint.steps_of(str(trainer.directory.checkpoints))
-        return next((p for s, p in reversed(whole) if s < step), None), next((p for s, p in whole if s == step), None)
-
-    good, failed = trainer.engine.on_main(found)
-    suspect = f"; {failed} holds the very state that failed" if failed else ""
-    return (f"the last good checkpoint is {good}" if good else "no good checkpoint had been saved") + suspect
+    return TrainingError(
+        f"step {step}: {what}; the batch is in {kept}; {last_good(trainer.engine, directory, progress.step)}"
+    )
 
 
 class Evaluation:
@@ -386,18 +335,9 @@ class Evaluation:
             say_left_out(trainer.console, "eval", report.counts, report.notes)
         self.reported = True
         if not math.isfinite(loss_sum / tokens):
-            raise TrainingError(
-                f"step {step}: the loss on data.eval is {loss_sum / tokens}; {last_good(trainer, step)}"
-            )
+            good = last_good(trainer.engine, trainer.directory, step)
+            raise TrainingError(f"step {step}: the loss on data.eval is {loss_sum / tokens}; {good}")
         return loss_sum / tokens
-
-
-def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:
-    """Says how many rows of a data set were not used as they are, if any, and `notes` on some of them."""
-    if any(counts.values()):
-        console.say(f"data.{part}: rows " + ", ".join(f"{what}: {number}" for what, number in counts.items() if number))
-    for note in notes:
-        console.say(note)
 
 
 def save(trainer: Trainer, progress: Progress) -> str:

@@ -1,0 +1,113 @@
+"""What every trainer does around its loop: going on from a checkpoint, stopping, saying where the last good state is.
+
+`ranks` is who speaks for all processes: an engine, or the dispatch over several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from mrl import metrics
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import SFTConfig
+from mrl.engine import checkpoint
+from mrl.errors import DamagedCheckpoint, Stopped
+from mrl.trainers.console import Console
+from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
+from mrl.trainers.signals import StopSignal, signal_name
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """All processes of a run (see BaseEngine)."""
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def on_main(self, fn: Callable[[], T]) -> T: ...
+
+    def max_over_ranks(self, *values: float) -> list[float]: ...
+
+
+def already_done(
+    ranks: Ranks, directory: RunDirectory, console: Console, start: Start, *, total_steps: int, export_hf: bool
+) -> bool:
+    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
+    last_is_logged = ranks.on_main(lambda: metrics.last_step(directory.path / "metrics.jsonl") != start.step - 1)
+    if start.step < total_steps or not last_is_logged:
+        console.say(start.message)
+        return False
+    steps = f"{start.step} of {total_steps} steps are made"
+    if start.step > total_steps:
+        steps = f"it has made {start.step} steps, and this config asks for {total_steps}"
+    done = f"the run in {directory.path} is complete: {steps}"
+    if export_hf and not ranks.on_main(directory.hf.exists):
+        console.say(f"{done}, but not its export; exporting")
+        return False
+    console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
+    for note in start.moved:
+        console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
+    return True
+
+
+def load_newest(
+    ranks: Ranks,
+    directory: RunDirectory,
+    config: SFTConfig | PPOConfig,
+    console: Console,
+    start: Start,
+    load: Callable[[str], dict[str, Any]],
+) -> tuple[Start, dict[str, Any] | None]:
+    """Loads the checkpoint of `start`. Returns where the run starts indeed, and the trainer's state; None at the beginning.
+
+    A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
+    """
+    damaged: dict[str, str] = {}
+    state = None
+    while start.checkpoint is not None and state is None:
+        try:
+            state = load(start.checkpoint)
+        except DamagedCheckpoint as error:
+            if start.checkpoint in damaged:
+                raise
+            damaged[start.checkpoint] = str(error)
+            start = ranks.on_main(lambda: choose_start(directory, config, damaged))
+            console.say(f"passed over {error}")
+            console.say(start.message)
+    if state is not None:
+        ranks.on_main(lambda: copy_missed(directory, start, config.checkpoint))
+    return start, state
+
+
+def stopped(ranks: Ranks, stop: StopSignal, *, where: str, saved: str) -> Stopped:
+    """What a run says that a signal, to whichever rank, has stopped. where: in words; saved: what became of its state."""
+    (number,) = ranks.max_over_ranks(stop.number)
+    return Stopped(f"stopped by {signal_name(number)} {where}, {saved}; run the same command again to go on")
+
+
+def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
+    """Where to go on from when the state after `step` steps has failed, in words: a checkpoint of an earlier one is good."""
+
+    def found() -> tuple[str | None, str | None]:
+        whole = checkpoint.steps_of(str(directory.checkpoints))
+        return next((p for s, p in reversed(whole) if s < step), None), next((p for s, p in whole if s == step), None)
+
+    good, failed = ranks.on_main(found)
+    suspect = f"; {failed} holds the very state that failed" if failed else ""
+    return (f"the last good checkpoint is {good}" if good else "no good checkpoint had been saved") + suspect
+
+
+def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:
+    """Says how many rows of a data set were not used as they are, if any, and `notes` on some of them."""
+    if any(counts.values()):
+        console.say(f"data.{part}: rows " + ", ".join(f"{what}: {number}" for what, number in counts.items() if number))
+    for note in notes:
+        console.say(note)
+
+
+def problems_in_words(problems: Sequence[str], most: int = 10) -> str:
+    """The first of a step's problems (see engine/guards.py), and how many more there are."""
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more

@@ -1,0 +1,144 @@
+"""From a rollout to what is trained on: log-probs, KL, rewards of tokens, advantages; and its mini-batches.
+
+Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences.
+
+The sequences are put into the order of the first epoch's mini-batches at once, and old log-probs, reference log-probs and
+values are computed mini-batch by mini-batch. So the forward of a mini-batch is the same computation in all of these and in
+the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.advantages import Rollout
+from mrl.algorithms.kl import KLController, kl_estimate, sequence_kl
+from mrl.algorithms.ragged import sum_per_sequence
+from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
+from mrl.algorithms.shaping import overlong_penalty, token_rewards
+from mrl.batch import Batch
+from mrl.data.stream import row_order
+from mrl.engine.sampling import noise_key
+from mrl.roles.dispatch import WorkerDispatch
+
+ORDER = 0x6D696E69
+"""Keeps the order of mini-batches apart from that of the prompts, which follows from the same seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """A rollout that is trained on.
+
+    batch: all sequences, in the order of the first epoch. Token fields, 0 where nothing trains: rollout_log_probs,
+    old_log_probs, advantages; ref_log_probs with a KL; old_values and returns with a critic. Sequence fields: groups.
+    iteration: its number, from 0. sequence_kl: nats per sequence, policy to reference.
+    """
+
+    batch: Batch
+    iteration: int
+    sequence_kl: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers, for a checkpoint in the middle of an iteration."""
+        fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+        return {"batch": plain, "iteration": self.iteration, "sequence_kl": self.sequence_kl}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Experience":
+        return cls(Batch(**state["batch"]), state["iteration"], state["sequence_kl"])
+
+    def mini_batch(self, number: int, *, size: int, seed: int) -> Batch:
+        """The mini-batch of the iteration's step `number`, from 0; its denominators are its own."""
+        epoch, part = divmod(number, self.batch.num_sequences // size)
+        count = self.batch.num_sequences
+        order = range(count) if epoch == 0 else epoch_order(seed, self.iteration, epoch, count)
+        return self.batch.select(order[part * size : (part + 1) * size]).with_denominators()
+
+
+def epoch_order(seed: int, iteration: int, epoch: int, count: int) -> list[int]:
+    """The order of an epoch's sequences: a function of its arguments."""
+    return row_order(noise_key((seed, ORDER, iteration), epoch), 0, count).tolist()
+
+
+def mini_batches(batch: Batch, size: int) -> Iterator[Batch]:
+    """Consecutive parts of `size` sequences, each with denominators of its own."""
+    for start in range(0, batch.num_sequences, size):
+        yield batch.select(range(start, start + size)).with_denominators()
+
+
+def forward(
+    dispatch: WorkerDispatch, role: str, batch: Batch, *, name: str, size: int, ctx: Mapping[str, Any] | None = None
+) -> Tensor:
+    """[T]: what a role predicts (`name`: log_probs or values) of each token, 0 where nothing trains.
+
+    Computed by mini-batches of `size`, as in training.
+    """
+    parts = [dispatch.forward(role, part, dict(ctx or {}))[name] for part in mini_batches(batch, size)]
+    return torch.cat(parts).float().masked_fill(batch.loss_mask == 0, 0.0)
+
+
+def make_experience(
+    batch: Batch,
+    scores_S: Tensor,
+    *,
+    dispatch: WorkerDispatch,
+    recipe: Recipe,
+    kl: KLController,
+    iteration: int,
+    mini_batch_size: int,
+    temperature: float,
+    max_response_length: int,
+    baselines_S: Tensor | None,
+) -> Experience:
+    """The forwards of all roles and what follows from them.
+
+    batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
+    fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe has
+    them.
+    """
+    ctx = {"temperature": temperature}
+    fields = dict(batch.token_fields)
+    fields["old_log_probs"] = forward(dispatch, "actor", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
+    kl_T, nats = None, 0.0
+    if recipe.needs_reference:
+        fields["ref_log_probs"] = forward(dispatch, "reference", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
+        old_T, reference_T = fields["old_log_probs"].double(), fields["ref_log_probs"].double()
+        nats = sequence_kl(kl_estimate(old_T, reference_T, "k1"), batch.loss_mask, batch.lengths)
+        if recipe.kl_in == "reward":
+            kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator)
+    if recipe.needs_critic:
+        fields["old_values"] = forward(dispatch, "critic", batch, name="values", size=mini_batch_size)
+    if cache := overlong_cache(recipe, max_response_length=max_response_length):
+        lengths_S = sum_per_sequence((batch.loss_mask != 0).long(), batch.lengths)
+        scores_S = scores_S + overlong_penalty(lengths_S, max_length=max_response_length, cache=cache)
+    rewards_T = token_rewards(scores_S, batch.loss_mask, batch.lengths, kl_T=kl_T, kl_coef=kl.coef)
+    rollout = Rollout(
+        rewards_T=rewards_T,
+        mask_T=batch.loss_mask,
+        lengths_S=batch.lengths,
+        groups_S=batch.sequence_fields["groups"],
+        values_T=fields["old_values"].double() if recipe.needs_critic else None,
+        baselines_S=baselines_S,
+    )
+    advantages_T, returns_T = advantages(recipe, rollout)
+    fields["advantages"] = advantages_T.float()
+    if returns_T is not None:
+        fields["returns"] = returns_T.float()
+    return Experience(dataclasses.replace(batch, token_fields=fields), iteration, nats)
+
+
+def mean_and_std(values_T: Tensor, mask_T: Tensor) -> tuple[float, float]:
+    """Over the tokens that train; the population's std."""
+    trained = values_T[mask_T != 0].double()
+    return float(trained.mean()), float(trained.std(correction=0))
+
+
+def in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """`values` at the indices of `order`."""
+    return [values[i] for i in order]
