@@ -22,10 +22,8 @@ BF16_MEAN_GAP = 0.05
 """Largest mean difference in bfloat16, whose logits of size 16 are rounded to 1/16."""
 
 
-def check_rollout(batch: Batch, *, exact: bool, dtype: str) -> None:
+def check_rollout(batch: Batch, *, dtype: str) -> None:
     """The sampler's log-probs are the trainer's: same weights, temperature, positions and mask."""
-    if not exact:
-        return
     gap_T = gaps(batch)
     if not gap_T.numel():
         return

@@ -1,0 +1,102 @@
+"""What a trajectory is worth: reward functions, a reward model, an environment, added up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from mrl.config.ppo import PPOConfig
+from mrl.errors import TrainingError
+from mrl.rewards import scorer as scoring
+from mrl.rewards.scorer import Sample, Scorer, Scores
+from mrl.roles.reward_model import RewardModel
+from mrl.rollout.base import Trajectory
+
+T = TypeVar("T")
+REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
+"""Labels of what no function gave."""
+
+
+class Scoring:
+    """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
+
+    on_main: as BaseEngine.on_main. Raises ConfigError on every rank where a function cannot be loaded.
+    """
+
+    def __init__(
+        self, config: PPOConfig, *, on_main: Callable[[Callable[[], T]], T], reward_model: RewardModel | None
+    ) -> None:
+        self.config, self.on_main, self.reward_model = config, on_main, reward_model
+        self._scorer: Scorer | None = None
+        if config.rewards is not None:
+            on_main(self._start)
+
+    def _start(self) -> None:
+        self._scorer = Scorer(self.config.rewards)
+
+    def close(self) -> None:
+        """Ends the pool. May be called twice."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+
+    def score(self, trajectories: Sequence[Trajectory]) -> Scores:
+        """The same on every rank. Collective. totals: weighted sums. parts: unweighted, by label.
+
+        Raises RewardError for a function's fault, and TrainingError where a reward model gives no finite number.
+        """
+        scores = Scores((0.0,) * len(trajectories), {})
+        if self.config.rewards is not None:
+            scores = self.on_main(lambda: self._scorer.score([_sample(t) for t in trajectories]))
+        if self.reward_model is not None:
+            values = self.reward_model.score(trajectories)
+            for trajectory, value in zip(trajectories, values, strict=True):
+                if not abs(value) < float("inf"):
+                    raise TrainingError(
+                        f"the reward model gives {value} for row {trajectory.prompt.where}; look at its weights"
+                    )
+            scores = _plus(scores, REWARD_MODEL, values, self.config.reward.weight)
+        if self.config.rollout.environment is not None:
+            scores = _plus(scores, ENVIRONMENT, [t.reward or 0.0 for t in trajectories], 1.0)
+        return scores
+
+
+def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
+    """What `eval/accuracy` is made of: the values of the first reward function, or the totals where there is none."""
+    return next(iter(scores.parts.values())) if config.rewards is not None else scores.totals
+
+
+def by_sample(scores: Scores, index: int) -> dict[str, float]:
+    """The parts of one sample, by label."""
+    return {label: values[index] for label, values in scores.parts.items()}
+
+
+def metrics(scores: Scores) -> dict[str, float]:
+    """`reward/mean`, `reward/std`, the same by label, `reward/faults`."""
+    return scoring.metrics(scores)
+
+
+def select(scores: Scores, indices: Sequence[int]) -> Scores:
+    """Those of the samples at `indices`; all faults."""
+    parts = {label: tuple(values[i] for i in indices) for label, values in scores.parts.items()}
+    return Scores(tuple(scores.totals[i] for i in indices), parts, scores.faults)
+
+
+def joined(scores: Sequence[Scores]) -> Scores:
+    """Several lists of samples, one after another."""
+    parts: Mapping[str, tuple[float, ...]] = {
+        label: tuple(value for part in scores for value in part.parts[label]) for label in scores[0].parts
+    }
+    totals = tuple(total for part in scores for total in part.totals)
+    return Scores(totals, parts, tuple(fault for part in scores for fault in part.faults))
+
+
+def _plus(scores: Scores, label: str, values: Sequence[float], weight: float) -> Scores:
+    totals = tuple(total + weight * value for total, value in zip(scores.totals, values, strict=True))
+    return dataclasses.replace(scores, totals=totals, parts={**scores.parts, label: tuple(values)})
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    prompt = trajectory.prompt
+    return Sample(prompt.content, trajectory.text, prompt.row, prompt.where)

@@ -1,0 +1,206 @@
+"""From a config to a Trainer: models, roles, data, sampler, rewards, each made once."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl import metrics
+from mrl.algorithms.recipes import Recipe, kl_controller, recipe_of
+from mrl.config.checks import check_schedule
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
+from mrl.converters.hf_config import read_hf_config
+from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
+from mrl.data.stream import Report
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.base import BaseEngine
+from mrl.engine.registry import build_engine
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.reward_model import RewardModel
+from mrl.rollout.base import Sampler
+from mrl.rollout.make import make_sampler
+from mrl.rollout.recorded import RecordedRollouts
+from mrl.rollout.rollouts import Rollouts
+from mrl.trainers.common import say_left_out
+from mrl.trainers.console import Console, open_console
+from mrl.trainers.hub import model_folder
+from mrl.trainers.rl.collect import Collector
+from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.scoring import Scoring
+from mrl.trainers.rl.show import show_evaluation
+from mrl.trainers.rl.state import Trainer
+from mrl.trainers.run_directory import RunDirectory
+from mrl.trainers.run_lock import RunLock
+from mrl.trainers.signals import StopSignal
+
+
+@contextlib.contextmanager
+def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
+    """Everything that the run uses, and the lock of its directory, not yet taken; all of it ended afterwards.
+
+    Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be used.
+    """
+    metrics.check_packages(config.log)
+    recipe = recipe_of(config.algorithm)
+    folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
+    vocab_size = read_hf_config(folders["actor"]).get(
+        "vocab_size"
+    )  # first: a wrong config.json fails the tokenizer too
+    tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
+    source = PromptSource(
+        PromptDataset(config.data, tokenizer, vocab_size=vocab_size), seed=config.seed, shuffle=config.data.shuffle
+    )
+    engines = _engines(config, folders, recipe)
+    directory = RunDirectory(pathlib.Path(config.output_dir))
+    with contextlib.ExitStack() as ends:
+        dispatch = WorkerDispatch(engines, offload_idle=_offload_idle(config, engines["actor"]))
+        console = open_console(config.log.console, enabled=dispatch.is_main)
+        ends.callback(console.close)
+        lock = RunLock(directory.path)
+        ends.callback(lock.release)
+        total_steps = _length(config, source, console)
+        engines["actor"].set_total_steps(total_steps - config.algorithm.critic_warmup)
+        if "critic" in engines:
+            engines["critic"].set_total_steps(total_steps)
+        scores = Scoring(
+            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, tokenizer, folders)
+        )
+        ends.callback(scores.close)
+        rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory)
+        if sampler is not None:
+            ends.callback(sampler.close)
+        stop = ends.enter_context(StopSignal())
+        collector = Collector(
+            source, rollouts, scores, prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
+            rounds=config.algorithm.max_sampling_rounds if recipe.dynamic_sampling else None,
+            greedy_answers=recipe.needs_greedy_answer,
+        )  # fmt: skip
+        evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
+        yield Trainer(
+            config=config, recipe=recipe, total_steps=total_steps, folders=folders, dispatch=dispatch, source=source,
+            collector=collector, sampling=_sampling(sampler, dispatch), kl=kl_controller(recipe), evaluation=evaluation,
+            directory=directory, console=console, stop=stop, exact_sampler=sampler is not None and sampler.exact,
+            same_reference=_same_reference(config, folders),
+            chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
+        ), lock  # fmt: skip
+
+
+def _model_folder(config: PPOConfig, role: str) -> str:
+    model = model_of(config, role)
+    with keys_of(config, role):
+        return model_folder(model.path, weights=model.init == "pretrained")
+
+
+def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> dict[str, BaseEngine]:
+    """The engines of the roles, none of which has a model yet."""
+    engines = {}
+    for role, role_config in role_configs(config, folders, recipe).items():
+        with keys_of(config, role):
+            engines[role] = build_engine(role_config)
+    return engines
+
+
+def _offload_idle(config: PPOConfig, actor: BaseEngine) -> bool:
+    """Whether what a role holds waits on the host while another one works."""
+    if config.train.offload_idle == "auto":
+        return actor.device.type == "cuda"
+    return config.train.offload_idle == "always"
+
+
+def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
+    """Optimizer steps of the run: train.steps, or as many iterations as train.epochs passes over the prompts need."""
+    train, per_iteration = config.train, config.steps_per_iteration
+    if train.steps is not None:
+        return train.steps
+    epochs = 1.0 if train.epochs is None else train.epochs
+    usable, rows = source.usable(), len(source.dataset)
+    iterations = max(1, math.ceil(Fraction(str(epochs)) * usable / config.prompts_per_iteration))
+    steps = iterations * per_iteration
+    length = f"the {steps} steps of {epochs:g} epochs"
+    console.say(f"data.train: {usable} of its {rows} rows can be used, which makes {iterations} iterations: {length}")
+    with keys_of(config, "actor"):
+        check_schedule(config.actor.optimizer, steps - config.algorithm.critic_warmup, length)
+    with keys_of(config, "critic"):
+        check_schedule(config.critic.optimizer, steps, length)
+    return steps
+
+
+def _reward_model(
+    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folders: Mapping[str, str]
+) -> RewardModel | None:
+    if "reward" not in folders:
+        return None
+    return RewardModel(dispatch, actor_folder=folders["actor"], folder=folders["reward"], actor_tokenizer=tokenizer)
+
+
+def _rollouts(
+    config: PPOConfig,
+    dispatch: WorkerDispatch,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    directory: RunDirectory,
+) -> tuple[Any, Sampler | None]:
+    """What samples trajectories, and the sampler behind it; a replay has none."""
+    if config.rollout.backend == "recorded":
+        return RecordedRollouts(config.rollout.path), None
+    sampler = make_sampler(config, dispatch, tokenizer, folder, directory.path)
+    return Rollouts(
+        sampler, tokenizer, config.rollout, seed=config.seed, folder=folder, on_main=dispatch.on_main
+    ), sampler
+
+
+def _sampling(sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
+    """A context in which `sampler` has the actor's weights after `step`, and the device's memory that it wants."""
+    has_step: int | None = None
+
+    @contextlib.contextmanager
+    def sampling(step: int) -> Iterator[None]:
+        nonlocal has_step
+        if sampler is None:
+            yield
+            return
+        sampler.wake()
+        try:
+            if has_step != step:
+                sampler.update_weights(dispatch.hf_weights("actor"))
+            has_step = step
+            yield
+        finally:
+            sampler.sleep()
+
+    return sampling
+
+
+def _evaluation(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, rollouts: Any, scores: Scoring,
+    dispatch: WorkerDispatch, console: Console, directory: RunDirectory, stop: StopSignal,
+) -> Evaluation | None:  # fmt: skip
+    """What evaluates on data.eval, whose prompts are all read now; None without."""
+    if config.data.eval is None:
+        return None
+    held_out = PromptDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
+    report = Report()
+    prompts = first_prompts(held_out, config.train.eval_prompts, report)
+    say_left_out(console, "eval", report.counts, report.notes)
+    return Evaluation(
+        config, prompts, rollouts, scores,
+        stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
+        seen=lambda step, trajectories, found: show_evaluation(config, dispatch, directory, step, trajectories, found),
+    )  # fmt: skip
+
+
+def _same_reference(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:
+    """Whether the reference, which starts with the actor's weights, computes in the same layout; None where it has other weights."""
+    if "reference" not in folders or os.path.realpath(folders["reference"]) != os.path.realpath(folders["actor"]):
+        return None
+    if model_of(config, "reference").dtype != config.actor.model.dtype:
+        return None
+    return engine_of(config, "reference") == config.actor.engine

@@ -1,0 +1,149 @@
+"""What a reinforcement-learning run is made of and has done; saved whole, and restored to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mrl import metrics
+from mrl.algorithms.kl import KLController
+from mrl.algorithms.recipes import Recipe
+from mrl.config.load import to_dict
+from mrl.config.ppo import PPOConfig
+from mrl.config.resume import check_resume
+from mrl.data.prompts import PromptSource
+from mrl.engine.checkpoint import step_name
+from mrl.errors import Stopped
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.trainers.common import load_newest, stopped
+from mrl.trainers.console import Console
+from mrl.trainers.hub import check_same_model, model_fingerprint
+from mrl.trainers.rl.collect import Collector
+from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.experience import Experience
+from mrl.trainers.run_directory import RunDirectory, Start, is_own
+from mrl.trainers.signals import StopSignal
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has done so far; saved with a checkpoint.
+
+    step: optimizer steps made, each on one mini-batch by all roles that train. tokens: trained by the actor. best: the
+    best value yet of checkpoint.best, after step best_step. trained: roles whose every parameter has been seen to train.
+    pending: metrics of a rollout that no step was made on yet. unlogged: metrics of the step made last while they are not
+    in the log, because its evaluation has yet to be done.
+    """
+
+    step: int = 0
+    tokens: float = 0.0
+    run_id: str = ""
+    best: float | None = None
+    best_step: int | None = None
+    trained: list[str] = dataclasses.field(default_factory=list)
+    pending: dict[str, float] = dataclasses.field(default_factory=dict)
+    unlogged: dict[str, float] | None = None
+
+    @property
+    def logged(self) -> int:
+        """Steps in the log."""
+        return self.step - bool(self.unlogged)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """What the loop uses, made once.
+
+    folders: role -> its model's folder. sampling: gives a context in which the sampler has the actor's weights after a step.
+    exact_sampler: it has the actor's very arithmetic. same_reference: whether the reference starts as the actor (None: it does not, or there is
+    none) and computes in the same layout.
+    """
+
+    config: PPOConfig
+    recipe: Recipe
+    total_steps: int
+    folders: Mapping[str, str]
+    dispatch: WorkerDispatch
+    source: PromptSource
+    collector: Collector
+    sampling: Callable[[int], contextlib.AbstractContextManager[None]]
+    kl: KLController
+    evaluation: Evaluation | None
+    directory: RunDirectory
+    console: Console
+    stop: StopSignal
+    exact_sampler: bool
+    same_reference: bool | None
+    chat_template: str | None
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(iteration, its steps that are made), both from 0, after `step` steps."""
+        return divmod(step, self.config.steps_per_iteration)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal came to any rank. Collective."""
+        return any(self.dispatch.max_over_ranks(self.stop.requested))
+
+
+def save(trainer: Trainer, progress: Progress, experience: Experience | None) -> str:
+    """Saves everything that the next step depends on. Returns the checkpoint's folder."""
+    config, dispatch, directory = trainer.config, trainer.dispatch, trainer.directory
+    if progress.step == trainer.total_steps:
+        dispatch.on_main(directory.forget_export)
+    state: dict[str, Any] = {
+        "progress": dataclasses.asdict(progress),
+        "data": trainer.source.state_dict(),
+        "kl": trainer.kl.state_dict(),
+        "experience": None if experience is None else experience.state_dict(),
+        "models": {role: model_fingerprint(folder) for role, folder in trainer.folders.items()},
+        "config": to_dict(config),
+    }
+    return dispatch.save_checkpoint(
+        str(directory.checkpoints),
+        config.checkpoint.remote,
+        global_step=progress.step,
+        keep=config.checkpoint.keep,
+        state=state,
+        protect=() if progress.best_step is None else (step_name(progress.best_step),),
+    )
+
+
+def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None]:
+    """Puts roles, data and KL controller where the checkpoint of `start` left them."""
+    config, dispatch, directory = trainer.config, trainer.dispatch, trainer.directory
+    start, state = load_newest(dispatch, directory, config, trainer.console, start, dispatch.load_checkpoint)
+    if state is None:
+        return Progress(run_id=dispatch.on_main(metrics.new_run_id)), None
+    for note in check_resume(state["config"], to_dict(config)):
+        trainer.console.say(f"changed since the checkpoint: {note}")
+    for role, folder in trainer.folders.items():
+        before, now = (_model_path(c, role) for c in (state["config"], to_dict(config)))
+        check_same_model(state["models"].get(role), folder, before=before, now=now, key=f"{role}.model.path")
+    trainer.source.load_state_dict(state["data"])
+    trainer.kl.load_state_dict(state["kl"])
+    progress = Progress(**state["progress"])
+    if not is_own(directory, start, state["config"], config.checkpoint):
+        progress.run_id = dispatch.on_main(metrics.new_run_id)  # another run's page is not ours to write on
+        progress.best = progress.best_step = None  # nor are its checkpoints here
+    saved = state["experience"]
+    return progress, None if saved is None else Experience.from_state_dict(saved)
+
+
+def _model_path(config: Mapping[str, Any], role: str) -> str:
+    """`ROLE.model.path` of a config as plain data; a role that names none has the actor's."""
+    return config[role]["model"]["path"] or config["actor"]["model"]["path"]
+
+
+def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | None, saved: str | None) -> Stopped:
+    """What a run says that a signal has stopped: where in the iteration it is. saved: the checkpoint; None: none was due."""
+    iteration, made = trainer.position(progress.step)
+    count = trainer.config.steps_per_iteration
+    where = f"at the start of iteration {iteration + 1}"
+    if experience is not None:
+        where = f"within iteration {iteration + 1}, whose rollout is made, after {made} of its {count} steps"
+    where += f" (step {progress.step} of {trainer.total_steps})"
+    held = f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
+    return stopped(trainer.dispatch, trainer.stop, where=where, saved=held)
