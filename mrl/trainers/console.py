@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console as RichTerminal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
 
 SHOWN = (
     ("train/loss", "loss", "{:.4f}"),
@@ -20,6 +22,12 @@ SHOWN = (
     ("perf/mfu", "mfu", "{:.1%}"),
 )
 """Metric, its short name on the terminal, its format."""
+
+
+SampleRow = tuple[str, str, float, Mapping[str, float]]
+"""(prompt, completion, reward, its parts by label) of a sample."""
+
+LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
 
 
 class Console:
@@ -33,6 +41,9 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Optimizer step number `step` is made."""
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Shows a few samples of the rollout that `step` is the first to be trained on."""
 
     def close(self) -> None:
         """Ends the progress bar; `say` still works. May be called twice."""
@@ -52,6 +63,10 @@ class PlainConsole(Console):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.say(f"step {step}/{self._clock.total_steps}  {_values(metrics)}  eta {self._clock.eta(step)}")
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        for prompt, completion, reward, _ in rows:
+            self.say(f"  {reward:8.3f}  {_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
 
 
 class LiveConsole(Console):
@@ -85,6 +100,18 @@ class LiveConsole(Console):
         if "eval/loss" in metrics:
             self.say(f"step {step}  {_values(metrics)}")
 
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        if not rows:
+            return
+        table = Table(title=f"rollout before step {step}", title_justify="left", show_lines=True)
+        for column in ("prompt", "completion", "reward"):
+            table.add_column(column, justify="right" if column == "reward" else "left")
+        for prompt, completion, reward, parts in rows:
+            cells = [f"{reward:.3f}", *(f"{label} {value:.3f}" for label, value in parts.items() if len(parts) > 1)]
+            words = [Text(_short(text, CELL_CHARACTERS)) for text in (prompt, completion)]
+            table.add_row(*words, "\n".join(cells))
+        self._terminal.print(table)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -108,6 +135,11 @@ class _Clock:
         """h:mm:ss until the last step."""
         per_step_s = (time.monotonic() - self._began_s) / max(1, step - self.first)
         return str(datetime.timedelta(seconds=round(per_step_s * (self.total_steps - step))))
+
+
+def _short(text: str, most: int) -> str:
+    """The end of a text that is too long, where its question or answer is."""
+    return text if len(text) <= most else "…" + text[1 - most :]
 
 
 def _values(metrics: Mapping[str, float]) -> str:

@@ -73,6 +73,12 @@ class RunDirectory:
         torch.save({"step": step, "rows": list(rows), **tensors}, path)
         return path
 
+    def name_best(self, checkpoint: str) -> None:
+        """Writes checkpoints/best, the name of the best checkpoint yet, as `latest` has that of the newest."""
+        temporary = self.checkpoints / "best.tmp"
+        temporary.write_text(os.path.basename(checkpoint) + "\n", encoding="utf-8")
+        os.replace(temporary, self.checkpoints / "best")
+
     def forget_export(self) -> None:
         """Removes the exported model of an earlier, shorter run, before the checkpoint that it would not belong to."""
         for folder in (self.hf, self.partial_hf):
