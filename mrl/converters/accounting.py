@@ -5,12 +5,15 @@ The table says what a model of this config consists of; whatever differs is one 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from mrl.converters.algebra import Shape
+from mrl.converters.fused import unstacked
 from mrl.converters.rules import expected_hf_names
 from mrl.converters.safetensors_io import HFReader, TensorInfo, some
 from mrl.converters.table import Family, HFConfig
@@ -20,7 +23,7 @@ from mrl.errors import ModelError
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
-LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LM_HEAD, EMBEDDING, SCORE = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
 
 
 def account(
@@ -67,6 +70,8 @@ def account(
 def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
     if lost == [LM_HEAD]:
         return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
+    if lost == [SCORE]:
+        return ", a value that nobody trains comes from a sequence classifier with one label: give such a model"
     if "embed_tokens.weight" in found:
         return ", the folder holds a base model without a head: save it as a causal LM"
     return ""
@@ -87,6 +92,11 @@ def check_model(
     """
     expected = expected_hf_names(family, hf_config, head=head)
     may_have = {LM_HEAD} if head == "value" else set()
+    if head == "value" and SCORE in reader.tensors and reader.tensors[SCORE].shape[0] != 1:
+        raise ModelError(
+            f"{reader.path}: {SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number; "
+            "use a sequence classifier that was made with num_labels=1"
+        )
     tied = head == "lm" and hf_config["tie_word_embeddings"] and LM_HEAD in reader.tensors
     if tied:
         may_have.add(LM_HEAD)
@@ -97,6 +107,22 @@ def check_model(
             f"set tie_word_embeddings to false or remove {LM_HEAD}"
         )
     return absent
+
+
+@contextlib.contextmanager
+def stored_weights(
+    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
+) -> Iterator[Callable[[str], Any]]:
+    """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
+
+    trained: a value head that is going to be trained starts at zero where the folder has none.
+    """
+    with HFReader(path) as stored:
+        reader = unstacked(stored, family)
+        may_lack = [SCORE] if head == "value" and trained else []
+        absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
+        zeros = torch.zeros(1, hf_config["hidden_size"])
+        yield lambda name: zeros if name in absent else reader(name)
 
 
 def _equal(reader: HFReader, a: str, b: str) -> bool:

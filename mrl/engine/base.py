@@ -18,12 +18,13 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.engine import collective, saving
+from mrl.engine.collective import Predictions
+from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
-from mrl.errors import UserError
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
-Predictions = dict[str, Tensor]
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
@@ -81,15 +82,18 @@ PREFILL_TOKENS = 4096
 
 
 class BaseEngine(abc.ABC):
-    """One model with its optimizer, over all ranks of the process group."""
+    """One model with its optimizer, over all ranks of the process group. backend: the name of the engine in a config."""
+
+    backend: str
 
     def __init__(self, config: RoleConfig) -> None:
         self.config = config
         self.loss_fn: LossFn | None = None
         self.loss_denominator = "tokens"
+        self.offload: Offload  # made by init_model
 
-    def set_loss_fn(self, fn: LossFn, denominator: str = "tokens") -> None:
-        """Use `fn` in later steps; its sums are divided by `batch.denominators[denominator]`."""
+    def set_loss_fn(self, fn: LossFn | None, denominator: str = "tokens") -> None:
+        """Use `fn` in later steps, None for none; its sums are divided by `batch.denominators[denominator]`."""
         self.loss_fn, self.loss_denominator = fn, denominator
 
     def set_total_steps(self, total_steps: int) -> None:
@@ -99,7 +103,7 @@ class BaseEngine(abc.ABC):
     @property
     def is_main(self) -> bool:
         """Whether this process speaks and writes for all: one of them does."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return collective.is_main()
 
     @property
     def world_size(self) -> int:
@@ -111,18 +115,7 @@ class BaseEngine(abc.ABC):
 
         A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
         """
-        if not dist.is_initialized():
-            return fn()
-        outcome: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                outcome[0] = fn()
-            except UserError as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)  # over the host's backend: `fn` may take long
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+        return collective.on_main(fn)
 
     def max_over_ranks(self, *values: float) -> list[float]:
         """The largest of each value over all ranks, the same on every rank."""
@@ -211,11 +204,30 @@ class BaseEngine(abc.ABC):
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
         """Inverse of `shard_data` for token-aligned tensors: the shares of all ranks, in the order of the global `batch`."""
 
-    @abc.abstractmethod
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Moves model and/or optimizer state to "device" (where it computes) or to "host"."""
+    def to(self, device: str, model: bool = True, optimizer: bool = True, gradients: bool | None = None) -> None:
+        """Moves model and/or optimizer state to "device" (where it computes) or to "host".
+
+        gradients: what becomes of the accumulated gradients; by default they go with the model. Each method brings what it
+        needs and puts it back where it was, so that an engine on the host still works.
+        """
+        if device not in ("device", "host"):
+            raise ValueError(f"device {device!r}: use 'device' (where the engine computes) or 'host'")
+        move = self.offload.restore if device == "device" else self.offload.park
+        for kind, wanted in zip(KINDS, (model, model if gradients is None else gradients, optimizer), strict=True):
+            if wanted:
+                move(kind)
 
     @abc.abstractmethod
+    def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
+        """Writes model, optimizer, schedule, RNG and the caller's `state` into `folder`, which is there and empty on all ranks."""
+
+    @abc.abstractmethod
+    def load_state(self, folder: str) -> dict[str, Any]:
+        """Restores what `save_state` wrote, also into another layout. Returns the caller's `state`.
+
+        Raises CheckpointError on every rank, before anything has changed, for what another model or optimizer wrote.
+        """
+
     def save_checkpoint(
         self,
         local_path: str,
@@ -224,13 +236,31 @@ class BaseEngine(abc.ABC):
         max_ckpt_to_keep: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> str:
-        """Saves model, optimizer, schedule, RNG and the trainer's `state` to `local_path/step_XXXXXXXX`: whole or nothing. Returns that folder."""
+        """Saves what `save_state` writes as `local_path/step_XXXXXXXX`: whole or nothing. Returns that folder."""
 
-    @abc.abstractmethod
+        def write(folder: str) -> None:
+            self.save_state(folder, state or {})
+
+        return saving.save(
+            local_path, global_step, write, backend=self.backend, remote=remote_path, keep=max_ckpt_to_keep
+        )
+
     def load_checkpoint(
         self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
     ) -> dict[str, Any]:
         """Restores what `save_checkpoint` saved, also into another layout. Returns the trainer's `state`."""
+        with saving.loading(
+            local_path, backend=self.backend, remote=remote_path, delete_local=del_local_after_load
+        ) as folder:
+            return self.load_state(folder)
+
+    @abc.abstractmethod
+    def load_hf(self, path: str) -> None:
+        """Replaces the model's weights, and fp32 masters where there is an optimizer, by those of a Hugging Face folder.
+
+        They are read as in `init_model`. What the optimizer has gathered stays. Raises ModelError, before anything has
+        changed, where the folder's tensors are not those of this model.
+        """
 
     @abc.abstractmethod
     def generate(

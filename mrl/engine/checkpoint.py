@@ -41,6 +41,8 @@ MARKER = "COMPLETE"
 LATEST = "latest"
 FORMAT = "mrl-checkpoint"
 FORMAT_VERSION = 2
+ROLES = "roles"
+"""The `backend` of a checkpoint that holds a folder for each role; each says whose files these are."""
 PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
 SMALL_BYTES = 2**20
 """Files up to this size are read whole wherever a checkpoint is looked at, larger ones before it is loaded."""
@@ -81,11 +83,19 @@ def step_name(step: int) -> str:
 
 
 @contextlib.contextmanager
-def writing(root: str, step: int, *, backend: str, ranks: Ranks = ALONE, keep: int | None = None) -> Iterator[str]:
+def writing(
+    root: str,
+    step: int,
+    *,
+    backend: str,
+    ranks: Ranks = ALONE,
+    keep: int | None = None,
+    protect: Collection[str] = (),
+) -> Iterator[str]:
     """Gives all ranks a folder to write a checkpoint into; on a clean exit it becomes `root/step_XXXXXXXX`.
 
     Collective. backend: which engine's files these are. keep: newest whole checkpoints that stay, None for all; older
-    ones are deleted after the new one is whole. An exception inside leaves the temporary folder, which no reader
+    ones are deleted after the new one is whole, but for folders named in `protect`. An exception inside leaves the temporary folder, which no reader
     takes for a checkpoint and the next save removes.
     """
     name = step_name(step)
@@ -106,7 +116,7 @@ def writing(root: str, step: int, *, backend: str, ranks: Ranks = ALONE, keep: i
         _write_marker(temporary, files, step=step, serial=serial, backend=backend)
         _publish(root, name)
         if keep is not None:
-            _prune(root, keep)
+            _prune(root, keep, protect)
     ranks.gather(None)
 
 
@@ -164,13 +174,22 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
         raise CheckpointError(f"{path}: no such folder; name a checkpoint such as checkpoints/{step_name(100)}")
     marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
     if backend is not None and marker.backend != backend:
-        raise CheckpointError(
-            f"{path}: was saved by the {marker.backend} engine and this is the {backend} engine; "
-            f"set engine.backend to {marker.backend}, or export it to Hugging Face and start from that"
-        )
+        raise CheckpointError(f"{path}: {other_backend(marker.backend, backend)}")
     for file, facts in marker.files.items():
         _check_file(path, file, facts, content=facts["size"] <= SMALL_BYTES)
     return marker
+
+
+def other_backend(saved: str, own: str) -> str:
+    """Why a checkpoint of one backend is none of another, and what to do."""
+    if saved == ROLES:
+        return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
+    if own == ROLES:
+        return "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name that in actor.model.path"
+    return (
+        f"was saved by the {saved} engine and this is the {own} engine; set engine.backend to {saved}, or export it to "
+        "Hugging Face and start from that"
+    )
 
 
 def verify(path: str, ranks: Ranks = ALONE) -> Marker:
@@ -296,11 +315,12 @@ def _publish(root: str, name: str) -> None:
     _empty_trash(root)
 
 
-def _prune(root: str, keep: int) -> None:
-    """Deletes whole checkpoints but the newest `keep`."""
+def _prune(root: str, keep: int, protect: Collection[str]) -> None:
+    """Deletes whole checkpoints but the newest `keep` and those named in `protect`."""
     assert keep >= 1, f"keep {keep}"
     for path, _ in _whole(root)[:-keep]:
-        _to_trash(root, os.path.basename(path))
+        if os.path.basename(path) not in protect:
+            _to_trash(root, os.path.basename(path))
     _empty_trash(root)
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Collection
 
 import fsspec
 import fsspec.exceptions
@@ -41,15 +42,16 @@ def probe(url: str) -> None:
         ) from error
 
 
-def upload(path: str, url: str, *, keep: int | None = None) -> str:
+def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too. After an
-    error of the file system the copy is begun again after each of PAUSES_S; then CheckpointError.
+    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too. protect:
+    names of folders that stay as well. After an error of the file system the copy is begun again after each of PAUSES_S;
+    then CheckpointError.
     """
     for pause_s in (*PAUSES_S, None):
         try:
-            return _upload(path, url, keep)
+            return _upload(path, url, keep, protect)
         except FILE_SYSTEM_ERRORS as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if pause_s is None:
@@ -62,7 +64,7 @@ def upload(path: str, url: str, *, keep: int | None = None) -> str:
     raise AssertionError("unreachable")
 
 
-def _upload(path: str, url: str, keep: int | None) -> str:
+def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> str:
     marker = checkpoint.verify(path)  # a damaged one must not push whole ones out
     files, base = _open(url)
     name = checkpoint.step_name(marker.step)
@@ -76,18 +78,19 @@ def _upload(path: str, url: str, keep: int | None) -> str:
     files.put_file(os.path.join(path, MARKER), f"{target}/{MARKER}")
     files.pipe_file(f"{base}/{LATEST}", f"{name}\n".encode())
     if keep is not None:
-        for old in [path for path, _ in _whole(files, base)[:-keep]] + _unmarked(files, base):
+        outdated = [path for path, _ in _whole(files, base)[:-keep] if os.path.basename(path) not in protect]
+        for old in outdated + _unmarked(files, base):
             _delete(files, old)
     return f"{url.rstrip('/')}/{name}"
 
 
-def ensure(path: str, url: str, *, keep: int | None = None) -> None:
+def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
     """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between the save and its copy."""
     marker = checkpoint.validate(path)
     files, base = _open(url)
     files.invalidate_cache()
     if marker not in [there for _, there in _whole(files, base)]:
-        upload(path, url, keep=keep)
+        upload(path, url, keep=keep, protect=protect)
 
 
 def fetch(url: str, root: str) -> str | None:

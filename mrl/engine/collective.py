@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.batch import Batch
-from mrl.engine.base import Predictions
 from mrl.engine.checkpoint import Ranks
 from mrl.engine.microbatch import balanced_shards
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, UserError
+
+T = TypeVar("T")
+Predictions = dict[str, Tensor]
+"""Name -> one number per token, in the order of a batch's tokens."""
 
 TIMEOUT = datetime.timedelta(hours=4)
 """How long a rank waits for another one, in every group.
@@ -51,6 +55,37 @@ def join_processes(device_type: str) -> None:
 def wait_for_all() -> None:
     """A barrier on the host: one that waits for NCCL would hold the GPUs too."""
     all_ranks().gather(None)
+
+
+def is_main() -> bool:
+    """Whether this process speaks and writes for all: one of them does."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_main(fn: Callable[[], T]) -> T:
+    """Calls `fn` on the main process only and returns its result on every rank, after it is done.
+
+    A UserError that `fn` raises is raised on every rank. What the main process finds in a folder, all ranks act on.
+    """
+    if not dist.is_initialized():
+        return fn()
+    outcome: list[Any] = [None, None]
+    if is_main():
+        try:
+            outcome[0] = fn()
+        except UserError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)  # over the host's backend: `fn` may take long
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def node_ids() -> list[int]:
+    """The node of each rank, numbered from 0 in the order of ranks; the same list on every rank."""
+    names = all_ranks().gather(socket.gethostname())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 def all_ranks() -> Ranks:

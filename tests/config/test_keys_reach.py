@@ -134,9 +134,8 @@ ENGINE = [
             (["optimizer"], ["optimizer"]),
             (["parameters", "gradients", "optimizer"], ["parameters", "gradients", "optimizer"]),
         ],
-        SECOND, on=MEGATRON,
+        SECOND,
     ),
-    Row("engine.offload", looks.empty_at_rest, [(DEFAULT, []), (["gradients"], ["gradients"])], SECOND, on=FSDP),
     Row(
         "engine.micro_batch.tokens", looks.lengths, [(DEFAULT, [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)],
         EVEN,

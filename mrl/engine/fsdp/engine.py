@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from mrl.config.checks import check_backend
 from mrl.config.schema import RoleConfig
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
-from mrl.engine import checkpoint, checkpoint_remote, collective, guards
+from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
     PREFILL_TOKENS,
@@ -30,22 +29,22 @@ from mrl.engine.base import (
     GradNorm,
     Predictions,
 )
-from mrl.engine.fsdp import checkpoint as fsdp_checkpoint
-from mrl.engine.fsdp import generate, step
+from mrl.engine.fsdp import checkpoint, generate, step
 from mrl.engine.fsdp.model import Model
-from mrl.engine.fsdp.offload import HOST, Offload
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room, share
 from mrl.engine.microbatch import plan_micro_batches
+from mrl.engine.offload import Offload
 from mrl.engine.schedule import learning_rate
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BACKEND = "fsdp"
 
 
 class FSDPEngine(BaseEngine):
     """One model over all ranks; each holds a shard of every weight and computes its own share of the data."""
+
+    backend = "fsdp"
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -79,12 +78,21 @@ class FSDPEngine(BaseEngine):
         self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
-        self.offload = Offload(self.config.engine.offload, self.model, self.optimizer, self.device)
+        self.offload = Offload(self.config.engine.offload, self._state())
         self.model.module.eval()
+
+    def _state(self) -> dict[str, Callable[[], Iterator[Tensor]]]:
+        """What there is of each kind of state on this rank, for `engine.offload`."""
+        parameters, optimizer = self.model.parameters(), self.optimizer
+        return {
+            "parameters": lambda: (p.detach().to_local() for p in parameters.values()),
+            "gradients": lambda: (p.grad.to_local() for p in parameters.values() if p.grad is not None),
+            "optimizer": lambda: (m.to_local() for m in (optimizer.moments() if optimizer else {}).values()),
+        }
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self.offload.used(gradients=True):
+        with self.offload.used("parameters", "gradients"):
             self.model.module.train()
             try:
                 yield
@@ -94,15 +102,12 @@ class FSDPEngine(BaseEngine):
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
         was_training = self.model.module.training
-        with self.offload.used(), torch.no_grad():
+        with self.offload.used("parameters"), torch.no_grad():
             self.model.module.eval()
             try:
                 yield
             finally:
                 self.model.module.train(was_training)
-
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        self.offload.move({"device": self.device, "host": HOST}[device], model=model, optimizer=optimizer)
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -119,7 +124,8 @@ class FSDPEngine(BaseEngine):
         denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
         predictions, sums = [], {}
-        with self.offload.used(gradients=not forward_only), torch.set_grad_enabled(not forward_only):
+        kinds = ("parameters",) if forward_only else ("parameters", "gradients")
+        with self.offload.used(*kinds), torch.set_grad_enabled(not forward_only):
             for indices in order:
                 predicted, of_micro_batch = self._micro_batch(
                     batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn, postprocess_fn
@@ -184,10 +190,12 @@ class FSDPEngine(BaseEngine):
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_zero_grad(self) -> None:
-        self.offload.forget_gradients()
+        for parameter in self.model.parameters().values():
+            parameter.grad = None
+        self.offload.forget("gradients")
 
     def optimizer_step(self) -> GradNorm:
-        with self.offload.used(gradients=True, optimizer=True):
+        with self.offload.used("parameters", "gradients", "optimizer"):
             return self._trained().step(self._learning_rate())
 
     def _watched(self) -> Iterator[guards.Watched]:
@@ -195,12 +203,12 @@ class FSDPEngine(BaseEngine):
             yield guards.Watched(name, p.detach().to_local(), None if p.grad is None else p.grad.to_local())
 
     def guard_before_step(self) -> Any:
-        with self.offload.used(gradients=True):
+        with self.offload.used("parameters", "gradients"):
             return guards.inspect(self._watched(), lr=self._learning_rate(), eps=self._trained().config.eps)
 
     def guard_after_step(self, token: Any) -> list[str]:
         """Every rank has a shard of its own, so there are no replicas that could differ."""
-        with self.offload.used():
+        with self.offload.used("parameters"):
             return guards.problems(token, ((w.name, w.weight) for w in self._watched()))
 
     def lr_scheduler_step(self) -> float:
@@ -217,36 +225,20 @@ class FSDPEngine(BaseEngine):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self,
-        local_path: str,
-        remote_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        state: Mapping[str, Any] | None = None,
-    ) -> str:
-        ranks = collective.all_ranks()
-        writing = checkpoint.writing(local_path, global_step, backend=BACKEND, ranks=ranks, keep=max_ckpt_to_keep)
-        with self.offload.used(optimizer=True), writing as folder:
-            fsdp_checkpoint.save(
-                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state or {}
-            )  # fmt: skip
-        saved = os.path.join(local_path, checkpoint.step_name(global_step))
-        if remote_path is not None:
-            self.on_main(lambda: checkpoint_remote.upload(saved, remote_path, keep=max_ckpt_to_keep))
-        return saved
+    def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
+        with self.offload.used("parameters", "optimizer"):
+            checkpoint.save(
+                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state
+            )
 
-    def load_checkpoint(
-        self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
-    ) -> dict[str, Any]:
-        path = self.on_main(lambda: checkpoint_remote.locate(local_path, remote_path, backend=BACKEND))
-        checkpoint.verify(path, collective.all_ranks())
-        with self.offload.used(optimizer=True):
-            self.schedule_step, state = fsdp_checkpoint.load(path, self.model, self.optimizer, device=self.device)
-        collective.wait_for_all()
-        if del_local_after_load:
-            self.on_main(lambda: checkpoint.delete(path))
+    def load_state(self, folder: str) -> dict[str, Any]:
+        with self.offload.used("parameters", "optimizer"):
+            self.schedule_step, state = checkpoint.load(folder, self.model, self.optimizer, device=self.device)
         return state
+
+    def load_hf(self, path: str) -> None:
+        with self.offload.used("parameters"):
+            self.model.load_hf(path)
 
     # -- generation and weights out -----------------------------------------------------------------------------------
 
@@ -275,11 +267,11 @@ class FSDPEngine(BaseEngine):
         return [found[i] for i in range(len(requests))]
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self.offload.used():
+        with self.offload.used("parameters"):
             yield from self.model.stream(lambda parameter: parameter, DTYPES[self.config.model.dtype])
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        with self.offload.used(gradients=True):
+        with self.offload.used("parameters", "gradients"):
             yield from self.model.stream(
                 lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
                 torch.float32,

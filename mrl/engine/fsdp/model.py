@@ -15,18 +15,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import check_model
+from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
-from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import HFReader
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.names import Piece, pieces, read_rows
 
 Result = TypeVar("Result")
-SCORE = "score.weight"  # a value head starts at zero where the folder has none
 
 
 class Sharded(nn.Module):
@@ -110,11 +107,16 @@ class Model:
             std = self.hf_config.get("initializer_range") or 0.02
             self._fill(RandomWeights(self.file_shapes, seed=config.seed, std=std))
             return
-        with HFReader(config.model.path) as stored:
-            reader = unstacked(stored, self.family)
-            may_lack = [SCORE] if self.head == "value" else []
-            absent = check_model(reader, self.family, self.hf_config, head=self.head, may_lack=may_lack)
-            self._fill(lambda name: torch.zeros(self.file_shapes[name]) if name in absent else reader(name))
+        with self._stored(config.model.path, trained=config.optimizer is not None) as read:
+            self._fill(read)
+
+    def load_hf(self, path: str) -> None:
+        """Fills this rank's shards from another folder of the same tensors."""
+        with self._stored(path, trained=False) as read:
+            self._fill(read)
+
+    def _stored(self, path: str, *, trained: bool):
+        return stored_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
 
     @torch.no_grad()
     def _fill(self, read: Callable[[str], Any]) -> None:

@@ -60,12 +60,6 @@ class Optimizer:
         self.adamw.step()
         return GradNorm(norm)
 
-    def move(self, device: torch.device) -> None:
-        """Moves Adam's running averages."""
-        for state in self.adamw.state.values():
-            for name in state:
-                state[name] = state[name].to(device)
-
 
 def global_norm(shards: list[Tensor]) -> float:
     """The L2 norm of all ranks' shards, whose squares are added in fp64."""

@@ -1,10 +1,10 @@
 """A Megatron engine's state in a checkpoint folder, through megatron's dist_checkpointing.
 
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it
-    engine.pt           step of the LR schedule, layout, architecture, and the trainer's state
+    engine.pt           step of the LR schedule, layout, architecture, and the caller's state
     rng/rank_00000.pt   each rank's RNG states; used when layout and type of device are the same, else generators are seeded anew
 
-The folder protocol (whole or nothing, keep, remote copies) is `mrl.engine.checkpoint`, shared by the engines.
+Who makes the folder, whole or not at all, is `mrl.engine.saving`.
 """
 
 from __future__ import annotations
@@ -24,44 +24,34 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mrl.engine import checkpoint as folder
-from mrl.engine import checkpoint_remote, collective
+from mrl.engine import collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
 
-BACKEND = "megatron"
 
-
-def save(
-    engine: "MegatronEngine", root: str, remote: str | None, step: int, keep: int | None, state: Mapping[str, Any]
-) -> str:
-    """Writes `root/step_XXXXXXXX` and copies it to `remote`. Returns the folder."""
+def save(engine: "MegatronEngine", path: str, state: Mapping[str, Any]) -> None:
+    """Writes this rank's part into the folder `path`. Collective."""
     rank = dist.get_rank()
-    with folder.writing(root, step, backend=BACKEND, ranks=collective.all_ranks(), keep=keep) as path:
-        if rank == 0:
-            os.makedirs(os.path.join(path, "mcore"))
-            os.makedirs(os.path.join(path, "rng"))
-            torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
-        collective.wait_for_all()
-        torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
-        with _quiet(), _writing_in_process():
-            dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
-    final = os.path.join(root, folder.step_name(step))
-    if remote is not None:
-        engine.on_main(lambda: checkpoint_remote.upload(final, remote, keep=keep))
-    return final
+    if rank == 0:
+        os.makedirs(os.path.join(path, "mcore"))
+        os.makedirs(os.path.join(path, "rng"))
+        torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
+    collective.wait_for_all()
+    torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
+    with _quiet(), _writing_in_process():
+        dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
 
 
-def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: bool) -> dict[str, Any]:
-    """Restores the newest whole checkpoint of `path` (or `path` itself). Returns the trainer's state."""
+def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
+    """Restores what `save` wrote into the folder `found`. Returns the caller's state. Collective."""
     rank = dist.get_rank()
-    found = engine.on_main(lambda: checkpoint_remote.locate(path, remote, backend=BACKEND))
-    folder.verify(found, collective.all_ranks())
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
+    if engine.optimizer is not None and saved["optimizer_steps"] is None:
+        raise CheckpointError(f"{found}: was saved without an optimizer; resume with the role that it was saved by")
     sharded = _sharded(engine, loading=True)
     try:
         with _quiet():
@@ -75,9 +65,6 @@ def load(engine: "MegatronEngine", path: str, remote: str | None, delete_local: 
     engine.schedule_step = saved["schedule_step"]
     if saved["layout"] == dataclasses.asdict(engine.dims):
         _restore_rng(engine, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
-    collective.wait_for_all()
-    if delete_local:
-        engine.on_main(lambda: folder.delete(found))
     return saved["state"]
 
 

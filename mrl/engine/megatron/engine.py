@@ -13,13 +13,12 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import check_model
+from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
-from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names, padded_vocab, value_head_config
-from mrl.converters.safetensors_io import HFReader, HFWriter, tensor_infos
+from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -32,6 +31,7 @@ from mrl.engine.base import (
     Predictions,
 )
 from mrl.engine.microbatch import plan_micro_batches
+from mrl.engine.offload import Offload
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
@@ -40,7 +40,7 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import checkpoint, generate, guard, offload, optim, step, weights  # noqa: E402
+from mrl.engine.megatron import checkpoint, generate, guard, optim, step, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -61,6 +61,8 @@ def installed(method):
 
 class MegatronEngine(BaseEngine):
     """One model over all ranks, in the layout of `config.engine.parallel`."""
+
+    backend = "megatron"
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -119,33 +121,34 @@ class MegatronEngine(BaseEngine):
                 padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
             )  # fmt: skip
             self.models, self.chunks = models, models
+            if config.optimizer is None:
+                for model in models:
+                    model.requires_grad_(False)
+            else:
+                self.chunks = optim.wrap(models, self.model_config)
+                self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
             with self._source() as read:
-                weights.load(models, self.rules, read)
-                if config.optimizer is None:
-                    for model in models:
-                        model.requires_grad_(False)
-                else:
-                    self.chunks = optim.wrap(models, self.model_config)
-                    self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
-                    weights.load_masters(self.optimizer, models, self.rules, read)
-            self.offload = offload.Offload(config.engine.offload, models, self.chunks, self.optimizer)
-            for kind in self.offload.kinds:
-                self.offload.park(kind)
+                self._fill(read)
+            self.offload = Offload(config.engine.offload, optim.offloadable(models, self.chunks, self.optimizer))
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[Callable[[str], Any]]:
-        """Where weights start from: Hugging Face name -> tensor or lazy slice, accounted for by name and shape."""
-        head = self.config.head
+        """Where weights start from: Hugging Face name -> tensor or lazy slice."""
         if self.config.model.init == "random":
-            shapes = expected_hf_names(self.family, self.hf, head=head)
+            shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
             yield RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
             return
-        with HFReader(self.config.model.path) as stored:
-            reader = unstacked(stored, self.family)
-            may_lack = ["score.weight"] if head == "value" else []
-            absent = check_model(reader, self.family, self.hf, head=head, may_lack=may_lack)
-            zeros = {"score.weight": torch.zeros(1, self.hf["hidden_size"])}
-            yield lambda name: zeros[name] if name in absent else reader(name)
+        trained = self.config.optimizer is not None
+        with stored_weights(
+            self.config.model.path, self.family, self.hf, head=self.config.head, trained=trained
+        ) as read:
+            yield read
+
+    def _fill(self, read: Callable[[str], Any]) -> None:
+        """Sets this rank's weights, and masters where there are any."""
+        weights.load(self.models, self.rules, read)
+        if self.optimizer is not None:
+            weights.load_masters(self.optimizer, self.models, self.rules, read)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -160,13 +163,6 @@ class MegatronEngine(BaseEngine):
             for model in self.models:
                 model.eval()
             yield
-
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if device not in ("device", "host"):
-            raise ValueError(f"device {device!r}: use 'device' (where the engine computes) or 'host'")
-        move = self.offload.restore if device == "device" else self.offload.park
-        for kind in (["parameters", "gradients"] if model else []) + (["optimizer"] if optimizer else []):
-            move(kind)
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -293,23 +289,20 @@ class MegatronEngine(BaseEngine):
     # -- state in and out ---------------------------------------------------------------------------------------------
 
     @installed
-    def save_checkpoint(
-        self,
-        local_path: str,
-        remote_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        state: Mapping[str, Any] | None = None,
-    ) -> str:
+    def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
         with self.offload.used("parameters", "optimizer"):
-            return checkpoint.save(self, local_path, remote_path, global_step, max_ckpt_to_keep, state or {})
+            checkpoint.save(self, folder, state)
 
     @installed
-    def load_checkpoint(
-        self, local_path: str, remote_path: str | None = None, del_local_after_load: bool = False
-    ) -> dict[str, Any]:
+    def load_state(self, folder: str) -> dict[str, Any]:
         with self.offload.used("parameters", "optimizer"):
-            return checkpoint.load(self, local_path, remote_path, del_local_after_load)
+            return checkpoint.load(self, folder)
+
+    @installed
+    def load_hf(self, path: str) -> None:
+        stored = stored_weights(path, self.family, self.hf, head=self.config.head, trained=False)
+        with self.offload.used("parameters", "optimizer"), stored as read:
+            self._fill(read)
 
     def generate(
         self,

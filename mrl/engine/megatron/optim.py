@@ -134,3 +134,26 @@ def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
         for bucket in buffer.buckets:
             shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def offloadable(
+    models: Sequence[Model], chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None
+):
+    """What there is of each kind of state, for `engine.offload`."""
+    return {
+        "parameters": lambda: (p.data for model in models for p in model.parameters()),
+        "gradients": lambda: () if optimizer is None else (b.grad_data for b in gradient_buffers(chunks)),
+        "optimizer": lambda: () if optimizer is None else _state_tensors(optimizer),
+    }
+
+
+def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Master weights and moments of this rank's shards."""
+    for part in optimizers_of(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        for group in inner.param_groups:
+            yield from (p.data for p in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())

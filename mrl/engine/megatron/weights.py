@@ -30,7 +30,7 @@ def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Cal
 def load_masters(
     optimizer: Any, models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]
 ) -> None:
-    """Sets fp32 master weights from `read`, where the model's own dtype has rounded them away."""
+    """Sets fp32 master weights from `read`, where they are no views of the model's own."""
     rule_of = {
         id(p): of_chunk[name]
         for model, of_chunk in zip(models, rules, strict=True)
@@ -39,8 +39,7 @@ def load_masters(
     for _, parameter, main, span in shards(optimizer):
         if parameter.dtype != main.dtype:
             whole = rule_of[id(parameter)].load(read)
-            if whole.dtype != parameter.dtype:
-                main.data.copy_(whole.reshape(-1)[span].view(main.shape))
+            main.data.copy_(whole.reshape(-1)[span].view(main.shape))
 
 
 def rules_here(

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.megatron.offload import KINDS
+from mrl.engine.offload import KINDS
 from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
@@ -49,9 +49,10 @@ def frees_what_it_names(config: RoleConfig, kind: str) -> dict[str, dict[str, in
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_waits_on_the_host_leaves_the_device(folder, kind, dtype):
-    config = tiny.role(folder, backend="megatron", parallel={}, dtype=dtype)
-    found = run_case(2, "tests.engine.test_offload_megatron:frees_what_it_names", config=config, kind=kind)
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_what_waits_on_the_host_leaves_the_device(folder, backend, kind, dtype):
+    config = tiny.role(folder, backend=backend, parallel={}, dtype=dtype)
+    found = run_case(2, "tests.engine.test_offload:frees_what_it_names", config=config, kind=kind)
     kept = found["kept", "at rest"]
     assert all(kept[k] > 0 for k in KINDS)
     assert found["offloaded", "at rest"] == {**kept, kind: 0}

@@ -1,35 +1,33 @@
 """Host memory for parameters, gradients and optimizer state that are not in use.
 
-megatron keeps parameters and gradients as views into a few flat buffers, and many objects hold such views. So nothing is
-replaced: a storage is copied to host memory and shrunk to nothing, and later grown and filled again; every view stays valid.
+Many objects hold views of the same memory: megatron lays parameters and gradients into a few flat buffers, FSDP keeps its
+shards in several places. So nothing is replaced: a storage is copied to host memory and shrunk to nothing, and later grown
+and filled again; every view stays valid.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from mrl.engine.megatron.optim import gradient_buffers, optimizers_of
 
 KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Offload:
-    """Which state is where. kinds: what waits on the host between uses."""
+    """Which state is where. kinds: what waits on the host between uses. tensors: what there is of each of KINDS, asked anew
+    at each move."""
 
-    def __init__(self, kinds: Sequence[str], models: Sequence[Any], chunks: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, kinds: Sequence[str], tensors: Mapping[str, Callable[[], Iterable[Tensor]]]) -> None:
+        assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds)
-        self._tensors: dict[str, Callable[[], Iterable[Tensor]]] = {
-            "parameters": lambda: (p.data for model in models for p in model.parameters()),
-            "gradients": lambda: () if optimizer is None else (b.grad_data for b in gradient_buffers(chunks)),
-            "optimizer": lambda: () if optimizer is None else optimizer_tensors(optimizer),
-        }
+        self._tensors = dict(tensors)
         self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._users = dict.fromkeys(KINDS, 0)
+        for kind in self.kinds:
+            self.park(kind)
 
     def tensors(self, kind: str) -> Iterable[Tensor]:
         """What is of `kind`, wherever it is."""
@@ -74,14 +72,7 @@ class Offload:
             storage.resize_(host.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
 
-
-def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Master weights and moments of this rank's shards."""
-    for part in optimizers_of(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if inner is None:
-            continue
-        for group in inner.param_groups:
-            yield from (p.data for p in group["params"])
-        for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+    def forget(self, kind: str) -> None:
+        """What waits on the host of `kind` is no longer needed: its owner has dropped the tensors."""
+        if kind in self._parked:
+            self._parked[kind] = []

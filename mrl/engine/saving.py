@@ -1,0 +1,48 @@
+"""A checkpoint of all ranks: the folder (engine/checkpoint.py), its copy at a URL, and whoever writes into it or reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator
+
+from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine.collective import all_ranks, on_main, wait_for_all
+
+
+def save(
+    root: str,
+    step: int,
+    write: Callable[[str], None],
+    *,
+    backend: str,
+    remote: str | None = None,
+    keep: int | None = None,
+    protect: Collection[str] = (),
+) -> str:
+    """Saves `root/step_XXXXXXXX`, whole or not at all, and copies it to the URL `remote`. Returns that folder. Collective.
+
+    write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect: as in
+    `checkpoint.writing`.
+    """
+    with checkpoint.writing(root, step, backend=backend, ranks=all_ranks(), keep=keep, protect=protect) as folder:
+        write(folder)
+    saved = os.path.join(root, checkpoint.step_name(step))
+    if remote is not None:
+        on_main(lambda: checkpoint_remote.upload(saved, remote, keep=keep, protect=protect))
+    return saved
+
+
+@contextlib.contextmanager
+def loading(path: str, *, backend: str, remote: str | None = None, delete_local: bool = False) -> Iterator[str]:
+    """The folder to read: the newest whole checkpoint of `path` (or `path` itself), or what `remote` has. Collective.
+
+    Every file has been read and found whole. Raises CheckpointError on every rank where there is none, it is damaged, or of
+    another backend. delete_local: it is deleted when all ranks have read it.
+    """
+    found = on_main(lambda: checkpoint_remote.locate(path, remote, backend=backend))
+    checkpoint.verify(found, all_ranks())
+    yield found
+    wait_for_all()
+    if delete_local:
+        on_main(lambda: checkpoint.delete(found))

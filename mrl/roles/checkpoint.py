@@ -1,0 +1,89 @@
+"""One checkpoint of all roles: whole or nothing, with one marker.
+
+step_00000100/
+    trainer.pt          the trainer's state, and which roles there are
+    actor/ ...          what the engine of each role writes
+    COMPLETE            as of every checkpoint (engine/checkpoint.py)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from mrl.engine import saving
+from mrl.engine.base import BaseEngine
+from mrl.engine.checkpoint import ROLES, other_backend
+from mrl.engine.collective import on_main
+from mrl.errors import CheckpointError
+
+TRAINER = "trainer.pt"
+
+Use = Callable[[str], BaseEngine]
+"""Role -> its engine, brought to the device."""
+
+
+def save(
+    engines: Mapping[str, BaseEngine],
+    use: Use,
+    root: str,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    remote: str | None,
+    keep: int | None,
+    protect: Collection[str],
+) -> str:
+    """Saves the roles of `engines` and `state` (which may hold tensors). Returns the folder. Collective."""
+
+    def write(folder: str) -> None:
+        def prepare() -> None:
+            for role in engines:
+                os.mkdir(os.path.join(folder, role))
+            roles = {role: engine.backend for role, engine in engines.items()}
+            torch.save({"roles": roles, "state": dict(state)}, os.path.join(folder, TRAINER))
+
+        on_main(prepare)
+        for role in engines:
+            use(role).save_state(os.path.join(folder, role), {})
+
+    return saving.save(root, step, write, backend=ROLES, remote=remote, keep=keep, protect=protect)
+
+
+def load(
+    engines: Mapping[str, BaseEngine], use: Use, path: str, *, remote: str | None, may_lack: Collection[str]
+) -> dict[str, Any]:
+    """Restores what `save` wrote. Returns the trainer's state. Collective.
+
+    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs.
+    """
+    with saving.loading(path, backend=ROLES, remote=remote) as folder:
+        saved = torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=True)
+        _check_roles(saved["roles"], engines, may_lack, folder)
+        for role in saved["roles"]:
+            use(role).load_state(os.path.join(folder, role))
+        return saved["state"]
+
+
+def _check_roles(
+    saved: Mapping[str, str], engines: Mapping[str, BaseEngine], may_lack: Collection[str], path: str
+) -> None:
+    """Refuses a checkpoint with other roles, or whose roles another backend saved."""
+    for role in engines:
+        if role not in saved and role not in may_lack:
+            raise CheckpointError(
+                f"{path}: has no {role} (it has {', '.join(saved)}), and this run has one; resume with the algorithm it was "
+                "saved by, or export its actor to Hugging Face and start from that"
+            )
+    for role, backend in saved.items():
+        if role not in engines:
+            raise CheckpointError(
+                f"{path}: has a role {role}, and this run has only {', '.join(engines)}; resume with the algorithm it was saved "
+                "by, or export its actor to Hugging Face and start from that"
+            )
+        if backend != engines[role].backend:
+            why = other_backend(backend, engines[role].backend).replace("engine.backend", f"{role}.engine.backend")
+            raise CheckpointError(f"{path}/{role}: {why}")

@@ -1,0 +1,247 @@
+"""Between a trainer, which knows roles and mini-batches, and engines, which know layouts and micro-batches.
+
+Every rank runs the same program, holds the whole global batch, and makes every call together with the others. Not here: which
+roles there are and what is asked of them (the trainer), how a batch is cut (engines), and how a role is built
+(`mrl.roles.roles`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.engine import collective
+from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
+from mrl.errors import CheckpointError
+from mrl.roles import checkpoint
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did. lr: the rate that it was made with. problems: what the guard found wrong, if it looked."""
+
+    grad_norm: GradNorm
+    lr: float
+    problems: list[str]
+
+
+def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:
+    """A batch split over the role's data-parallel mesh: each rank runs on its share, and what comes back is whole, on the
+    host, in the order of `batch`, on every rank."""
+    whole = engine.unshard_data(run(engine.shard_data(batch)), batch)
+    return {name: values.cpu() for name, values in whole.items()}
+
+
+def pass_through(engine: BaseEngine, requests: Sequence[GenerateRequest], run: Callable[[Any], T]) -> T:
+    """Requests whole to every rank: the engine splits them itself, and answers alike everywhere."""
+    return run(requests)
+
+
+class WorkerDispatch:
+    """The pool of roles, each an engine under its name.
+
+    offload_idle: a call brings to the device what it needs of its role and puts all that other roles hold on the host;
+    otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never change, which
+    no checkpoint needs to hold.
+    """
+
+    def __init__(
+        self, engines: Mapping[str, BaseEngine], *, offload_idle: bool, constant: Collection[str] = ("reward",)
+    ) -> None:
+        assert engines, "no roles"
+        self.engines, self.offload_idle, self.constant = dict(engines), offload_idle, frozenset(constant)
+        self._any = next(iter(self.engines.values()))
+
+    # -- where and who ------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where roles compute."""
+        return self._any.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self._any.is_main
+
+    @property
+    def world_size(self) -> int:
+        """Processes that all roles run on."""
+        return self._any.world_size
+
+    @property
+    def node_ids(self) -> list[int]:
+        """The node of each rank, numbered from 0; the same list on every rank."""
+        return collective.node_ids()
+
+    @property
+    def lcm_dp_size(self) -> int:
+        """Least common multiple of the roles' data-parallel degrees: so many sequences give every rank of each role as many."""
+        return math.lcm(*(engine.dp_size for engine in self.engines.values()))
+
+    def on_main(self, fn: Callable[[], T]) -> T:
+        """Calls `fn` on the main process only; its result, or the UserError that it raised, is on every rank."""
+        return self._any.on_main(fn)
+
+    def max_over_ranks(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        return self._any.max_over_ranks(*values)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def init_model(self) -> None:
+        """Builds every role, one after the other; those that are built wait on the host where idle ones do."""
+        for engine in self.engines.values():
+            engine.init_model()
+            if self.offload_idle:
+                engine.to("host")
+
+    def _use(self, role: str, *, gradients: bool = False, optimizer: bool = False) -> BaseEngine:
+        """The engine of `role`, its weights on the device, and gradients and optimizer state where asked for.
+
+        What is not asked for goes to the host, but for optimizer state while the role trains: from one optimizer step to
+        the next it stays. State that the role's own `engine.offload` names is brought and put back by the engine.
+        """
+        assert role in self.engines, f"there is no role {role!r}; there are {', '.join(self.engines)}"
+        engine = self.engines[role]
+        if not self.offload_idle:
+            return engine
+        for other in self.engines.values():
+            if other is not engine:
+                other.to("host")
+        waiting = set(engine.config.engine.offload)
+        engine.to("host", model=False, gradients=not gradients, optimizer=not (gradients or optimizer))
+        engine.to(
+            "device",
+            model="parameters" not in waiting,
+            gradients=gradients and "gradients" not in waiting,
+            optimizer=optimizer and "optimizer" not in waiting,
+        )
+        return engine
+
+    # -- mini-batches -------------------------------------------------------------------------------------------------
+
+    def forward(self, role: str, batch: Batch, ctx: Ctx | None = None) -> Predictions:
+        """Predictions of a global batch, [T] each in its order, on the host of every rank. Dropout is off and no loss is made."""
+        engine = self._use(role)
+        engine.set_loss_fn(None)
+        with engine.eval_mode():
+            return mesh(engine, batch, lambda share: engine.forward_backward_step(share, ctx, forward_only=True)[0])
+
+    def forward_backward(
+        self,
+        role: str,
+        batch: Batch,
+        loss_fn: LossFn,
+        loss_weight: float = 1.0,
+        ctx: Ctx | None = None,
+        denominator: str = "tokens",
+    ) -> tuple[Predictions, float, dict[str, float]]:
+        """Adds the gradient of a global mini-batch's loss to what has accumulated since `zero_grad`.
+
+        loss_fn: sums over a micro-batch (see `engine.base.LossFn`), divided by `batch.denominators[denominator]`.
+        loss_weight: factor of the loss and its gradient, not of the metrics. Returns (predictions as from `forward`, the
+        loss, the metrics), the latter two as means over the global batch, the same on every rank.
+        """
+        engine = self._use(role, gradients=True)
+        found: dict[str, Any] = {}
+
+        def weighted(data: Batch, predictions: Predictions, ctx: Ctx) -> tuple[Tensor, Ctx]:
+            loss, ctx = loss_fn(data, predictions, ctx)
+            return loss * loss_weight, ctx
+
+        def run(share: Batch) -> Predictions:
+            predictions, found["loss"], found["ctx"] = engine.forward_backward_step(share, ctx)
+            return predictions
+
+        engine.set_loss_fn(weighted, denominator)
+        try:
+            with engine.train_mode():
+                predictions = mesh(engine, batch, run)
+        finally:
+            engine.set_loss_fn(None)
+        return predictions, found["loss"], found["ctx"]["metrics"]
+
+    def zero_grad(self, role: str) -> None:
+        """Forgets the gradients that a role has accumulated."""
+        self._use(role, gradients=True).optimizer_zero_grad()
+
+    def optim_step(self, role: str, guard: bool = False) -> StepResult:
+        """One optimizer step on the accumulated gradients, then one of the LR schedule.
+
+        guard: check that the step did to the parameters what it should.
+        """
+        engine = self._use(role, gradients=True, optimizer=True)
+        before = engine.guard_before_step() if guard else None
+        grad_norm = engine.optimizer_step()
+        problems = engine.guard_after_step(before) if guard else []
+        return StepResult(grad_norm, engine.lr_scheduler_step(), problems)
+
+    def generate(self, role: str, requests: Sequence[GenerateRequest], **limits: int) -> list[Completion]:
+        """Completions in the order of the requests, the same on every rank. limits: as `BaseEngine.generate` names them."""
+        engine = self._use(role)
+        return pass_through(engine, requests, lambda every: engine.generate(every, **limits))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def hf_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
+        """Streams (Hugging Face name, whole tensor on the host) on the main rank; others take part and get nothing.
+
+        To be used up before another role is asked for anything.
+        """
+        return self._use(role).hf_weights()
+
+    def save_hf_model(self, role: str, path: str) -> None:
+        """Writes a folder that transformers loads."""
+        self._use(role).export_hf(path)
+
+    def copy_weights(self, source_role: str, target_role: str, folder: str) -> None:
+        """Gives the target the weights of the source, all of them or (where this raises) none; layouts and backends may differ.
+
+        folder: on storage that all nodes see, with room for the model; what is written there is removed afterwards.
+        """
+        path = os.path.join(folder, f".{source_role}-to-{target_role}")
+        self.on_main(lambda: shutil.rmtree(path, ignore_errors=True))  # of a run that was killed
+        self.save_hf_model(source_role, path)
+        if self.max_over_ranks(not os.path.isdir(path)) != [0.0]:
+            raise CheckpointError(f"{folder}: a rank does not see what rank 0 wrote there; use storage all nodes share")
+        self._use(target_role).load_hf(path)
+        collective.wait_for_all()
+        self.on_main(lambda: shutil.rmtree(path))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        root: str,
+        remote: str | None = None,
+        global_step: int = 0,
+        keep: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        protect: Collection[str] = (),
+    ) -> str:
+        """Saves all roles and the trainer's `state` as `root/step_XXXXXXXX`, whole or nothing. Returns that folder.
+
+        remote: a URL that it is copied to. keep: newest checkpoints that stay, and those that `protect` names (step_XXXXXXXX).
+        """
+        saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
+        return checkpoint.save(
+            saved, self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
+        )
+
+    def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
+        """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other layouts.
+
+        Returns the trainer's `state`. Raises CheckpointError where the roles there are not the roles here.
+        """
+        return checkpoint.load(self.engines, self._use, path, remote=remote, may_lack=self.constant)
