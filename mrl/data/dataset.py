@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import dataclasses
 import threading
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from mrl.config.ppo import PromptsConfig
 from mrl.config.schema import DataConfig
 from mrl.data.encode import NO_TEMPLATE, Encoded, Encoder
 from mrl.data.files import BadRow
@@ -16,6 +19,8 @@ from mrl.data.formats import check_columns, detect_format, parse_row, rename_fie
 from mrl.data.rows import Part, open_rows
 from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.errors import DataError, UserError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +40,16 @@ class Rejected:
     why: str
 
 
-class SFTDataset:
-    """Random access to tokenized rows; holds no row in memory.
+class RowDataset(abc.ABC, Generic[T]):
+    """Random access to rows of data.train or data.eval as a `T`, which has a flag `truncated`; holds no row in memory.
 
-    Raises DataError on construction where the data cannot be used at all (missing, empty, no format fits, a
+    Raises DataError on construction where the data cannot be used at all (missing, empty, no form fits, a
     conversation without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several threads; the tokenizer is copied.
     """
 
     def __init__(
         self,
-        config: DataConfig,
+        config: DataConfig | PromptsConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
         part: Part = "train",
@@ -61,12 +66,7 @@ class SFTDataset:
             check_chat_template(tokenizer)
         self._lock = threading.Lock()
         self._rows = open_rows(path, split=config.split, part=part)
-        self._encoder = Encoder(tokenizer, config.loss_on)
-        self.format = config.format if config.format != "auto" else self._detect()
-        if self.format == "messages" and tokenizer.chat_template is None:
-            raise DataError(f"data.{part}: {path}: {NO_TEMPLATE}")
-        if self.format in ("text", "tokenized") and config.loss_on == "last":
-            raise DataError(f"data.loss_on: 'last', but {self.format} rows have no turns; set assistant or all")
+        self._begin(tokenizer)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,12 +79,11 @@ class SFTDataset:
         """What the data is: {"name", "rows", "size", "hash"} of each file."""
         return self._rows.fingerprint()
 
-    def load(self, index: int) -> Example | Rejected:
+    def load(self, index: int) -> T | Rejected:
         """The row in tokens. Raises DataError with its file and line where `on_bad_row` or `truncation` say so."""
         try:
             with self._lock:
-                encoded = self._encoder.encode(parse_row(self._row(index), self.format))
-                return self._fit(index, encoded)
+                return self._make(index, self._row(index))
         except BadRow as e:
             why = f"{self.where(index)}: {e}"
             if self.config.on_bad_row == "skip":
@@ -93,17 +92,63 @@ class SFTDataset:
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
             raise type(e)(f"{self.where(index)}: {e}") from e
 
+    @abc.abstractmethod
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The rest of the construction, with a tokenizer of its own and the rows open."""
+
+    @abc.abstractmethod
+    def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
+        """What the row becomes. Raises BadRow, or another UserError, without file and line."""
+
     def _row(self, index: int) -> dict[str, Any]:
         return rename_fields(self._rows[index], self.config.columns)
 
-    def _fit(self, index: int, encoded: Encoded) -> Example | Rejected:
-        """The sequence within max_length, by the truncation policy."""
-        ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
+    def _check_vocabulary(self, ids: list[int]) -> None:
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
             raise DataError(
                 f"the tokenizer gives token {max(ids)}, and the model's config.json has vocab_size {self.vocab_size}; "
                 "use the tokenizer that belongs to the model"
             )
+
+    def _detect(self, form_of: Callable[[dict[str, Any]], str]) -> str:
+        """The form of the first row that can be read."""
+        for index in range(len(self)):
+            try:
+                row = self._row(index)
+            except BadRow as e:
+                if self.config.on_bad_row == "skip":
+                    continue
+                raise DataError(f"{self.where(index)}: {e}") from e
+            try:
+                return form_of(row)
+            except DataError as e:
+                raise DataError(f"{self.where(index)}: {e}") from None
+        raise DataError(
+            f"data.{self.part}: {self.path}: none of its {len(self)} rows can be read; check the first with head"
+        )
+
+
+class SFTDataset(RowDataset[Example]):
+    """Rows that train, as `Example`s."""
+
+    config: DataConfig
+
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        config = self.config
+        self._encoder = Encoder(tokenizer, config.loss_on)
+        self.format = config.format if config.format != "auto" else self._detect(detect_format)
+        if self.format == "messages" and tokenizer.chat_template is None:
+            raise DataError(f"data.{self.part}: {self.path}: {NO_TEMPLATE}")
+        if self.format in ("text", "tokenized") and config.loss_on == "last":
+            raise DataError(f"data.loss_on: 'last', but {self.format} rows have no turns; set assistant or all")
+
+    def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
+        return self._fit(index, self._encoder.encode(parse_row(row, self.format)))
+
+    def _fit(self, index: int, encoded: Encoded) -> Example | Rejected:
+        """The sequence within max_length, by the truncation policy."""
+        ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
+        self._check_vocabulary(ids)
         too_long = len(ids) > limit
         if too_long:
             what = f"the row has {len(ids)} tokens and data.max_length is {limit}"
@@ -126,20 +171,3 @@ class SFTDataset:
                 f"has nothing to train on: none of its {len(ids)} tokens trains (the first never does); remove the row"
             )
         return Example(ids, mask, too_long)
-
-    def _detect(self) -> str:
-        """The format of the first row that can be read."""
-        for index in range(len(self)):
-            try:
-                row = self._row(index)
-            except BadRow as e:
-                if self.config.on_bad_row == "skip":
-                    continue
-                raise DataError(f"{self.where(index)}: {e}") from e
-            try:
-                return detect_format(row)
-            except DataError as e:
-                raise DataError(f"{self.where(index)}: {e}") from None
-        raise DataError(
-            f"data.{self.part}: {self.path}: none of its {len(self)} rows can be read; check the first with head"
-        )

@@ -83,7 +83,7 @@ class Encoder:
             case Pair():
                 return self.pair(content)
             case Text():
-                ids = self._end(self._begin(self._tokenize(content.text)))
+                ids = self._end(self.begin(self.tokenize(content.text)))
                 return Encoded(ids, [1] * len(ids))
             case Tokens():
                 return self.tokens(content)
@@ -91,10 +91,12 @@ class Encoder:
 
     # ------------------------------------------------------------------------------------------------ strings, ids
 
-    def _tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
+        """Without special tokens but those that the text names."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _begin(self, ids: list[int]) -> list[int]:
+    def begin(self, ids: list[int]) -> list[int]:
+        """With the BOS in front, once, where the tokenizer begins texts with it."""
         return ids if ids[:1] == self.bos else self.bos + ids
 
     def _end(self, ids: list[int]) -> list[int]:
@@ -107,8 +109,8 @@ class Encoder:
 
     def pair(self, pair: Pair) -> Encoded:
         """Prompt and completion joined as strings, then EOS; the completion trains."""
-        before = self._begin(self._tokenize(pair.plain_prompt))
-        ids = self._begin(self._tokenize(pair.plain_prompt + pair.completion))
+        before = self.begin(self.tokenize(pair.plain_prompt))
+        ids = self.begin(self.tokenize(pair.plain_prompt + pair.completion))
         if ids[: len(before)] != before:
             here, there = self._difference(before, ids)
             raise BadRow(
@@ -137,7 +139,7 @@ class Encoder:
             raise DataError(NO_TEMPLATE)
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
         if self.loss_on == "all":
-            ids, _ = self._render(chat, chat.messages)
+            ids, _ = self.render(chat, chat.messages)
             return Encoded(ids, [1] * len(ids))
         wanted = [i for i in (turns[-1:] if self.loss_on == "last" else turns) if i >= chat.given]
         if not wanted:
@@ -146,29 +148,37 @@ class Encoder:
         if self._has_markers(chat):
             ids, spans = self._marked_spans(chat, turns, wanted)
         else:
-            ids, _ = self._render(chat, chat.messages)
+            ids, _ = self.render(chat, chat.messages)
             spans = [self._verified_span(chat, turn, ids) for turn in wanted]
         mask = [0] * len(ids)
         for start, end in spans:
             mask[start:end] = [1] * (end - start)
         return Encoded(ids, mask)
 
-    def _render(
+    def render(
         self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False, marks: bool = False
     ) -> tuple[list[int], list[int]]:
         """Token ids of `messages` (with the generation prompt where `prompt`), and the template's marks where asked."""
+        out = self._apply_template(
+            chat, messages, prompt, tokenize=True, return_dict=True, return_assistant_tokens_mask=marks
+        )
+        return list(out["input_ids"]), list(out["assistant_masks"]) if marks else []
+
+    def render_text(self, chat: Chat, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """As `render`, before it is tokenized."""
+        return self._apply_template(chat, messages, prompt, tokenize=False)
+
+    def _apply_template(self, chat: Chat, messages: list[dict[str, Any]], prompt: bool, **options: Any) -> Any:
         try:
             with _RENDERING:
-                out = self.tokenizer.apply_chat_template(
-                    messages, tools=chat.tools, add_generation_prompt=prompt, tokenize=True, return_dict=True,
-                    return_assistant_tokens_mask=marks, **chat.template_kwargs,
-                )  # fmt: skip
+                return self.tokenizer.apply_chat_template(
+                    messages, tools=chat.tools, add_generation_prompt=prompt, **options, **chat.template_kwargs
+                )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
             raise BadRow(
                 f"the chat template cannot render the conversation ({type(e).__name__}: {one_line(e)}); "
                 "put the turns in the order it wants, or name another in data.chat_template"
             ) from e
-        return list(out["input_ids"]), list(out["assistant_masks"]) if marks else []
 
     def _has_markers(self, chat: Chat) -> bool:
         template = self.tokenizer.get_chat_template(None, chat.tools)
@@ -176,7 +186,7 @@ class Encoder:
 
     def _marked_spans(self, chat: Chat, turns: list[int], wanted: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """The whole rendering, and where its marked spans of the turns `wanted` start and end."""
-        ids, marks = self._render(chat, chat.messages, marks=True)
+        ids, marks = self.render(chat, chat.messages, marks=True)
         edges = [i for i in range(len(marks) + 1) if (marks[i] if i < len(marks) else 0) != (marks[i - 1] if i else 0)]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
         if len(spans) != len(turns):
@@ -201,12 +211,12 @@ class Encoder:
             raise BadRow(
                 "messages[0] is an assistant turn, before which there is nothing to render; begin with a user turn"
             )
-        before, _ = self._render(chat, chat.messages[:turn], prompt=True)
+        before, _ = self.render(chat, chat.messages[:turn], prompt=True)
         start = len(before)
         if whole[:start] != before:
             raise self._rewritten(chat, turn, "up to it, with the generation prompt,", before, whole)
         is_last = turn == len(chat.messages) - 1
-        after = whole if is_last else self._render(chat, chat.messages[: turn + 1])[0]
+        after = whole if is_last else self.render(chat, chat.messages[: turn + 1])[0]
         common = next(
             (i for i, (a, b) in enumerate(zip(after, whole, strict=False)) if a != b), min(len(after), len(whole))
         )

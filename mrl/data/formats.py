@@ -12,6 +12,14 @@
                         completion_mask (1: trained)
 
 Fields that a format does not know are left alone. What a Pair becomes in tokens is told in `mrl.data.encode`.
+
+A prompt for reinforcement learning is in one of three forms; whatever else the row has is for rewards and environments:
+
+    form                fields                                         becomes
+    prompt              prompt: text, or a message list                Question, or Chat
+    messages            messages: what comes before the last           Chat
+                        assistant turn, if that is at the end
+    alpaca              instruction, optional input                    Question
 """
 
 from __future__ import annotations
@@ -33,6 +41,11 @@ REQUIRED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "tokenized": ("input_ids",),
 }
+PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "prompt": ("prompt",),
+    "messages": ("messages",),
+    "alpaca": ("instruction",),
+}
 MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
 
 
@@ -53,6 +66,15 @@ class Pair:
     prompt: str
     completion: str
     plain_prompt: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A prompt in text. plain: the same for a tokenizer that has no chat template. chat: that one user turn."""
+
+    text: str
+    plain: str
+    chat: Chat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +132,52 @@ def detect_format(row: Row) -> str:
     raise DataError(f"the fields {_fields(row)} fit no format ({known}); {hint}")
 
 
+def detect_prompt_form(row: Row) -> str:
+    """The one form of prompt whose fields the row has. None or several is a DataError."""
+    fits = [name for name, fields in PROMPT_FIELDS.items() if all(field in row for field in fields)]
+    if len(fits) == 1:
+        return fits[0]
+    if fits:
+        first, second = PROMPT_FIELDS[fits[0]][0], PROMPT_FIELDS[fits[1]][0]
+        raise DataError(
+            f"has the fields {first} and {second}, which may both be the prompt; rename the other one with data.columns, "
+            f"as {{{second}: {second}_unused}}"
+        )
+    raise DataError(
+        f"the fields {_fields(row)} hold no prompt (prompt: text or messages; messages; or instruction); "
+        "rename the one that does with data.columns, as {question: prompt}"
+    )
+
+
+def parse_prompt(row: Row, form: str) -> Chat | Question:
+    """The prompt of a row that is in `form`. Raises BadRow."""
+    field = PROMPT_FIELDS[form][0]
+    if field not in row:
+        raise BadRow(
+            f"has no field {field!r}, which prompts have since the first row; it has {_fields(row)}: "
+            "rename with data.columns, or give all rows one form"
+        )
+    if form == "alpaca":
+        return question(row, *_alpaca_prompt(row))
+    if form == "prompt" and not isinstance(row["prompt"], list):
+        text = _string(row["prompt"], "prompt", empty=False)
+        return question(row, text, text)
+    messages = check_messages(row[field], field)
+    if form == "messages" and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages or messages[-1]["role"] == "assistant":
+        raise BadRow(
+            f"{field} has {'nothing before the' if not messages else 'no user turn after an'} assistant turn; "
+            "let what the model is to answer come last"
+        )
+    return _chat(row, messages, given=len(messages))
+
+
+def question(row: Row, text: str, plain: str) -> Question:
+    """A text as the one user turn of a conversation with the row's tools and template arguments."""
+    return Question(text, plain, _chat(row, [{"role": "user", "content": text}], given=1))
+
+
 def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
     """The content of a row that is in `format`. Raises BadRow."""
     missing = [field for field in REQUIRED_FIELDS[format] if field not in row]
@@ -120,7 +188,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
         )
     match format:
         case "messages":
-            return _chat(row, _messages(row["messages"], "messages"), given=0)
+            return _chat(row, check_messages(row["messages"], "messages"), given=0)
         case "prompt_completion":
             return _prompt_completion(row)
         case "alpaca":
@@ -154,7 +222,8 @@ def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
     return Chat(messages, given, tools or None, kwargs)
 
 
-def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+def check_messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """`value`, a list of messages that was found in `field`. Raises BadRow."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"{field} is {_kind(value)}; give a list of at least one {{role, content}}")
     return [_message(message, f"{field}[{i}]") for i, message in enumerate(value)]
@@ -183,8 +252,8 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 def _prompt_completion(row: Row) -> Chat | Pair:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given = _messages(prompt, "prompt")
-        answer = _messages(completion, "completion")
+        given = check_messages(prompt, "prompt")
+        answer = check_messages(completion, "completion")
         return _chat(row, given + answer, given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow(
@@ -195,9 +264,14 @@ def _prompt_completion(row: Row) -> Chat | Pair:
 
 
 def _alpaca(row: Row) -> Pair:
+    prompt, plain = _alpaca_prompt(row)
+    return Pair(prompt, _string(row["output"], "output", empty=False), plain)
+
+
+def _alpaca_prompt(row: Row) -> tuple[str, str]:
+    """The prompt with a chat template, and without one."""
     instruction = _string(row["instruction"], "instruction", empty=False)
     more = _string(row.get("input") or "", "input")
-    output = _string(row["output"], "output", empty=False)
     # The prompt of Stanford Alpaca (Taori et al., 2023), which plain models of this format are trained and used with.
     if more:
         plain = (
@@ -205,12 +279,12 @@ def _alpaca(row: Row) -> Pair:
             f"response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{more}"
             "\n\n### Response:\n"
         )
-        return Pair(f"{instruction}\n\n{more}", output, plain)
+        return f"{instruction}\n\n{more}", plain
     plain = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         f"\n\n### Instruction:\n{instruction}\n\n### Response:\n"
     )
-    return Pair(instruction, output, plain)
+    return instruction, plain
 
 
 # -------------------------------------------------------------------------------------------------- strings and ids
