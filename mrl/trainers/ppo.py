@@ -106,7 +106,7 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
     try:
         prompts = take_prompts(trainer)
         with trainer.sampling(progress.step):
-            collected = trainer.collector.collect(prompts, progress.step)
+            collected = trainer.collector.collect(prompts, progress.step + 1)
     except UserError as error:
         if not progress.step:
             raise

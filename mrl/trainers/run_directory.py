@@ -50,6 +50,11 @@ class RunDirectory:
         return self.path / "hf"
 
     @property
+    def samples(self) -> pathlib.Path:
+        """Rollouts as JSONL."""
+        return self.path / "samples"
+
+    @property
     def partial_hf(self) -> pathlib.Path:
         """Where an export is written before it gets its name."""
         return self.path / ".tmp-hf"

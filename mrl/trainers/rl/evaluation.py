@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mrl.config.ppo import PPOConfig
 from mrl.data.prompts import Prompt
@@ -12,14 +13,11 @@ from mrl.rollout.base import Trajectory
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
 
-EVALUATION = 2**32
-"""Added to the step, so that evaluation draws other noise than the rollout of that step."""
-
 
 class Evaluation:
     """Evaluates on `prompts`, as often as it is asked for.
 
-    rollouts: has `sample(prompts, step=, samples=, greedy=)`. stop_requested: collective; asked between parts of the
+    rollouts: samples (mrl.rollout.rollouts, or a replay). stop_requested: collective; asked between parts of the
     evaluation. seen: called with (step, trajectories, scores) of a whole evaluation.
     """
 
@@ -27,7 +25,7 @@ class Evaluation:
         self,
         config: PPOConfig,
         prompts: Sequence[Prompt],
-        rollouts,
+        rollouts: Any,
         scores: Scoring,
         *,
         stop_requested: Callable[[], bool],
@@ -50,7 +48,7 @@ class Evaluation:
             if self.stop_requested():
                 return None
             part = self.prompts[start : start + size]
-            sampled = self.rollouts.sample(part, step=EVALUATION + step, samples=k, greedy=k == 1)
+            sampled = self.rollouts.sample(part, step=step, samples=k, greedy=k == 1, series="eval")
             scores.append(self.scores.score(sampled))
             trajectories += sampled
         whole = scoring.joined(scores)

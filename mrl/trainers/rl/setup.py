@@ -26,7 +26,6 @@ from mrl.engine.registry import build_engine
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Sampler
-from mrl.rollout.make import make_sampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.trainers.common import say_left_out
@@ -34,6 +33,7 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.samplers import make_sampler
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
@@ -75,6 +75,7 @@ def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
         )
         ends.callback(scores.close)
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory)
+        ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
         stop = ends.enter_context(StopSignal())

@@ -11,8 +11,8 @@ from mrl.algorithms.ragged import sum_per_sequence
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.rollout import samples
 from mrl.rollout.base import Trajectory
+from mrl.rollout.samples import write_samples
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience, epoch_order
@@ -26,28 +26,37 @@ def show_rollout(trainer: Trainer, step: int, collected: Collected, experience: 
     order = epoch_order(config.seed, experience.iteration, 0, len(collected.trajectories))
     advantages_S = mean_advantages(experience)[torch.tensor(order).argsort()]  # back as they were sampled
     if config.log.samples:
-        trainer.dispatch.on_main(
-            lambda: samples.write(
-                samples.rollout_path(trainer.directory.path, step),
-                step,
-                collected.trajectories,
-                totals=collected.scores.totals,
-                parts=collected.scores.parts,
-                advantages=advantages_S.tolist(),
-            )  # fmt: skip
-        )
+        trainer.dispatch.on_main(lambda: write_rollout(trainer.directory, step, collected, advantages_S.tolist()))
     trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table))
+
+
+def write_rollout(directory: RunDirectory, step: int, collected: Collected, advantages: list[float]) -> None:
+    """The file of a rollout: what is trained on, then the groups that gave way to others; and one of the greedy answers."""
+    rejected, of_rejected = collected.rejected
+    scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
+    write_samples(
+        str(directory.samples), step, [*collected.trajectories, *rejected], rewards=scores.totals, parts=scores.parts,
+        advantages=[*advantages, *(None for _ in rejected)],
+    )  # fmt: skip
+    greedy, of_greedy = collected.greedy
+    if greedy:
+        write_samples(
+            str(directory.samples), step, greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts
+        )
 
 
 def show_evaluation(
     config: PPOConfig, dispatch: WorkerDispatch, directory: RunDirectory, step: int, trajectories: Sequence[Trajectory], scores: Scores
 ) -> None:  # fmt: skip
     """Writes the answers to held-out prompts after `step`."""
-    if config.log.samples:
-        path = samples.evaluation_path(directory.path, step)
-        dispatch.on_main(
-            lambda: samples.write(path, step, trajectories, totals=scores.totals, parts=scores.parts, advantages=None)
+
+    def write() -> None:
+        write_samples(
+            str(directory.samples), step, trajectories, series="eval", rewards=scores.totals, parts=scores.parts
         )
+
+    if config.log.samples:
+        dispatch.on_main(write)
 
 
 def mean_advantages(experience: Experience) -> Tensor:
