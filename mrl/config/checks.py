@@ -1,6 +1,7 @@
 """Checks of keys against each other, the number of processes and the model's config.json: pure arithmetic.
 
-They run before any process starts. `mrl.config.load` has already checked each key on its own.
+They run before any process starts. `mrl.config.build` has already checked each key on its own. A function with a `path`
+checks a section that several roots have, and that is where this one has it; what only `mrl ppo` has is in `ppo_checks`.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.schema import EngineConfig, OptimizerConfig, ParallelConfig, SFTConfig
+from mrl.config.schema import EngineConfig, LogConfig, MicroBatchConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims, stage_layers
 
 
 def check_config(config: SFTConfig) -> None:
     """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    max_length = config.data.max_length
     _check_train(config)
-    _check_micro_batch(config)
-    _check_optimizer(config.optimizer)
+    check_micro_batch(config.engine.micro_batch, max_length, f"data.max_length {max_length}")
+    check_optimizer(config.optimizer)
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
     check_backend(config.engine)
-    _check_unread(config)
+    check_log(config.log)
 
 
 def check_world(config: SFTConfig, world_size: int) -> ParallelDims:
@@ -57,10 +59,14 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 def resolve_engine_tokens(config: SFTConfig) -> int | None:
     """The token budget of a micro-batch; None where micro-batches are cut by `size`."""
-    micro_batch = config.engine.micro_batch
+    return micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
+
+
+def micro_batch_tokens(micro_batch: MicroBatchConfig, max_length: int) -> int | None:
+    """As `resolve_engine_tokens`, where the longest sequence has `max_length` tokens."""
     if micro_batch.size is not None:
         return None
-    return micro_batch.tokens or max(4096, config.data.max_length)
+    return micro_batch.tokens or max(4096, max_length)
 
 
 def _check_train(config: SFTConfig) -> None:
@@ -77,53 +83,54 @@ def _check_train(config: SFTConfig) -> None:
                 )
 
 
-def _check_micro_batch(config: SFTConfig) -> None:
-    micro_batch, max_length = config.engine.micro_batch, config.data.max_length
+def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:
+    """A budget that the longest sequence fits in. longest: the keys that set its `max_length`, with their values."""
+    key = f"{path}.micro_batch"
     if micro_batch.tokens is not None and micro_batch.size is not None:
         raise ConfigError(
-            f"engine.micro_batch.tokens: value {micro_batch.tokens} is given together with engine.micro_batch.size "
-            f"{micro_batch.size}; keep one of them"
+            f"{key}.tokens: value {micro_batch.tokens} is given together with {key}.size {micro_batch.size}; keep one of them"
         )
     if micro_batch.tokens is not None and micro_batch.tokens < max_length:
         raise ConfigError(
-            f"engine.micro_batch.tokens: value {micro_batch.tokens} is less than data.max_length {max_length}, so a row may "
-            f"fit in no micro-batch; give at least {max_length} or lower data.max_length"
+            f"{key}.tokens: value {micro_batch.tokens} is less than {longest}, so a sequence may fit in no micro-batch; "
+            f"give at least {max_length}, or shorten them"
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig) -> None:
+def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None:
+    """Rates, betas and what the schedule reads."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
-            f"optimizer.min_lr: value {optimizer.min_lr:g} is above optimizer.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
+            f"{path}.min_lr: value {optimizer.min_lr:g} is above {path}.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
         )
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
-            raise ConfigError(f"optimizer.betas: value {beta:g} is out of range; give two numbers from 0 to below 1")
+            raise ConfigError(f"{path}.betas: value {beta:g} is out of range; give two numbers from 0 to below 1")
     if optimizer.schedule == "constant":
         for name, unset in (("min_lr", 0.0), ("decay_steps", None)):
             if getattr(optimizer, name) != unset:
                 raise ConfigError(
-                    f"optimizer.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
+                    f"{path}.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
                     "decays; choose linear, cosine or wsd, or leave it out"
                 )
 
 
-def check_schedule(optimizer: OptimizerConfig, steps: int, length: str) -> None:
+def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: str = "optimizer") -> None:
     """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
     if optimizer.warmup_steps > steps:
         raise ConfigError(
-            f"optimizer.warmup_steps: value {optimizer.warmup_steps} is above {length}; give at most {steps}"
+            f"{path}.warmup_steps: value {optimizer.warmup_steps} is above {length}; give at most {steps}"
         )
     if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
         room = steps - optimizer.warmup_steps
         if optimizer.decay_steps > room:
             raise ConfigError(
-                f"optimizer.decay_steps: value {optimizer.decay_steps} is above the {room} steps that {length} leaves after the "
+                f"{path}.decay_steps: value {optimizer.decay_steps} is above the {room} steps that {length} leaves after the "
                 f"warm-up; give at most {room}"
             )
 
 
-def check_backend(engine: EngineConfig) -> None:
+def check_backend(engine: EngineConfig, path: str = "engine") -> None:
     """Keys that the backend does not have: errors, not ignored."""
     if engine.backend != "fsdp":
         return
@@ -131,43 +138,40 @@ def check_backend(engine: EngineConfig) -> None:
         degree = getattr(engine.parallel, name)
         if degree is not None and degree > 1:
             raise ConfigError(
-                f"engine.parallel.{name}: value {degree} is not supported by backend fsdp, which is data parallel only; "
-                "set it to 1, or engine.backend to megatron"
+                f"{path}.parallel.{name}: value {degree} is not supported by backend fsdp, which is data parallel only; "
+                f"set it to 1, or {path}.backend to megatron"
             )
     if engine.recompute == "selective":
         raise ConfigError(
-            'engine.recompute: value "selective" is not supported by backend fsdp; set it to none or full, or '
-            "engine.backend to megatron"
+            f'{path}.recompute: value "selective" is not supported by backend fsdp; set it to none or full, or '
+            f"{path}.backend to megatron"
         )
     for name in ("aux_loss", "z_loss"):
         if getattr(engine.moe, name):
             raise ConfigError(
-                f"engine.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
-                "engine.backend to megatron"
+                f"{path}.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
+                f"{path}.backend to megatron"
             )
 
 
-def _check_unread(config: SFTConfig) -> None:
+def check_log(log: LogConfig) -> None:
     """Keys that another key turns off: they would be accepted and do nothing."""
-    wandb = config.log.wandb
-    if wandb.project is None and wandb.name is not None:
-        raise ConfigError(
-            f"log.wandb.name: value {wandb.name!r} is not used without log.wandb.project; set log.wandb.project"
-        )
-    if wandb.project is None and wandb.mode != "auto":
-        raise ConfigError(
-            f"log.wandb.mode: value {wandb.mode!r} is not used without log.wandb.project; set log.wandb.project"
-        )
+    for name, unset in (("name", None), ("mode", "auto")):
+        value = getattr(log.wandb, name)
+        if log.wandb.project is None and value != unset:
+            raise ConfigError(
+                f"log.wandb.{name}: value {value!r} is not used without log.wandb.project; set log.wandb.project"
+            )
 
 
-def check_model(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any], path: str = "engine") -> None:
     """Raises where keys ask for what the model has not. model: the content of its config.json.
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
     stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if config.engine.backend == "megatron" and num_experts(model) is None:
-        _check_dense(config, dims, model)
+    if engine.backend == "megatron" and num_experts(model) is None:
+        _check_dense(engine, dims, model, path)
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:
@@ -178,19 +182,19 @@ def num_experts(model: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _check_dense(config: SFTConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any], path: str) -> None:
     """Keys of experts and routers, for a model without any."""
     if dims.ep > 1 or dims.etp not in (1, dims.tp):
         name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
         raise ConfigError(
-            f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
+            f"{path}.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
             "leave it out"
         )
     for name in ("aux_loss", "z_loss"):
-        value = getattr(config.engine.moe, name)
+        value = getattr(engine.moe, name)
         if value:
             raise ConfigError(
-                f"engine.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
+                f"{path}.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
                 "set it to 0"
             )
 

@@ -11,7 +11,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 NUMBERS = (int, float)
@@ -19,17 +19,36 @@ NUMBERS = (int, float)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key. path: dotted. annotation: its type. default: MISSING where the user must give it."""
+    """One key. path: dotted. annotation: its type. default: MISSING where the user must give it.
+
+    parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
+    """
 
     path: str
     annotation: Any
     default: Any
     help: str
     bounds: Mapping[str, float | None]
+    parse: Callable[[Any, str], Any] | None = None
 
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
+
+    @property
+    def section(self) -> type | None:
+        """The dataclass of a key that holds other keys, also where it may be null; None for a key that holds a value."""
+        return next((arm for arm in _arms(self.annotation) if dataclasses.is_dataclass(arm)), None)
+
+    @property
+    def nullable(self) -> bool:
+        return type(None) in _arms(self.annotation)
+
+
+def _arms(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; of another type, itself."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 @functools.cache
@@ -47,16 +66,29 @@ def section_keys(section: type, path: str = "") -> Iterator[Key]:
             default = field.default_factory()
         dotted = f"{path}.{field.name}" if path else field.name
         bounds = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
-        yield Key(dotted, hints[field.name], default, field.metadata["help"], bounds)
+        yield Key(dotted, hints[field.name], default, field.metadata["help"], bounds, field.metadata["parse"])
 
 
 def walk(section: type, path: str = "") -> Iterator[Key]:
-    """Every key below `section` that holds a value, depth first in the schema's order."""
+    """Every key below `section` that holds a value, depth first in the schema's order; sections that may be null too."""
     for key in section_keys(section, path):
-        if dataclasses.is_dataclass(key.annotation):
-            yield from walk(key.annotation, key.path)
+        if key.section is not None:
+            yield from walk(key.section, key.path)
         else:
             yield key
+
+
+def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
+    """Keys below `section`, an object written at `path`, that do not hold their default, with what they hold.
+
+    A section that is null by default and is not here is one key.
+    """
+    for key in section_keys(type(section), path):
+        value = getattr(section, key.path.rsplit(".", 1)[-1])
+        if key.section is not None and not key.nullable:
+            yield from changed(value, key.path)
+        elif value != key.default:
+            yield key, value
 
 
 def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
@@ -97,6 +129,12 @@ def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
     return (" of " if words and not words[0].startswith("above") else " ") + " and ".join(words) if words else ""
 
 
+def _list_in_words(element: Any) -> str:
+    if typing.get_origin(element) is Literal:
+        return f"a list with any of {', '.join(typing.get_args(element))}"
+    return f"a list of { ({str: 'texts', int: 'whole numbers'}.get(element, 'mappings')) }"
+
+
 def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:
     """What a key accepts, in words: `a whole number of at least 1, or null`."""
     bounds = bounds or {}
@@ -108,7 +146,7 @@ def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) 
     if origin in (typing.Union, types.UnionType):
         return ", or ".join(expected(arm, bounds) for arm in args)
     if origin is tuple and args[-1] is Ellipsis:
-        return f"a list with any of {', '.join(typing.get_args(args[0]))}"
+        return _list_in_words(args[0])
     if origin is tuple:
         return f"a list of {len(args)} numbers"
     if origin is dict:

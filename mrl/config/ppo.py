@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from mrl.config.rewards import RewardsConfig
+from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import (
     REQUIRED,
     CheckpointConfig,
@@ -198,7 +198,7 @@ class PPOConfig:
     critic: CriticConfig = key(CriticConfig, "the value function, for algorithms that have one")
     reference: ReferenceConfig = key(ReferenceConfig, "the reference policy, for algorithms with a KL penalty")
     reward: RewardModelConfig = key(RewardModelConfig, "a reward model, beside or instead of functions")
-    rewards: RewardsConfig | None = key(None, "functions that score completions (docs/rewards.md)")
+    rewards: RewardsConfig | None = key(None, "functions that score completions (docs/rewards.md)", parse=parse_rewards)
     rollout: RolloutConfig = key(RolloutConfig, "how completions are sampled")
     algorithm: AlgorithmConfig = key(REQUIRED, "what is learned from them")
     data: PromptsConfig = key(REQUIRED, "the prompts")

@@ -2,49 +2,92 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.keys import show, walk
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import ROLES
+from mrl.config.roots import ROOTS, command_of_data
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
 ABSENT = "(absent)"
 
-MAY_CHANGE = (
-    "output_dir", "model.path", "model.trust_remote_code", "engine.device", "engine.recompute", "engine.offload", "engine.parallel",
-    "engine.micro_batch", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
-    "train.guards", "checkpoint", "log",
-)  # fmt: skip
-"""Keys and sections that a resumed run may change: they keep the same model on the same data."""
+_ENGINE = ("device", "recompute", "offload", "parallel", "micro_batch")
 
-MOVED = ("model.path", "data.train")
+MAY_CHANGE: Mapping[type, tuple[str, ...]] = {
+    SFTConfig: (
+        "output_dir", "model.path", "model.trust_remote_code", *(f"engine.{name}" for name in _ENGINE), "data.train",
+        "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
+        "train.guards", "checkpoint", "log",
+    ),
+    PPOConfig: (
+        "output_dir", *(f"{role}.model.path" for role in ROLES), "actor.model.trust_remote_code",
+        *(f"{role}.engine.{name}" for role in ROLES for name in _ENGINE), "rewards.workers", "rewards.timeout_s",
+        "rewards.concurrency", "rollout.cache_tokens", "rollout.prefill_tokens", "rollout.environment_timeout_s",
+        "rollout.server", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every",
+        "train.eval_samples", "train.eval_prompts", "train.offload_idle", "train.guards", "checkpoint", "log",
+    ),
+}  # fmt: skip
+"""Keys and sections that a resumed run may change: they keep the same models on the same data."""
+
+MOVED: Mapping[type, tuple[str, ...]] = {
+    SFTConfig: ("model.path", "data.train"),
+    PPOConfig: (*(f"{role}.model.path" for role in ROLES), "data.train"),
+}
 """Those of them that name what must be the same wherever it lies now; the run compares its content with the checkpoint's."""
 
 CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
+_FROM_ACTOR = (
+    *(f"{role}.{key}" for role in ("critic", "reference", "reward") for key in ("engine", "model.dtype")),
+    "critic.model.path", "reference.model.path",
+)  # fmt: skip
+"""Keys of `mrl ppo` that are the actor's where they are null."""
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (old value, new value) where two configs as plain data differ; ABSENT where one lacks the key."""
-    before, after = _flat(old), _flat(new)
-    keys = [*before, *(k for k in after if k not in before)]
-    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (old value, new value) where two configs as plain data differ; ABSENT where one lacks the key.
+
+    A section that is null in one of them is one key, and so is a mapping that is a key's value, such as data.columns.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in [*old, *(name for name in new if name not in old)]:
+        dotted = f"{path}.{name}" if path else str(name)
+        before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
+        kinds = [isinstance(value, Mapping) for value in (before, after)]
+        if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in _WHOLE:
+            sections = [value if isinstance(value, Mapping) else {} for value in (before, after)]
+            found |= changed_keys(*sections, dotted)
+        elif before != after:
+            found[dotted] = (before, after)
+    return found
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A note for each key that differs and may. old, new: resolved configs as plain data (`to_dict`).
+    """A note for each key that differs and may. old, new: resolved configs as plain data (`to_dict`), of either command.
 
     Raises ConfigError naming every key whose change breaks the run. A key that `old` lacks, because an older version
     saved it, counts as its default.
     """
-    defaults = {key.path: _plain(key.default) for key in walk(SFTConfig) if not key.required}
+    before_command, command = command_of_data(old), command_of_data(new)
+    if before_command != command:
+        raise ConfigError(
+            f"output_dir: value {show(new.get('output_dir'))} is given to `mrl {command}`, and what was saved is of `mrl "
+            f"{before_command}`; give another output_dir"
+        )
+    root = ROOTS[command]
+    if root is PPOConfig:
+        old, new = _spell_out(old, new)
+    defaults = {key.path: _plain(key.default) for key in walk(root) if not key.required}
     differing = {
         key: (before, after)
         for key, (before, after) in changed_keys(old, new).items()
-        if not (before == ABSENT and key in defaults and after == defaults[key])
+        if not (before == ABSENT and after == defaults.get(key))  # a section that may be null is null
     }
-    breaking = {key: pair for key, pair in differing.items() if not _may_change(key)}
+    breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}
     if breaking:
         key, (before, after) = next(iter(breaking.items()))
         rest = "".join(f"; {k} was {show(b)} and is {show(a)}" for k, (b, a) in list(breaking.items())[1:])
@@ -60,24 +103,35 @@ def _note(key: str, before: Any, after: Any) -> str:
     return f"{key}: {show(before)} at the save, {show(after)} now{effect}"
 
 
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE)
+def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
+    if key in MOVED[root] and None in pair:
+        return False  # there was no such model, or there is none now
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE[root])
 
 
-def _flat(data: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a mapping that is a key's value, such as data.columns, stays whole."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        dotted = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping) and dotted not in _WHOLE:
-            flat |= _flat(value, dotted)
-        else:
-            flat[dotted] = _plain(value)
-    return flat
+def _spell_out(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both configs, where one takes from the actor what the other names, with what it takes written out."""
+    both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
+    for dotted in _FROM_ACTOR:
+        role, *sections, name = dotted.split(".")
+        held = [_at(data, role, *sections) for data in both]
+        if any(section is None for section in held) or (held[0].get(name) is None) == (held[1].get(name) is None):
+            continue
+        for data, section in zip(both, held, strict=True):
+            if section.get(name) is None:
+                section[name] = copy.deepcopy(_at(data, "actor", *sections)[name])
+    return both
+
+
+def _at(data: Mapping[str, Any], *names: str) -> Any:
+    """The section below `names`; None where an older version had none."""
+    for name in names:
+        data = data.get(name) or {}
+    return data or None
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-_WHOLE = {key.path for key in walk(SFTConfig)}
+_WHOLE = {key.path for root in ROOTS.values() for key in walk(root)}

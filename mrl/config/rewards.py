@@ -19,8 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mrl.config.build import build_section
 from mrl.config.keys import kind, section_keys, show
-from mrl.config.load import build_section
 from mrl.config.schema import REQUIRED, key
 from mrl.errors import ConfigError
 
@@ -103,6 +103,9 @@ class FunctionReward:
     label: str | None = _label()
 
 
+REWARD_MODEL, ENVIRONMENT = "model", "environment"
+"""Labels of what is rewarded elsewhere: by a reward model, by the environment of a conversation."""
+
 NamedReward = ExactMatchReward | RegexReward | LengthReward | GSM8KReward | MathReward | CodeReward
 Reward = NamedReward | FunctionReward
 NAMED: Mapping[str, type] = {
@@ -129,7 +132,9 @@ class RewardPoolConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardsConfig(RewardPoolConfig):
-    functions: tuple[Reward, ...]
+    functions: tuple[Reward, ...] = key(
+        REQUIRED, "what is summed: {name: NAME} and its options, or {function: path.py:name}"
+    )
 
 
 def label_of(reward: Reward) -> str:
@@ -192,7 +197,7 @@ def _check(config: RewardsConfig, path: str) -> None:
         here = f"{path}.functions[{i}]"
         match reward:
             case FunctionReward():
-                _check_spec(reward.function, f"{here}.function")
+                check_spec(reward.function, f"{here}.function", "my_rewards.py:score")
             case LengthReward(maximum=None, minimum=0):
                 raise ConfigError(
                     f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them"
@@ -210,14 +215,15 @@ def _check(config: RewardsConfig, path: str) -> None:
                 _check_regex(reward.pattern, f"{here}.pattern")
             case ExactMatchReward():
                 _check_regex(reward.extract, f"{here}.extract")
-        if labels[i] in labels[:i] or labels[i] in ("", "mean", "std", "faults"):
+        if labels[i] in labels[:i] or labels[i] in ("", "mean", "std", "faults", REWARD_MODEL, ENVIRONMENT):
             raise ConfigError(f'{here}.label: value "{labels[i]}" is taken; give each reward a label of its own')
 
 
-def _check_spec(spec: str, path: str) -> None:
+def check_spec(spec: str, path: str, example: str) -> None:
+    """Raises ConfigError where what is written at `path` is not path.py:name; whether the file exists is not looked at."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
-        raise ConfigError(f'{path}: value "{spec}" is not path.py:name; write it as my_rewards.py:score')
+        raise ConfigError(f'{path}: value "{spec}" is not path.py:name; write it as {example}')
 
 
 def _check_regex(pattern: str | None, path: str) -> None:

@@ -7,16 +7,26 @@ help text and the allowed values, from which `docs/config.md` and the error mess
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 REQUIRED: Any = dataclasses.MISSING
 
 
 def key(
-    default: Any, help: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    parse: Callable[[Any, str], Any] | None = None,
 ):
-    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive)."""
-    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum}
+    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive).
+
+    parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
+    """
+    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse}
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, type):  # a nested section
@@ -90,7 +100,7 @@ class EngineConfig:
         ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes"
     )
     micro_batch: MicroBatchConfig = key(
-        MicroBatchConfig, "how a mini-batch is cut; default: tokens = max(4096, data.max_length)"
+        MicroBatchConfig, "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more"
     )
     moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
 

@@ -32,7 +32,7 @@ def check_files(config: SFTConfig) -> dict[str, Any]:
 def check_layout(config: SFTConfig, model: dict[str, Any], world_size: int) -> ParallelDims:
     """The layout on `world_size` processes, checked against the batch and the model's config.json."""
     dims = check_world(config, world_size)
-    check_model(config, dims, model)
+    check_model(config.engine, dims, model)
     _check_architecture(config, dims, model)
     return dims
 

@@ -22,11 +22,12 @@ import mrl
 from mrl.batch import Batch
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import MOVED, check_resume
-from mrl.config.schema import CheckpointConfig, SFTConfig
+from mrl.config.roots import Config, command_of
+from mrl.config.schema import CheckpointConfig
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import CheckpointError, ConfigError
 
-HEADER = "# Written by mrl: the resolved config of this run. `mrl sft` takes this file.\n"
+HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed")
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
@@ -63,11 +64,12 @@ class RunDirectory:
         """What a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
-    def prepare(self, config: SFTConfig, command_line: str) -> None:
+    def prepare(self, config: Config, command_line: str) -> None:
         """Makes the directory and writes config.yaml, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
-        temporary.write_text(HEADER + _provenance(command_line) + dump_config(config), encoding="utf-8")
+        header = HEADER.format(command=command_of(config)) + _provenance(command_line)
+        temporary.write_text(header + dump_config(config), encoding="utf-8")
         os.replace(temporary, self.config)
 
     def save_failed_batch(self, step: int, batch: Batch, rows: Sequence[str]) -> pathlib.Path:
@@ -110,7 +112,7 @@ class Start:
     moved: Sequence[str] = ()
 
 
-def choose_start(run: RunDirectory, config: SFTConfig, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
     """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
 
     damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
@@ -182,7 +184,7 @@ def _refuse_foreign(run: RunDirectory) -> None:
         )
 
 
-def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> list[str]:
+def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[str]:
     """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
 
     Returns notes on what has another name there (`MOVED`).
@@ -196,7 +198,7 @@ def _check_same_run(run: RunDirectory, config: SFTConfig, newest: str) -> list[s
             f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
         )
-    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in MOVED))]
+    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in MOVED[type(config)]))]
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:

@@ -59,19 +59,19 @@ def test_length_of_the_run(train, epochs):
 def test_layouts_of_a_dense_model(parallel, processes):
     """tp may be above the 2 key-value heads, and the layers need not divide evenly over the stages."""
     config = from_dict(base(engine={"parallel": parallel}))
-    check_model(config, check_world(config, processes), MODEL)
+    check_model(config.engine, check_world(config, processes), MODEL)
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 6}, {"ep": 2, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2, "pp": 2}])
 def test_layouts_of_an_moe_model(parallel):
     config = from_dict(base(engine={"parallel": parallel, "moe": {"aux_loss": 0.01, "z_loss": 0.001}}))
-    check_model(config, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
+    check_model(config.engine, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
 
 
 def test_a_config_json_without_layers_is_refused():
     config = from_dict(base())
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        check_model(config, check_world(config, 1), {"model_type": "qwen3"})
+        check_model(config.engine, check_world(config, 1), {"model_type": "qwen3"})
 
 
 def test_number_of_processes():

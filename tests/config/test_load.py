@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import subprocess
@@ -15,16 +16,31 @@ from hypothesis import strategies as st
 from mrl.config import yaml_text
 from mrl.config.keys import walk
 from mrl.config.load import dump_config, from_dict, load_config, to_dict
+from mrl.config.ppo import PPOConfig
+from mrl.config.rewards import label_of
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
 BASE = {"output_dir": "run", "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
 
+PPO_BASE = {
+    "output_dir": "run", "actor": {"model": {"path": "m"}}, "rewards": {"functions": [{"name": "gsm8k"}]},
+    "algorithm": {"name": "ppo"}, "data": {"train": "d"}, "train": {"global_batch_size": 8},
+}  # fmt: skip
+ROOTS = pytest.mark.parametrize(("root", "raw"), [(SFTConfig, BASE), (PPOConfig, PPO_BASE)], ids=["sft", "ppo"])
+
 
 def base(**sections: object) -> dict:
     """BASE with sections changed; a dict is merged into its section."""
-    merged = {k: {**BASE.get(k, {}), **v} if isinstance(v, dict) else v for k, v in sections.items()}
-    return {**BASE, **merged}
+    return merged(BASE, sections)
+
+
+def merged(raw: dict, changes: dict) -> dict:
+    """`raw` with `changes`; where both hold a mapping, merged in turn."""
+    both = {
+        k: merged(raw[k], v) if isinstance(v, dict) and isinstance(raw.get(k), dict) else v for k, v in changes.items()
+    }
+    return {**raw, **both}
 
 
 def write(tmp_path, text: str) -> str:
@@ -103,6 +119,10 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
         return st.none()
     if origin is typing.Literal:
         return st.sampled_from(args)
+    if origin is tuple and dataclasses.is_dataclass(typing.get_args(args[0])[:1] and typing.get_args(args[0])[0]):
+        return st.sampled_from(
+            [[{"name": "math", "weight": 0.5}], [{"name": "code"}, {"function": "a/b.py:f", "label": "1e5"}]]
+        )
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(values_of(args[0], bounds), unique=True)
     if origin is tuple:
@@ -118,23 +138,24 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
     return {bool: st.booleans(), str: st.text()}[annotation]
 
 
+@ROOTS
 @settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_what_is_dumped_loads_back_equal(data):
+@given(data=st.data())
+def test_what_is_dumped_loads_back_equal(root, raw, data):
     """Any accepted value of any key, text that YAML could take for something else among them."""
-    key = data.draw(st.sampled_from(list(walk(SFTConfig))))
-    raw = {k: dict(v) if isinstance(v, dict) else v for k, v in BASE.items()}
+    key = data.draw(st.sampled_from(list(walk(root))))
+    raw = copy.deepcopy(raw)
     node = raw
     *parents, name = key.path.split(".")
     for parent in parents:
         node = node.setdefault(parent, {})
     node[name] = data.draw(values_of(key.annotation, key.bounds))
     try:
-        config = from_dict(raw)
+        config = from_dict(raw, root)
     except ConfigError as error:  # it does not fit the other keys
         assert "\n" not in str(error)
         return
-    assert from_dict(yaml_text.parse(dump_config(config), "dump")) == config
+    assert from_dict(yaml_text.parse(dump_config(config), "dump"), root) == config
 
 
 @pytest.mark.parametrize("text", ["1e5", "1e-5", "null", "yes", "3", "2020-01-01", "a: b", "# c", "[x", "é", "", "0x1", "1:30", "~", "\x85", " a\n", "\u2028"])  # fmt: skip
@@ -143,7 +164,32 @@ def test_text_keeps_being_text(text):
     assert from_dict(yaml_text.parse(dump_config(config), "dump")).data.eval == text
 
 
-def test_plain_data_holds_every_key():
+@pytest.mark.parametrize("null", ["critic", "reference", "reward"])
+def test_a_section_that_is_null_stays_null(null, tmp_path):
+    """Absent, null and the section itself are told apart, in the file, in overrides and in what is dumped."""
+    text = yaml_text.dump(merged(PPO_BASE, {"reward": {"model": {"path": "judge"}}}))
+    absent, empty, given = (
+        load_config(write(tmp_path, text), overrides, PPOConfig)
+        for overrides in ([], [f"{null}.engine=null"], [f"{null}.engine.parallel.tp=2"])
+    )
+    own = lambda config: getattr(config, null).engine  # noqa: E731
+    assert absent == empty and own(absent) is None
+    assert own(given).parallel.tp == 2 and own(given).backend == "megatron"
+    for config in (absent, given):
+        assert from_dict(yaml_text.parse(dump_config(config), "dump"), PPOConfig) == config
+
+
+def test_null_rewards_and_rewards(tmp_path):
+    with_environment = merged(PPO_BASE, {"rewards": None, "rollout": {"environment": "env.py:Env"}})
+    assert from_dict(with_environment, PPOConfig).rewards is None
+    assert from_dict({k: v for k, v in with_environment.items() if k != "rewards"}, PPOConfig).rewards is None
+    config = load_config(write(tmp_path, yaml_text.dump(PPO_BASE)), ["rewards.workers=2"], PPOConfig)
+    assert config.rewards.workers == 2 and label_of(config.rewards.functions[0]) == "gsm8k"
+    assert from_dict(yaml_text.parse(dump_config(config), "dump"), PPOConfig) == config
+
+
+@ROOTS
+def test_plain_data_holds_every_key(root, raw):
     def leaves(data: dict, path: str = "") -> set[str]:
         found: set[str] = set()
         for name, value in data.items():
@@ -151,17 +197,21 @@ def test_plain_data_holds_every_key():
             found |= leaves(value, dotted) if isinstance(value, dict) and value else {dotted}
         return found
 
-    assert leaves(to_dict(from_dict(BASE))) == {key.path for key in walk(SFTConfig)}
+    own = {role: {"engine": {}} for role in ("critic", "reference")}
+    full = raw if root is SFTConfig else merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
+    assert leaves(to_dict(from_dict(full, root))) == {key.path for key in walk(root)}
 
 
-def test_every_key_says_what_it_means():
-    for key in walk(SFTConfig):
+@ROOTS
+def test_every_key_says_what_it_means(root, raw):
+    for key in walk(root):
         assert key.help and "\n" not in key.help, key.path
         assert not key.help.endswith("."), key.path
 
 
-def test_defaults_are_within_their_bounds():
-    for key in walk(SFTConfig):
+@ROOTS
+def test_defaults_are_within_their_bounds(root, raw):
+    for key in walk(root):
         if isinstance(key.default, int | float) and not isinstance(key.default, bool):
             assert math.isfinite(key.default), key.path
             assert key.bounds["minimum"] is None or key.default >= key.bounds["minimum"], key.path

@@ -6,10 +6,11 @@ import pytest
 
 from mrl.config.keys import walk
 from mrl.config.load import from_dict, to_dict
+from mrl.config.ppo import PPOConfig
 from mrl.config.resume import ABSENT, MAY_CHANGE, MOVED, changed_keys, check_resume
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
-from tests.config.test_load import base
+from tests.config.test_load import PPO_BASE, base, merged
 
 
 def plain(**sections: object) -> dict:
@@ -74,8 +75,90 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
         check_resume(old, plain(data={"truncation": "drop"}))
 
 
-def test_the_table_names_real_keys():
-    paths = [key.path for key in walk(SFTConfig)]
-    assert set(MOVED) < set(MAY_CHANGE)
-    for allowed in MAY_CHANGE:
+@pytest.mark.parametrize("root", [SFTConfig, PPOConfig])
+def test_the_table_names_real_keys(root):
+    paths = [key.path for key in walk(root)]
+    assert set(MOVED[root]) < set(MAY_CHANGE[root])
+    for allowed in MAY_CHANGE[root]:
         assert any(path == allowed or path.startswith(allowed + ".") for path in paths), allowed
+
+
+# ----------------------------------------------------------------------------------------------------------------- mrl ppo
+
+
+def plain_ppo(**sections: object) -> dict:
+    return to_dict(from_dict(merged(PPO_BASE, sections), PPOConfig))
+
+
+def test_ppo_layouts_of_every_role_and_what_moved_may_change():
+    engine = {
+        "parallel": {"tp": 2},
+        "micro_batch": {"size": 1},
+        "device": "cpu",
+        "recompute": "none",
+        "offload": ["parameters"],
+    }
+    new = plain_ppo(
+        actor={"model": {"path": "moved"}, "engine": engine}, critic={"model": {"path": "critic"}, "engine": engine},
+        reference={"model": {"path": "moved too"}, "engine": engine}, data={"train": "moved", "eval": "rows"}, output_dir="else",
+        train={"steps": 20, "offload_idle": "never", "eval_prompts": 3, "eval_samples": 4, "guards": False}, log={"table": 0},
+        checkpoint={"best": "eval/accuracy"}, rollout={"cache_tokens": 10**6, "prefill_tokens": 9},
+        rewards={"workers": 1, "timeout_s": 30, "concurrency": 2},
+    )  # fmt: skip
+    notes = check_resume(plain_ppo(), new)
+    assert "train.steps: null at the save, 20 now (the learning-rate schedule follows the new length)" in notes
+    for role in ("actor", "critic", "reference"):
+        assert f"{role}.engine.parallel.tp: 1 at the save, 2 now" in notes
+    assert 'critic.model.path: "m" at the save, "critic" now' in notes
+    assert "rewards.workers: 4 at the save, 1 now" in notes
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"actor": {"model": {"dtype": "float32"}}}, "actor.model.dtype"),
+        ({"actor": {"engine": {"backend": "fsdp"}}}, "actor.engine.backend"),
+        ({"critic": {"engine": {"backend": "fsdp"}}}, "critic.engine.backend"),
+        ({"critic": {"model": {"dtype": "float32"}}}, "critic.model.dtype"),
+        ({"critic": {"optimizer": {"lr": 1.0}}}, "critic.optimizer.lr"),
+        ({"reference": {"update_every": 5}}, "reference.update_every"),
+        ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
+        ({"rewards": {"functions": [{"name": "math"}]}}, "rewards.functions"),
+        ({"rewards": {"on_error": "zero"}}, "rewards.on_error"),
+        ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
+        ({"algorithm": {"lam": 0.9}}, "algorithm.lam"),
+        ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
+        ({"rollout": {"stop": ["x"]}}, "rollout.stop"),
+        ({"data": {"system": "Be brief."}}, "data.system"),
+    ],
+)
+def test_ppo_what_breaks_the_run_is_refused(sections, key):
+    with pytest.raises(ConfigError, match=f"^{key}: value .* is not the .* that the checkpoint was saved with"):
+        check_resume(plain_ppo(), plain_ppo(**sections))
+
+
+def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():
+    """Null and the actor's own values make the same run, whichever of them was saved."""
+    engine, path = {"parallel": {"tp": 2}}, {"path": "m", "dtype": "bfloat16"}
+    short = plain_ppo(actor={"engine": engine})
+    long = plain_ppo(
+        actor={"engine": engine}, critic={"engine": engine, "model": path}, reference={"engine": engine, "model": path}
+    )  # fmt: skip
+    assert check_resume(short, long) == check_resume(long, short) == check_resume(short, short) == []
+
+
+def test_ppo_a_section_that_an_older_version_did_not_have_counts_as_its_defaults():
+    old = plain_ppo()
+    del old["reference"], old["critic"]["engine"], old["log"]["table"]
+    assert check_resume(old, plain_ppo()) == []
+    with pytest.raises(ConfigError, match="reference.update_every"):
+        check_resume(old, plain_ppo(reference={"update_every": 5}))
+
+
+def test_the_directory_of_another_command_is_refused():
+    with pytest.raises(
+        ConfigError, match='output_dir: value "run" is given to `mrl ppo`, .* is of `mrl sft`; give another'
+    ):
+        check_resume(plain(), plain_ppo())
+    with pytest.raises(ConfigError, match="given to `mrl sft`"):
+        check_resume(plain_ppo(), plain())

@@ -1,0 +1,75 @@
+"""The algorithm that a config asks for, and the checks that need to know it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mrl.algorithms.recipes import Recipe, recipe
+from mrl.config.keys import changed, show
+from mrl.config.ppo import AlgorithmConfig, PPOConfig
+from mrl.config.ppo_checks import refuse_unread
+from mrl.errors import ConfigError
+
+PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
+"""The keys of `algorithm` that replace a part of the recipe; null leaves it as the recipe has it."""
+
+
+def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
+    """The recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError."""
+    return recipe(algorithm.name, {name: getattr(algorithm, name) for name in PARTS})
+
+
+def check_algorithm(config: PPOConfig) -> Recipe:
+    """The recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
+    made, algorithm = configured_recipe(config.algorithm), config.algorithm
+    _check_parts(made)
+    if made.needs_groups and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rollout.samples_per_prompt: value {config.rollout.samples_per_prompt} leaves nothing to compare, and algorithm.name "
+            f"{algorithm.name} compares the samples of a prompt; give at least 2"
+        )
+    advice = f"leave it out, or choose another algorithm than {algorithm.name}"
+    if not made.needs_critic:
+        no_critic = f"without a critic, which algorithm.advantage {made.advantage} has none of"
+        own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.critic_warmup")
+        refuse_unread(own, no_critic, advice)
+        refuse_unread(changed(config.critic, "critic"), no_critic, advice)
+    if not made.needs_reference:
+        no_kl = "without a reference, which algorithm.kl_in none has no use for"
+        refuse_unread(changed(config.reference, "reference"), no_kl, "leave it out, or set algorithm.kl_in")
+    if not made.dynamic_sampling:
+        own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.max_sampling_rounds")
+        refuse_unread(own, "without algorithm.dynamic_sampling", "leave it out, or set algorithm.dynamic_sampling")
+    _check_best(config, made)
+    return made
+
+
+def _check_parts(made: Recipe) -> None:
+    """Values that fit none of the others."""
+    if 0 < made.dual_clip <= 1:
+        raise ConfigError(
+            f"algorithm.dual_clip: value {made.dual_clip:g} is not above 1, and it bounds ratios above 1; give 3, say, or 0 for none"
+        )
+    if made.correction == "mask" and made.correction_floor > made.correction_cap:
+        raise ConfigError(
+            f"algorithm.correction_floor: value {made.correction_floor:g} is above algorithm.correction_cap "
+            f"{made.correction_cap:g}; give at most that"
+        )
+
+
+def _check_best(config: PPOConfig, made: Recipe) -> None:
+    """Metrics of a critic, a reference or a correction that the run has not."""
+    best = config.checkpoint.best
+    if best is None:
+        return
+    absent = (
+        (best.startswith("critic/") and not made.needs_critic, "a critic"),
+        (best in ("actor/kl", "actor/sequence_kl", "actor/kl_coef") and not made.needs_reference, "a reference"),
+        (best.startswith("actor/importance_") and made.correction == "none", "algorithm.correction"),
+        (best == "rollout/prompts_rejected" and not made.dynamic_sampling, "algorithm.dynamic_sampling"),
+    )
+    for is_absent, without in absent:
+        if is_absent:
+            raise ConfigError(
+                f"checkpoint.best: value {show(best)} is not measured without {without}; choose another metric, as reward/mean"
+            )

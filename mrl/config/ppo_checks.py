@@ -1,0 +1,231 @@
+"""Checks of the keys of `mrl ppo` against each other: pure arithmetic, before any process starts.
+
+What the choice of an algorithm decides (whether there is a critic, say) is checked by `mrl.algorithms.configured`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from mrl.config.checks import check_backend, check_log, check_micro_batch, check_optimizer, check_schedule
+from mrl.config.keys import Key, changed, show
+from mrl.config.ppo import PPOConfig
+from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
+from mrl.config.roles import ROLES, TRAINED, has_own_engine
+from mrl.config.schema import EngineConfig
+from mrl.errors import ConfigError
+from mrl.metrics import PPO_METRICS
+
+SERVERS = ("vllm", "sglang")
+
+
+def check_ppo(config: PPOConfig) -> None:
+    """Raises ConfigError where keys of `config` contradict each other or one would be left unread."""
+    _check_sizes(config)
+    _check_length(config)
+    for role in ROLES:
+        if has_own_engine(config, role):
+            _check_engine(config, role, getattr(config, role).engine)
+    for role in TRAINED:
+        check_optimizer(getattr(config, role).optimizer, f"{role}.optimizer")
+    _check_rewards(config)
+    _check_rollout(config)
+    _check_eval(config)
+    _check_best(config)
+    check_log(config.log)
+
+
+def check_schedules(config: PPOConfig, steps: int, length: str) -> None:
+    """Warm-ups and decays within a run of `steps`. length: what sets them, in words, as in "train.steps 100"."""
+    warmup = config.algorithm.critic_warmup
+    if warmup >= steps:
+        raise ConfigError(
+            f"algorithm.critic_warmup: value {warmup} leaves the actor none of {length}; give at most {steps - 1}"
+        )
+    check_schedule(config.critic.optimizer, steps, length, "critic.optimizer")
+    if warmup:
+        length = f"the {steps - warmup} steps that algorithm.critic_warmup {warmup} leaves of {length}"
+    check_schedule(config.actor.optimizer, steps - warmup, length, "actor.optimizer")
+
+
+def _check_sizes(config: PPOConfig) -> None:
+    """Whole groups in a rollout, and whole mini-batches in it."""
+    batch, samples, mini_batch = (
+        config.train.global_batch_size,
+        config.rollout.samples_per_prompt,
+        config.mini_batch_size,
+    )
+    if batch % samples:
+        raise ConfigError(
+            f"train.global_batch_size: value {batch} is not a multiple of rollout.samples_per_prompt {samples}; give "
+            f"{_nearest_multiples(batch, samples)}"
+        )
+    if batch % mini_batch:
+        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: abs(d - mini_batch))[:2])
+        raise ConfigError(
+            f"algorithm.mini_batch_size: value {mini_batch} does not divide train.global_batch_size {batch}; give "
+            f"{' or '.join(map(str, near))}"
+        )
+
+
+def _check_length(config: PPOConfig) -> None:
+    train, per_iteration = config.train, config.steps_per_iteration
+    if train.steps is None:
+        return
+    if train.epochs is not None:
+        raise ConfigError(
+            f"train.steps: value {train.steps} is given together with train.epochs {train.epochs:g}; keep one of them"
+        )
+    if train.steps % per_iteration:
+        raise ConfigError(
+            f"train.steps: value {train.steps} is not a multiple of the {per_iteration} steps of an iteration "
+            f"(algorithm.epochs {config.algorithm.epochs} times {train.global_batch_size} // {config.mini_batch_size} "
+            f"mini-batches); give {_nearest_multiples(train.steps, per_iteration)}"
+        )
+    check_schedules(config, train.steps, f"train.steps {train.steps}")
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    """The multiples of `of` on both sides of `value`: "8 or 12"."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
+    path, data, rollout = f"{role}.engine", config.data, config.rollout
+    check_backend(engine, path)
+    longest = (
+        f"data.max_prompt_length {data.max_prompt_length} and rollout.max_new_tokens {rollout.max_new_tokens} together"
+    )
+    check_micro_batch(engine.micro_batch, config.max_length, longest, path)
+    devices = {engine.device, config.actor.engine.device}
+    if devices == {"cpu", "cuda"}:
+        raise ConfigError(
+            f'{path}.device: value "{engine.device}" does not go with actor.engine.device {config.actor.engine.device}: all '
+            "roles share the same processes; give both the same, or leave this one out"
+        )
+    if role in TRAINED:
+        return
+    backward = {
+        "recompute": (engine.recompute, engine.recompute != "none"),
+        "offload": (list(engine.offload), {"gradients", "optimizer"} & set(engine.offload)),
+        "moe.aux_loss": (engine.moe.aux_loss, engine.moe.aux_loss),
+        "moe.z_loss": (engine.moe.z_loss, engine.moe.z_loss),
+    }
+    for name, (value, is_set) in backward.items():
+        if is_set:
+            raise ConfigError(
+                f"{path}.{name}: value {show(value)} is for training, and the {role} never trains; leave it out"
+            )
+
+
+def _check_rewards(config: PPOConfig) -> None:
+    """Something is rewarded, and no key of a reward model stands alone."""
+    if config.reward.model.path is None:
+        refuse_unread(
+            changed(config.reward, "reward"), "without reward.model.path", "set reward.model.path, or leave it out"
+        )
+    functions = config.rewards.functions if config.rewards is not None else ()
+    elsewhere = config.rollout.environment is not None or (
+        config.reward.model.path is not None and config.reward.weight != 0
+    )
+    if elsewhere or any(function.weight for function in functions):
+        return
+    if config.reward.model.path is not None:
+        key, what = "reward.weight", "value 0 leaves"
+    elif functions:
+        key, what = "rewards.functions", "value has weight 0 throughout, which leaves"
+    else:
+        key, what = "rewards", "value null leaves"
+    raise ConfigError(
+        f"{key}: {what} nothing to learn from; give rewards.functions with a weight, reward.model.path, or rollout.environment"
+    )
+
+
+def _check_rollout(config: PPOConfig) -> None:
+    rollout = config.rollout
+    if "" in rollout.stop:
+        raise ConfigError('rollout.stop: value "" would end every completion at once; give texts, or leave it out')
+    if rollout.cache_tokens < config.max_length:
+        raise ConfigError(
+            f"rollout.cache_tokens: value {rollout.cache_tokens} is less than a sequence may have, data.max_prompt_length "
+            f"{config.data.max_prompt_length} and rollout.max_new_tokens {rollout.max_new_tokens} together; give at least "
+            f"{config.max_length}"
+        )
+    if (rollout.backend == "recorded") != (rollout.path is not None):
+        raise ConfigError(
+            'rollout.path: value null leaves rollout.backend "recorded" nothing to replay; give a folder with samples'
+            if rollout.path is None
+            else f"rollout.path: value {show(rollout.path)} is not used by rollout.backend {rollout.backend}; set it to "
+            "recorded, or leave this out"
+        )
+    if rollout.backend not in SERVERS:
+        refuse_unread(
+            changed(rollout.server, "rollout.server"),
+            f"by rollout.backend {rollout.backend}",
+            f"set it to {' or '.join(SERVERS)}, or leave this out",
+        )
+    for url in rollout.server.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"rollout.server.urls: value {show(url)} is no URL; write it as http://host:8000")
+    _check_environment(config)
+
+
+def _check_environment(config: PPOConfig) -> None:
+    rollout = config.rollout
+    if rollout.environment is None:
+        own = (pair for pair in changed(rollout, "rollout") if pair[0].path in ("rollout.max_turns", "rollout.environment_timeout_s"))  # fmt: skip
+        refuse_unread(own, "without rollout.environment", "set rollout.environment, or leave it out")
+        return
+    check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
+    if rollout.backend == "recorded":
+        raise ConfigError(
+            f"rollout.environment: value {show(rollout.environment)} cannot answer what rollout.backend recorded replays; "
+            "leave it out, or sample with another backend"
+        )
+
+
+def _check_eval(config: PPOConfig) -> None:
+    if config.data.eval is None:
+        own = (pair for pair in changed(config.train, "train") if pair[0].path.startswith("train.eval_"))
+        refuse_unread(own, "without data.eval", "set data.eval, or leave it out")
+
+
+def _check_best(config: PPOConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.best is None:
+        own = (pair for pair in changed(checkpoint, "checkpoint") if pair[0].path == "checkpoint.best_is")
+        refuse_unread(own, "without checkpoint.best", "set checkpoint.best, or leave it out")
+        return
+    if checkpoint.best.startswith("eval/") and checkpoint.best in PPO_METRICS and config.data.eval is None:
+        raise ConfigError(
+            f"checkpoint.best: value {show(checkpoint.best)} is not measured without data.eval; set data.eval, or choose "
+            "another metric, as reward/mean"
+        )
+    written = written_metrics(config)
+    if checkpoint.best not in written:
+        close = difflib.get_close_matches(checkpoint.best, written, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"give one of {', '.join(written)}"
+        raise ConfigError(
+            f"checkpoint.best: value {show(checkpoint.best)} is no metric that the run can be best at; {advice}"
+        )
+
+
+def written_metrics(config: PPOConfig) -> list[str]:
+    """Metrics by which a checkpoint can be the best: what is learned and what it is learned from; times and counters are not."""
+    labels = [label_of(function) for function in config.rewards.functions] if config.rewards is not None else []
+    labels += [REWARD_MODEL] if config.reward.model.path is not None else []
+    labels += [ENVIRONMENT] if config.rollout.environment is not None else []
+    kinds = ("eval/", "reward/", "rollout/", "actor/", "critic/")
+    names = [name for name in PPO_METRICS if name.startswith(kinds if config.data.eval is not None else kinds[1:])]
+    plain = [name for name in names if "<label>" not in name]
+    return plain + [name.replace("<label>", label) for name in names if "<label>" in name for label in labels]
+
+
+def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
+    """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them: they would be accepted and do nothing."""
+    for key, value in keys:
+        shown = "a section" if key.section is not None else show(value)
+        raise ConfigError(f"{key.path}: value {shown} is not used {reason}; {advice}")

@@ -1,0 +1,96 @@
+"""The roles of `mrl ppo`: which a run has, and what each one's engine is built from.
+
+The actor is the policy that is trained; the critic estimates values; the reference is what the KL is measured against; the
+reward is a model that scores. What a role leaves null is the actor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.errors import UserError
+
+ROLES = ("actor", "critic", "reference", "reward")
+TRAINED = ("actor", "critic")
+
+
+class Needs(Protocol):
+    """What an algorithm needs beside the actor; `mrl.algorithms.recipes.Recipe` is one."""
+
+    @property
+    def needs_critic(self) -> bool: ...
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+
+def roles_of(config: PPOConfig, needs: Needs) -> tuple[str, ...]:
+    """The roles that the run has, in the order of `ROLES`."""
+    has = {
+        "actor": True,
+        "critic": needs.needs_critic,
+        "reference": needs.needs_reference,
+        "reward": config.reward.model.path is not None,
+    }
+    return tuple(role for role in ROLES if has[role])
+
+
+def has_own_engine(config: PPOConfig, role: str) -> bool:
+    """Whether the role's section names an engine; otherwise the actor's serves for it."""
+    return getattr(config, role).engine is not None
+
+
+def engine_of(config: PPOConfig, role: str) -> EngineConfig:
+    """The role's engine as the config has it, or the actor's."""
+    return getattr(config, role).engine or config.actor.engine
+
+
+def model_of(config: PPOConfig, role: str) -> ModelConfig:
+    """The role's model. One of another path has weights; of the actor's path it starts as the actor does."""
+    actor = config.actor.model
+    if role == "actor":
+        return actor
+    own = getattr(config, role).model
+    if own.path is None:
+        return dataclasses.replace(actor, dtype=own.dtype or actor.dtype)
+    return dataclasses.replace(actor, path=own.path, init="pretrained", dtype=own.dtype or actor.dtype)
+
+
+def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) -> dict[str, RoleConfig]:
+    """What each engine of the run is built from, by role. folders: the folder that each role's model path stands for.
+
+    The length of the learning-rate schedules is set later, by `engine.set_total_steps`.
+    """
+    made: dict[str, RoleConfig] = {}
+    for role in roles_of(config, needs):
+        engine = engine_of(config, role)
+        tokens = micro_batch_tokens(engine.micro_batch, config.max_length)
+        made[role] = RoleConfig(
+            model=dataclasses.replace(model_of(config, role), path=folders[role]),
+            engine=dataclasses.replace(engine, micro_batch=dataclasses.replace(engine.micro_batch, tokens=tokens)),
+            optimizer=getattr(config, role).optimizer if role in TRAINED else None,
+            seed=config.seed,
+            head="value" if role in ("critic", "reward") else "lm",
+            packing=config.data.packing,
+        )
+    return made
+
+
+@contextlib.contextmanager
+def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
+    """Inside, what an engine or model says of `engine.x` or `model.x` is said of the role's own key."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if text.startswith("engine.") and not has_own_engine(config, role):
+            raise type(error)(f"{role}.engine: value null is the actor's engine, which does not fit: {text}") from None
+        if text.startswith(("engine.", "model.")):
+            raise type(error)(f"{role}.{text}") from None
+        raise

@@ -1,0 +1,106 @@
+"""What each role's engine is built from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mrl.algorithms.configured import configured_recipe
+from mrl.algorithms.recipes import RECIPES, Recipe
+from mrl.config.load import from_dict
+from mrl.config.ppo import AlgorithmConfig, PPOConfig
+from mrl.config.roles import keys_of, role_configs, roles_of
+from mrl.errors import ConfigError, DataError
+from tests.config.test_load import PPO_BASE, merged
+
+FOLDERS = {role: f"/models/{role}" for role in ("actor", "critic", "reference", "reward")}
+
+
+def made(**sections: object) -> tuple[PPOConfig, dict]:
+    config = from_dict(merged(PPO_BASE, sections), PPOConfig)
+    return config, role_configs(config, FOLDERS, configured_recipe(config.algorithm))
+
+
+def test_the_keys_of_the_algorithm_that_may_be_null_are_the_fields_of_a_recipe():
+    """Each part of a recipe can be replaced from the config, and no null key goes nowhere."""
+    own = {"mini_batch_size"}  # null is train.global_batch_size
+    nullable = {f.name for f in dataclasses.fields(AlgorithmConfig) if f.default is None} - own
+    assert nullable == {f.name for f in dataclasses.fields(Recipe)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_its_name_in_the_help(name):
+    assert name in AlgorithmConfig.__dataclass_fields__["name"].metadata["help"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "roles"),
+    [
+        ({}, ("actor", "critic", "reference")),
+        ({"algorithm": {"kl_in": "none"}}, ("actor", "critic")),
+        ({"algorithm": {"name": "grpo"}}, ("actor", "reference")),
+        ({"algorithm": {"name": "dapo"}}, ("actor",)),
+        ({"algorithm": {"name": "dapo", "advantage": "gae"}}, ("actor", "critic")),
+        ({"algorithm": {"name": "dapo"}, "reward": {"model": {"path": "judge"}}}, ("actor", "reward")),
+    ],
+)
+def test_a_run_has_the_roles_that_its_algorithm_needs(sections, roles):
+    config, configs = made(**sections)
+    assert tuple(configs) == roles_of(config, configured_recipe(config.algorithm)) == roles
+
+
+def test_what_is_null_is_the_actors():
+    config, configs = made(
+        seed=7,
+        actor={"model": {"dtype": "float32", "init": "random", "trust_remote_code": True}, "engine": {"device": "cpu"}},
+        reward={"model": {"path": "judge", "dtype": "bfloat16"}, "engine": {"backend": "fsdp"}},
+        data={"packing": False},
+        critic={"optimizer": {"lr": 1e-4}},
+    )
+    actor, critic, reference, reward = (configs[role] for role in ("actor", "critic", "reference", "reward"))
+    assert [c.model.path for c in configs.values()] == [FOLDERS[role] for role in configs]
+    assert critic.engine == reference.engine == actor.engine and actor.engine.device == "cpu"
+    assert (critic.model.dtype, critic.model.init, critic.model.trust_remote_code) == ("float32", "random", True)
+    assert (reward.engine.backend, reward.engine.device) == ("fsdp", "auto")
+    assert (reward.model.dtype, reward.model.init) == ("bfloat16", "pretrained"), "a model of its own has weights"
+    assert [c.head for c in configs.values()] == ["lm", "value", "lm", "value"]
+    assert [c.optimizer for c in configs.values()] == [config.actor.optimizer, config.critic.optimizer, None, None]
+    assert critic.optimizer.lr == 1e-4
+    assert {c.seed for c in configs.values()} == {7} and {c.packing for c in configs.values()} == {False}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "tokens"), [({}, 4096), ({"tokens": 1536}, 1536), ({"size": 2}, None), ({"tokens": 9000}, 9000)]
+)
+def test_micro_batches_of_each_role(micro_batch, tokens):
+    _, configs = made(actor={"engine": {"micro_batch": micro_batch}}, critic={"engine": {}})
+    assert [configs[role].engine.micro_batch.tokens for role in configs] == [tokens, 4096, tokens]
+
+
+def test_the_longest_sequence_is_the_least_budget():
+    _, configs = made(data={"max_prompt_length": 6000}, rollout={"max_new_tokens": 3000})
+    assert {c.engine.micro_batch.tokens for c in configs.values()} == {9000}
+
+
+def test_derived_values():
+    config, _ = made(
+        train={"global_batch_size": 24},
+        rollout={"samples_per_prompt": 4},
+        algorithm={"epochs": 2, "mini_batch_size": 8},
+    )
+    assert (config.prompts_per_iteration, config.steps_per_iteration, config.max_length) == (6, 6, 1536)
+    assert made()[0].steps_per_iteration == 1
+
+
+def test_what_an_engine_says_of_its_keys_is_said_of_the_roles():
+    config, _ = made(critic={"engine": {}})
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.parallel: tp"), keys_of(config, "critic"):
+        raise ConfigError("engine.parallel: tp does not fit; use 1")
+    inherited = r"^reference\.engine: value null is the actor's engine, which does not fit: engine\.parallel: tp"
+    with pytest.raises(ConfigError, match=inherited), keys_of(config, "reference"):
+        raise ConfigError("engine.parallel: tp does not fit; use 1")
+    with pytest.raises(ConfigError, match=r"^actor\.model\.path: x"), keys_of(config, "actor"):
+        raise ConfigError("model.path: x; y")
+    with pytest.raises(DataError, match="^rows.jsonl:3: bad"), keys_of(config, "actor"):
+        raise DataError("rows.jsonl:3: bad; correct it")
