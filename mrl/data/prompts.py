@@ -5,6 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from mrl.config.ppo import PromptsConfig
+from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.encode import NO_TEMPLATE
+from mrl.data.files import BadRow
+from mrl.data.formats import Chat, detect_prompt_form, parse_prompt
+from mrl.data.stream import Report, RowStream, count_usable, may_leave_out
+from mrl.data.turns import TurnEncoder
+from mrl.errors import DataError
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -12,7 +23,7 @@ class Prompt:
 
     index: of the row in its data set. where: its file and line, `train.jsonl:17`. row: the data row, as rewards and
     environments get it (after data.columns). content: the prompt as text or messages, as rewards get it. tokens: what the
-    policy is given, generation prompt included.
+    policy is given, generation prompt included. truncated: their start was cut.
     """
 
     index: int
@@ -20,3 +31,71 @@ class Prompt:
     row: dict[str, Any]
     content: str | list[dict[str, Any]]
     tokens: list[int]
+    truncated: bool = False
+
+
+class PromptDataset(RowDataset[Prompt]):
+    """Rows as prompts of at most data.max_prompt_length tokens; see mrl/data/formats.py for the forms they may have.
+
+    A text becomes a user turn where the tokenizer has a chat template, and is taken as it is where it has none.
+    """
+
+    config: PromptsConfig
+
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encoder = TurnEncoder(tokenizer, self.config.system)
+        self.form = self._detect(detect_prompt_form)
+        if self.form == "messages" and tokenizer.chat_template is None:
+            raise DataError(f"data.{self.part}: {self.path}: {NO_TEMPLATE}")
+
+    def _make(self, index: int, row: dict[str, Any]) -> Prompt | Rejected:
+        asked = parse_prompt(row, self.form)
+        ids = self._encoder.prompt(asked)
+        if not ids:
+            raise BadRow("gives a prompt of no tokens; give a text that is not empty, or remove the row")
+        self._check_vocabulary(ids)
+        limit = self.config.max_prompt_length
+        too_long = len(ids) > limit
+        if too_long:
+            what = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {limit}"
+            match self.config.truncation:
+                case "error":
+                    raise DataError(f"{what}; raise data.max_prompt_length, or set data.truncation to left or drop")
+                case "drop":
+                    return Rejected("dropped", f"{self.where(index)}: {what}")
+                case "left":
+                    ids = ids[-limit:]
+        content = asked.messages if isinstance(asked, Chat) else asked.text
+        return Prompt(index, self.where(index), row, content, ids, too_long)
+
+
+class PromptSource(RowStream[Prompt]):
+    """An endless source of prompts that can be saved and continued exactly."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts that can be used. Raises DataError as `PromptDataset.load` does, and takes none then."""
+        taken = self._after(self._progress, count)
+        self._moved(taken)
+        return taken.items
+
+    def usable(self) -> int:
+        """Rows that can be used: those of an epoch. Reads every row once where some may be left out."""
+        return count_usable(self.dataset)[0] if may_leave_out(self.dataset.config) else len(self.dataset)
+
+
+def first_prompts(dataset: PromptDataset, count: int | None = None, report: Report | None = None) -> list[Prompt]:
+    """The first `count` prompts that can be used, or all, in the order of their rows. `report` is filled on the way.
+
+    Raises DataError where there is none.
+    """
+    report = report if report is not None else Report()
+    prompts: list[Prompt] = []
+    for row in range(len(dataset)):
+        if count is not None and len(prompts) == count:
+            break
+        prompt = report.count(dataset, row)
+        if prompt is not None:
+            prompts.append(prompt)
+    if not prompts:
+        raise report.of_which_none_is_left(dataset)
+    return prompts

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
@@ -41,8 +41,8 @@ def load_reward(reward: Reward, key: str) -> RewardFunction:
     return functools.partial(NAMED_FUNCTIONS[reward.name], options=reward)
 
 
-def load_function(spec: str, key: str) -> RewardFunction:
-    """The function that `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
+def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:
+    """What `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
     file, _, name = spec.rpartition(":")
     path = pathlib.Path(file)
     if not path.is_file():
@@ -50,11 +50,18 @@ def load_function(spec: str, key: str) -> RewardFunction:
             f"{key}: {spec}: the file {file} does not exist; give path.py:name, from where mrl is started"
         )
     module = _load_module(path.resolve(), f"{key}: {spec}")
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = sorted(n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
-        what = "is no function" if hasattr(module, name) else "does not exist"
-        raise ConfigError(f"{key}: {spec}: {name} {what} in {file}; its functions are {', '.join(found) or 'none'}")
+    found = getattr(module, name, None)
+    if not (callable(found) if kind == "function" else inspect.isclass(found)):
+        is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
+        others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
+        what = f"is no {kind}" if hasattr(module, name) else "does not exist"
+        raise ConfigError(f"{key}: {spec}: {name} {what} in {file}; its {plural} are {', '.join(others) or 'none'}")
+    return found
+
+
+def load_function(spec: str, key: str) -> RewardFunction:
+    """The reward function that `path.py:name` names."""
+    function, name = load_named(spec, key, kind="function"), spec.rpartition(":")[2]
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: it is known when it is called

@@ -1,0 +1,211 @@
+"""An endless stream of rows in an order that is a pure function of (seed, epoch, number of rows), with a saved position.
+
+Epoch 0 is followed by epoch 1, and so on, each in its own order. Whoever takes rows gets the next ones that can be used,
+also where the epoch ends between them, so no row is lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from mrl.config.ppo import PromptsConfig
+from mrl.config.schema import DataConfig
+from mrl.data.dataset import Rejected, RowDataset
+from mrl.errors import CheckpointError, DataError
+
+T = TypeVar("T")
+
+NOTES_PER_BATCH = 5
+
+
+def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndarray:
+    """[rows] int64: the order of an epoch.
+
+    A stable sort of Philox's raw output: NumPy keeps bit generators the same between versions, but not permutation().
+    """
+    if not shuffle:
+        return np.arange(rows)
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(rows), kind="stable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """A position in the stream (`position` rows of `epoch` are used up) and what was met on the way to it."""
+
+    epoch: int = 0
+    position: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    truncated: int = 0
+
+
+@dataclasses.dataclass
+class Report:
+    """Rows skipped as bad, dropped as too long, and truncated; `notes` name some of those left out."""
+
+    skipped: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As `RowStream.counts`."""
+        return {"skipped": self.skipped, "dropped": self.dropped, "truncated": self.truncated}
+
+    def count(self, dataset: RowDataset[T], row: int) -> T | None:
+        """Loads a row and counts what became of it; None where it is left out."""
+        loaded = dataset.load(row)
+        if not isinstance(loaded, Rejected):
+            self.truncated += loaded.truncated
+            return loaded
+        if loaded.outcome == "skipped":
+            self.skipped += 1
+        else:
+            self.dropped += 1
+        if len(self.notes) < NOTES_PER_BATCH:
+            self.notes.append(f"{loaded.outcome}: {loaded.why}")
+        return None
+
+    def of_which_none_is_left(self, dataset: RowDataset[T]) -> DataError:
+        return DataError(
+            f"data.{dataset.part}: {dataset.path}: none of its {len(dataset)} rows can be used; {self.notes[0]}"
+        )
+
+
+def may_leave_out(config: DataConfig | PromptsConfig) -> bool:
+    """Whether rows may be left out, so that fewer than all of them fill the batches."""
+    return config.truncation == "drop" or config.on_bad_row == "skip"
+
+
+def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
+    """Rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on every rank.
+
+    Raises DataError as `RowDataset.load` does, and where no row is left.
+    """
+    report = Report()
+    usable = sum(report.count(dataset, row) is not None for row in range(len(dataset)))
+    if not usable:
+        raise report.of_which_none_is_left(dataset)
+    return usable, report.counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken(Generic[T]):
+    """items: what rows became. rows: their indices. progress: the position after them. notes: as in Report."""
+
+    items: list[T]
+    rows: list[int]
+    progress: Progress
+    notes: list[str]
+
+
+class RowStream(Generic[T]):
+    """The rows of a data set without end, and the position of what was taken, which can be saved and continued exactly."""
+
+    def __init__(self, dataset: RowDataset[T], *, seed: int, shuffle: bool = True) -> None:
+        self.dataset, self.seed, self.shuffle = dataset, seed, shuffle
+        self.rows: list[int] = []  # row indices of what was taken last; `dataset.where` names them
+        self._fingerprint = dataset.fingerprint()
+        self._progress = Progress()
+        self._notes: list[str] = []
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows skipped (bad), dropped (too long) and truncated since the start of the run, also before a resume."""
+        return {name: getattr(self._progress, name) for name in ("skipped", "dropped", "truncated")}
+
+    def take_notes(self) -> list[str]:
+        """One line for each of the first few rows left out each time that rows were taken, since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _after(self, start: Progress, count: int) -> Taken[T]:
+        """The `count` usable rows that follow `start`: a pure function of it and of the settings."""
+        report, items, rows = Report(), [], []
+        epoch, position, fruitless = start.epoch, start.position, 0
+        while len(items) < count:
+            row = int(self._epoch_order(epoch)[position])
+            epoch, position = (epoch, position + 1) if position + 1 < len(self.dataset) else (epoch + 1, 0)
+            item = report.count(self.dataset, row)
+            if item is not None:
+                items.append(item)
+                rows.append(row)
+                fruitless = 0
+                continue
+            fruitless += 1
+            if fruitless > len(self.dataset):
+                raise report.of_which_none_is_left(self.dataset)
+        progress = Progress(
+            epoch, position, start.skipped + report.skipped, start.dropped + report.dropped,
+            start.truncated + report.truncated,
+        )  # fmt: skip
+        return Taken(items, rows, progress, report.notes)
+
+    def _moved(self, taken: Taken[T]) -> None:
+        """The position is after `taken` now."""
+        self.rows, self._progress = taken.rows, taken.progress
+        self._notes += taken.notes
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        cached = self._order
+        if cached is None or cached[0] != epoch:
+            cached = self._order = (epoch, row_order(self.seed, epoch, len(self.dataset), self.shuffle))
+        return cached[1]
+
+    # ---------------------------------------------------------------------------------------------------- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was taken last, with what the position means: plain numbers, strings, lists."""
+        return {
+            "version": 1,
+            **dataclasses.asdict(self._progress),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "data": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after what was taken last when `state` was made.
+
+        Raises CheckpointError where the position would mean other rows: the data, the seed or the shuffle changed.
+        Files may have moved. The number of rows that are taken at a time may differ: the position counts rows.
+        """
+        fields = [f.name for f in dataclasses.fields(Progress)]
+        if state.get("version") != 1 or any(k not in state for k in (*fields, "seed", "shuffle", "data")):
+            raise CheckpointError(
+                f"the data position in the checkpoint has the fields {', '.join(sorted(state)) or 'none'}, "
+                "not those of this version; resume with the version of mrl that saved it"
+            )
+        for name, now in (("seed", self.seed), ("data.shuffle", self.shuffle)):
+            saved = state[name.removeprefix("data.")]
+            if saved != now:
+                raise CheckpointError(
+                    f"{name}: is {now} and was {saved} when the checkpoint was saved, so the order of the rows would change; "
+                    f"set it to {saved}, or start a new run in another output_dir"
+                )
+        if change := _data_change(state["data"], self._fingerprint):
+            raise CheckpointError(
+                f"data.{self.dataset.part}: {change}; the position in the checkpoint means other rows now: "
+                "put the data back, or start a new run in another output_dir"
+            )
+        self._progress = Progress(**{name: state[name] for name in fields})
+        self.rows, self._notes = [], []
+
+
+def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
+    """What differs between two fingerprints in words, or None; names of files may differ."""
+    if len(saved) != len(now):
+        return f"has {len(now)} files and had {len(saved)} when the checkpoint was saved"
+    for before, after in zip(saved, now, strict=True):
+        for what in ("rows", "size", "hash"):
+            if before[what] != after[what]:
+                unit = {"rows": "rows", "size": "bytes", "hash": "as content hash"}[what]
+                return f"{after['name']} has {after[what]} {unit} and had {before[what]} when the checkpoint was saved"
+    return None

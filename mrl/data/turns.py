@@ -1,0 +1,83 @@
+"""What a policy is given, in tokens: prompts, and what an environment says between its turns.
+
+A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since a
+text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its own,
+rendered with the observation and the generation prompt: the text after the assistant's turn, from the token that ends that
+turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.data.encode import NO_TEMPLATE, Encoder
+from mrl.data.formats import Chat, Question
+from mrl.errors import DataError
+
+STAND_IN = "a-turn-of-the-assistant"
+
+
+class TurnEncoder:
+    """Tokens of prompts and observations. system: data.system. Raises BadRow for what is at fault in a row or an
+    observation, and DataError for the template, the tokenizer or the config."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
+        self._encoder = Encoder(tokenizer, "all")
+        self.has_template, self.system = self._encoder.has_template, system
+        if system is not None and not self.has_template:
+            raise DataError(f"data.system: {NO_TEMPLATE}")
+
+    def prompt(self, asked: Chat | Question) -> list[int]:
+        """What the policy is given first, with the generation prompt where there is a chat template."""
+        if isinstance(asked, Question) and not self.has_template:
+            return self._encoder.begin(self._encoder.tokenize(asked.plain))
+        if not self.has_template:
+            raise DataError(NO_TEMPLATE)
+        chat = asked.chat if isinstance(asked, Question) else asked
+        return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
+
+    def observation(self, said: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
+        """What follows the policy's turn that ended with `last_token`, up to where it speaks again.
+
+        said: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools and
+        template arguments. A turn that does not end as the template ends turns gets that end first.
+        """
+        if not self.has_template:
+            if not isinstance(said, str):
+                raise DataError(NO_TEMPLATE)
+            return self._encoder.tokenize(said)
+        ids = self._after_a_turn([{"role": "user", "content": said}] if isinstance(said, str) else said, chat)
+        return ids[1:] if ids[0] == last_token else ids
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self.system is None:
+            return messages
+        if any(message["role"] == "system" for message in messages):
+            raise DataError("data.system: is set, and the row has a system message; remove one of the two")
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def _after_a_turn(self, said: list[dict[str, Any]], chat: Chat) -> list[int]:
+        """The tokens from the end-of-turn token of an assistant's turn to the end of the generation prompt.
+
+        The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
+        """
+        begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
+        text = self._encoder.render_text(chat, begin + said, prompt=True)
+        _, found, after = text.partition(STAND_IN)
+        if not found:
+            raise DataError(
+                "the chat template leaves out an assistant turn that others follow, so what follows one cannot be told; "
+                "name another in data.chat_template"
+            )
+        ids = self._encoder.tokenize(after)
+        special = self._encoder.special_ids
+        end = next((i for i, token in enumerate(ids) if token in special), len(ids))
+        if end == len(ids) or self._encoder.tokenizer.decode(ids[:end]).strip():
+            raise DataError(
+                f"the chat template follows an assistant turn with {after[:40]!r}, which begins with no special token, so "
+                "where a turn of the policy ends cannot be told; write {{ eos_token }} after the content in data.chat_template, "
+                "or mark its end token special"
+            )
+        return ids[end:]

@@ -1,0 +1,233 @@
+"""Conversations with a user's environment: one object per trajectory, called on the main process only.
+
+    class Env:
+        def reset(self, row): ...      # None, or a prompt in place of the row's: text or messages
+        def step(self, text): ...      # (observation, reward, done)
+
+Either method may be async. The calls of a round are made at the same time: those of a plain class in a few threads, where
+all calls of an object are made in the same one; those of an async class on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import inspect
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from mrl.data.files import BadRow
+from mrl.data.formats import check_messages
+from mrl.data.prompts import Prompt
+from mrl.errors import ConfigError, RewardError
+from mrl.rewards.functions import describe, is_async, load_named
+from mrl.rewards.worker import as_float
+
+THREADS = 32
+KEY = "rollout.environment"
+
+Said = str | list[dict[str, Any]]
+"""A text, which becomes a user turn, or messages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What an environment answered. observation: None where it has nothing more to say."""
+
+    observation: Said | None
+    reward: float
+    done: bool
+
+
+def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
+    """The class that `path.py:Class` names. Raises ConfigError where it is none that can be used."""
+    environment = load_named(spec, key, kind="class")
+    name = spec.rpartition(":")[2]
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise ConfigError(f"{key}: {spec}: {name} has no method {method}; write def {method}(self, ...)")
+    for what, call, arguments in (
+        (f"{name}()", environment, ()),
+        ("reset(row)", environment.reset, (None, {})),
+        ("step(text)", environment.step, (None, "text")),
+    ):
+        try:
+            inspect.signature(call).bind(*arguments)
+        except TypeError as error:
+            raise ConfigError(f"{key}: {spec}: cannot be called as {what}: {error}") from None
+    return environment
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """A call of one conversation's object. started: when it began, by time.monotonic; None while it waits its turn."""
+
+    number: int
+    method: Literal["reset", "step"]
+    argument: Any
+    started: float | None = None
+    value: Any = None
+    fault: str | None = None
+    ended: bool = False
+
+
+class Environments:
+    """The objects of the conversations of one rollout. timeout_s: of one call; the first reset makes the object too.
+
+    Raises RewardError that names `name`, the row and what to do, for an exception, a timeout, or an answer of another form.
+    """
+
+    def __init__(self, environment: Callable[[], Any], name: str, *, timeout_s: float) -> None:
+        self._class, self._name, self._timeout_s = environment, name, timeout_s
+        self._objects: list[Any] = []
+        self._prompts: list[Prompt] = []
+        self._changed = threading.Condition()
+        self._left = 0
+        self._asynchronous = any(is_async(getattr(environment, method)) for method in ("reset", "step"))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads: list[queue.SimpleQueue[_Call | None]] = []
+
+    def reset(self, prompts: Sequence[Prompt]) -> list[Said | None]:
+        """Begins conversations 0, 1, ..., each with a row; what replaces the prompt of each, or None."""
+        self._prompts, self._objects = list(prompts), [None] * len(prompts)
+        self._start()
+        calls = [_Call(i, "reset", copy.deepcopy(prompt.row)) for i, prompt in enumerate(prompts)]
+        return [self._checked(call, self._prompt_of) for call in self._run(calls)]
+
+    def step(self, said: Sequence[tuple[int, str]]) -> list[Step]:
+        """The answers to what the policy said, in the conversations with these numbers."""
+        calls = [_Call(number, "step", text) for number, text in said]
+        return [self._checked(call, self._step_of) for call in self._run(calls)]
+
+    def close(self) -> None:
+        """Forgets the objects and ends the threads; one that hangs in a call ends with the process."""
+        self._objects = []
+        for calls in self._threads:
+            calls.put(None)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads, self._loop = [], None
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def _start(self) -> None:
+        """Threads are daemons: a call that hangs does not keep the process from ending."""
+        if self._asynchronous and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_serve_loop, args=(self._loop,), name="mrl-environments", daemon=True).start()
+        while not self._asynchronous and len(self._threads) < min(THREADS, len(self._objects)):
+            self._threads.append(queue.SimpleQueue())
+            threading.Thread(target=self._serve, args=(self._threads[-1],), name="mrl-environment", daemon=True).start()
+
+    def _run(self, calls: list[_Call]) -> list[_Call]:
+        """Makes the calls and waits for all; the first fault, by conversation, is raised."""
+        self._left = len(calls)
+        for call in calls:
+            if self._loop is not None:
+                asyncio.run_coroutine_threadsafe(self._make_async(call), self._loop)
+            else:
+                self._threads[call.number % len(self._threads)].put(call)
+        with self._changed:
+            while self._left:
+                now = time.monotonic()
+                running = [c for c in calls if not c.ended and c.started is not None]
+                for call in running:
+                    if now - call.started > self._timeout_s:
+                        call.fault = f"took more than {self._timeout_s:g} s"
+                        raise self._error(call, f"make it faster, or raise {KEY}_timeout_s")
+                first = min((c.started for c in running), default=now)
+                self._changed.wait(min(1.0, first + self._timeout_s - now + 0.01))  # others may begin meanwhile
+        for call in calls:
+            if call.fault is not None:
+                raise self._error(call, "correct the environment")
+        return calls
+
+    def _serve(self, calls: queue.SimpleQueue[_Call | None]) -> None:
+        while (call := calls.get()) is not None:
+            call.started = time.monotonic()
+            try:
+                call.value = self._method(call)(call.argument)
+            except BaseException as error:
+                call.fault = f"raised {describe(error)}"
+            self._end(call)
+
+    async def _make_async(self, call: _Call) -> None:
+        call.started = time.monotonic()
+        try:
+            value = self._method(call)(call.argument)
+            call.value = await value if inspect.isawaitable(value) else value
+        except BaseException as error:
+            call.fault = f"raised {describe(error)}"
+        self._end(call)
+
+    def _method(self, call: _Call) -> Callable[[Any], Any]:
+        if call.method == "reset":
+            self._objects[call.number] = self._class()
+        return getattr(self._objects[call.number], call.method)
+
+    def _end(self, call: _Call) -> None:
+        with self._changed:
+            call.ended = True
+            self._left -= 1
+            if not self._left:
+                self._changed.notify()
+
+    # ----------------------------------------------------------------------------------------------------- answers
+
+    def _error(self, call: _Call, advice: str) -> RewardError:
+        where = self._prompts[call.number].where
+        return RewardError(f"{KEY}: {self._name}: row {where}: {call.method} {call.fault}; {advice}")
+
+    def _checked(self, call: _Call, read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(call.value)
+        except (BadRow, ValueError, OverflowError) as error:
+            call.fault = str(error)
+            raise self._error(call, "correct the environment") from None
+
+    def _prompt_of(self, value: Any) -> Said | None:
+        said = None if value is None else _said(value, "the prompt")
+        if said == "":
+            raise ValueError("returned an empty prompt")
+        return said
+
+    def _step_of(self, value: Any) -> Step:
+        if not isinstance(value, tuple | list) or len(value) != 3:
+            raise ValueError(f"returned {_shown(value)}, which is not (observation, reward, done)")
+        observation, reward, done = value
+        reward = as_float(reward)
+        if hasattr(done, "item"):  # NumPy's
+            done = done.item()
+        if not isinstance(done, bool):
+            raise ValueError(f"returned {_shown(done)} as done, which is not True or False")
+        if observation is None and not done:
+            raise ValueError("returned no observation, and done is False")
+        return Step(None if observation is None else _said(observation, "the observation"), reward, done)
+
+
+def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+
+
+def _said(value: Any, what: str) -> Said:
+    """A text as it is, one or more messages as a list of plain data of their own."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict | list):
+        raise ValueError(f"returned {_shown(value)} as {what}; give text, a message or a list of messages")
+    try:
+        messages = json.loads(json.dumps(value if isinstance(value, list) else [value]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"returned {what} with something that is no plain data ({error})") from None
+    return check_messages(messages, what)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({type(value).__name__})"

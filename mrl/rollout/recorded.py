@@ -1,0 +1,125 @@
+"""Replay of saved rollouts (mrl/rollout/samples.py), in place of `Rollouts`: nothing is sampled."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+
+from mrl.config.ppo import RolloutConfig
+from mrl.data.prompts import Prompt
+from mrl.errors import ConfigError, DataError
+from mrl.rollout.base import Trajectory
+from mrl.rollout.rollouts import OnMain
+from mrl.rollout.samples import SavedSample, Series, read_samples, samples_path
+
+
+class RecordedRollouts:
+    """Gives the trajectories in the folder rollout.path. Raises ConfigError where that is none."""
+
+    exact = False
+    """Log-probs are those in the file: of the weights that sampled, whatever these were."""
+
+    def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn()) -> None:
+        if config.path is None:
+            raise ConfigError("rollout.path: is null, and rollout.backend recorded needs a folder of saved rollouts")
+        self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
+        on_main(self._check_folder)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        greedy: bool = False,
+        round: int = 0,
+        series: Series = "step",
+    ) -> list[Trajectory]:
+        """As `Rollouts.sample`, from the file of that step and series; greedy and round are what they were when it was saved.
+
+        Raises DataError where the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
+        """
+        path = samples_path(self._folder, step, series)
+        records = self._on_main(lambda: self._read(path, step))
+        found: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
+        for line, record in enumerate(records, start=1):
+            found.setdefault((record.index, record.sample), collections.deque()).append((line, record))
+        trajectories = []
+        for prompt in prompts:
+            for sample in range(samples):
+                left = found.get((prompt.index, sample))
+                if not left:
+                    raise DataError(self._missing(path, records, prompt, sample, samples))
+                line, record = left.popleft()
+                trajectories.append(self._trajectory(record, prompt, f"{path}:{line}"))
+        return trajectories
+
+    def _check_folder(self) -> None:
+        if not os.path.isdir(self._folder):
+            raise ConfigError(f"rollout.path: {self._config.path}: there is no such folder; give the samples/ of a run")
+
+    def _read(self, path: str, step: int) -> list[SavedSample]:
+        if not os.path.exists(path):
+            name = os.path.basename(path)
+            others = sorted(f for f in os.listdir(self._folder) if f.startswith(name.split("_")[0] + "_"))
+            raise DataError(
+                f"rollout.path: {self._config.path}: has no {name}, which is needed before step {step}; it has "
+                f"{f'{len(others)} from {others[0]} to {others[-1]}' if others else 'none of that kind'}"
+            )
+        records = read_samples(path)
+        for line, record in enumerate(records, start=1):
+            if record.step != step:
+                raise DataError(
+                    f"{path}:{line}: step is {record.step} and not {step}; give each file its own name back"
+                )
+        return records
+
+    def _missing(self, path: str, records: list[SavedSample], prompt: Prompt, sample: int, samples: int) -> str:
+        have = [r.sample for r in records if r.index == prompt.index]
+        if not have:
+            return (
+                f"{path}: has no sample of {prompt.where} (index {prompt.index}); replay needs the data, seed and "
+                "train.global_batch_size of the run that saved it"
+            )
+        return (
+            f"{path}: has {len(have)} samples of {prompt.where} (index {prompt.index}) and not number {sample} of "
+            f"{samples}, as often as the prompt comes; replay needs rollout.samples_per_prompt of the run that saved it"
+        )
+
+    def _trajectory(self, record: SavedSample, prompt: Prompt, where: str) -> Trajectory:
+        given = record.tokens[: record.prompt_length]
+        same = record.prompt == json.loads(json.dumps(prompt.content))
+        if not same and self._config.environment is not None:  # whose reset gave another prompt
+            prompt = dataclasses.replace(prompt, content=record.prompt, tokens=given, truncated=False)
+        elif not same:
+            raise DataError(
+                f"{where}: the prompt is not that of {prompt.where}; replay the data that it was sampled from"
+            )
+        elif given != prompt.tokens:
+            raise DataError(
+                f"{where}: the prompt has other tokens than {prompt.where} gives now; use the tokenizer, chat template, "
+                "data.system and data.max_prompt_length of the run that saved it"
+            )
+        new = len(record.tokens) - len(given)
+        if new > self._config.max_new_tokens:
+            raise DataError(
+                f"{where}: has {new} tokens after the prompt, and rollout.max_new_tokens is {self._config.max_new_tokens}; "
+                f"set it to at least {new}"
+            )
+        return Trajectory(
+            prompt=prompt,
+            sample=record.sample,
+            tokens=record.tokens,
+            mask=record.mask,
+            log_probs=record.log_probs,
+            text=record.completion,
+            finished=record.finished,
+            turns=record.turns,
+            reward=record.environment,
+        )

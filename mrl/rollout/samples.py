@@ -1,0 +1,197 @@
+"""Rollouts as JSONL that a person can read: one file per rollout, one object per trajectory, keys in reading order.
+
+`samples/step_00000012.jsonl` is what was sampled when step 12 was next; `eval_00000012.jsonl` the held-out prompts at that
+time, and `baseline_00000012.jsonl` the greedy completions that remax compares with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from mrl.data.files import one_line
+from mrl.errors import DataError
+from mrl.rollout.base import Trajectory
+
+Series = Literal["step", "eval", "baseline"]
+SERIES_NAMES: tuple[Series, ...] = get_args(Series)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSample:
+    """A line. row: file and line of the prompt. reward: in all; rewards: of the functions, by label; environment: the
+    environment's. completion: what the policy said. advantage: the mean over its tokens. The rest is as in Trajectory; what
+    is unknown is null."""
+
+    step: int
+    row: str
+    index: int
+    sample: int
+    reward: float | None
+    rewards: dict[str, float]
+    environment: float | None
+    prompt: str | list[dict[str, Any]]
+    completion: str
+    finished: bool
+    turns: int
+    response_length: int
+    advantage: float | None
+    tokens: list[int]
+    mask: list[int]
+    log_probs: list[float]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that the policy sampled."""
+        return self.mask.index(1)
+
+
+def samples_path(folder: str, step: int, series: Series = "step") -> str:
+    return os.path.join(folder, f"{series}_{step:08d}.jsonl")
+
+
+def write_samples(
+    folder: str,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    *,
+    series: Series = "step",
+    rewards: Sequence[float] | None = None,
+    parts: Mapping[str, Sequence[float]] | None = None,
+    advantages: Sequence[float] | None = None,
+) -> str:
+    """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
+
+    step: the one that is next. rewards, advantages: one per trajectory. parts: the same by label of a reward function.
+    """
+    path = samples_path(folder, step, series)
+    os.makedirs(folder, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as out:
+            for i, t in enumerate(trajectories):
+                sample = SavedSample(
+                    step=step,
+                    row=t.prompt.where,
+                    index=t.prompt.index,
+                    sample=t.sample,
+                    reward=None if rewards is None else rewards[i],
+                    rewards={label: values[i] for label, values in (parts or {}).items()},
+                    environment=t.reward,
+                    prompt=t.prompt.content,
+                    completion=t.text,
+                    finished=t.finished,
+                    turns=t.turns,
+                    response_length=t.response_length,
+                    advantage=None if advantages is None else advantages[i],
+                    tokens=t.tokens,
+                    mask=t.mask,
+                    log_probs=t.log_probs,
+                )
+                fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
+                out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+    return path
+
+
+def read_samples(path: str) -> list[SavedSample]:
+    """The trajectories of a file, in its order. Raises DataError with file and line for what is no trajectory."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({one_line(error)}); give a file that `mrl ppo` wrote") from None
+    if lines.pop():
+        raise DataError(f"{path}:{len(lines) + 1}: the line is cut off; copy the file again")
+    if not lines:
+        raise DataError(f"{path}: is empty; give a file that `mrl ppo` wrote")
+    samples = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            samples.append(_sample(line))
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {one_line(error)}; give a file that `mrl ppo` wrote") from None
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and bool(value) and all(map(check, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _number_or_null(value: Any) -> bool:
+    return value is None or _number(value)
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_count, "a number from 0"),
+    "row": (_text, "a text"),
+    "index": (_count, "a number from 0"),
+    "sample": (_count, "a number from 0"),
+    "reward": (_number_or_null, "a finite number or null"),
+    "rewards": (lambda v: isinstance(v, dict) and all(map(_number, v.values())), "an object of finite numbers"),
+    "environment": (_number_or_null, "a finite number or null"),
+    "prompt": (lambda v: _text(v) or _list_of(lambda m: isinstance(m, dict))(v), "a text or a list of messages"),
+    "completion": (_text, "a text"),
+    "finished": (lambda v: isinstance(v, bool), "true or false"),
+    "turns": (lambda v: _count(v) and v > 0, "a number from 1"),
+    "response_length": (lambda v: _count(v) and v > 0, "a number from 1"),
+    "advantage": (_number_or_null, "a finite number or null"),
+    "tokens": (_list_of(_count), "a list of token ids"),
+    "mask": (_list_of(lambda v: type(v) is int and v in (0, 1)), "a list of 0 and 1"),
+    "log_probs": (_list_of(_number), "a list of finite numbers"),
+}
+
+
+def _sample(line: str) -> SavedSample:
+    """Raises ValueError: "what is wrong"."""
+    try:
+        fields = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"is a JSON {type(fields).__name__} and no object")
+    for name in (*_CHECKS, *fields):
+        if name not in fields:
+            raise ValueError(f"has no {name}")
+        if name not in _CHECKS:
+            raise ValueError(f"has the key {name!r}, which a sample has not")
+    for name, (check, words) in _CHECKS.items():
+        if not check(fields[name]):
+            shown = json.dumps(fields[name])
+            raise ValueError(f"{name} is {shown if len(shown) <= 40 else shown[:37] + '...'} and not {words}")
+    tokens, mask, log_probs = fields["tokens"], fields["mask"], fields["log_probs"]
+    if not len(tokens) == len(mask) == len(log_probs):
+        raise ValueError(
+            f"tokens, mask and log_probs have {len(tokens)}, {len(mask)} and {len(log_probs)} entries and not one number"
+        )
+    if mask[0] or sum(mask) != fields["response_length"]:
+        raise ValueError(
+            f"mask has {sum(mask)} ones{', the first at the first token' if mask[0] else ''}, and response_length is "
+            f"{fields['response_length']}"
+        )
+    if any(p and not m for p, m in zip(log_probs, mask, strict=True)):
+        raise ValueError("log_probs has a number where mask is 0")
+    return SavedSample(**{**fields, "log_probs": [float(p) for p in log_probs]})

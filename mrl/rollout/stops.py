@@ -1,0 +1,67 @@
+"""What ends a completion: the model's own end tokens, and texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.errors import ModelError
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's EOS, and those that generation_config.json of the model's folder names, in order of their ids."""
+    path = pathlib.Path(os.path.expanduser(folder)) / "generation_config.json"
+    found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if path.is_file():
+        try:
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"{path}: is no JSON object ({error}); get the model's files again") from None
+        more = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(token) is int and token >= 0 for token in more):
+            raise ModelError(f"{path}: eos_token_id is {given!r}; give a token id or a list of them")
+        found += more
+    return tuple(sorted(set(found)))
+
+
+class StopTexts:
+    """Whether the last of a completion's tokens completes a stop text, in the decoded tokens (special ones too).
+
+    Called after each token it decodes only so many tokens as may hold the longest text, from one on that is whole
+    characters by itself: what a tokenizer makes of the tokens from there on does not depend on those before, but for a
+    space that some leave out at the start. A character whose bytes are not all there yet completes nothing.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._whole: dict[int, bool] = {}  # a fact of the vocabulary, looked up once per token
+
+    def __call__(self, new: Sequence[int]) -> bool:
+        """new: the completion's ids so far. True where its text has a stop text that it had not one token before."""
+        start, whole = len(new) - 1, 0
+        while start > 0 and whole <= self._longest:
+            start -= 1
+            whole += self._is_whole(new[start])
+        text = self.decode(new[start:])
+        return any(stop in text for stop in self._stop)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _is_whole(self, token: int) -> bool:
+        """Whether the token is whole characters, at least one; a byte of a byte-fallback vocabulary may be part of one."""
+        known = self._whole.get(token)
+        if known is None:
+            text = self.decode([token])
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            known = bool(text) and "\N{REPLACEMENT CHARACTER}" not in text and not _BYTE.fullmatch(name or "")
+            self._whole[token] = known
+        return known
