@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from mrl.engine.base import BaseEngine, Completion, GenerateRequest
+from mrl.engine.base import Completion, GenerateRequest
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.stops import StopTexts
 
 
 class EngineSampler(Sampler):
-    """Samples from the weights of `engine` as they are now. cache_tokens, prefill_tokens: as of `BaseEngine.generate`."""
+    """Samples by `generate`, which is `BaseEngine.generate` of the actor with its limits of memory."""
 
     exact = True
 
     def __init__(
-        self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, *, cache_tokens: int, prefill_tokens: int
+        self, generate: Callable[[list[GenerateRequest]], list[Completion]], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        self._cache_tokens, self._prefill_tokens = cache_tokens, prefill_tokens
+        self._generate, self._tokenizer = generate, tokenizer
         self._stops: dict[tuple[str, ...], StopTexts] = {}
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        return self._engine.generate(
-            [self._for_engine(request) for request in requests],
-            cache_tokens=self._cache_tokens,
-            prefill_tokens=self._prefill_tokens,
-        )
+        return self._generate([self._for_engine(request) for request in requests])
 
     def _for_engine(self, request: SampleRequest) -> GenerateRequest:
         stop = tuple(request.stop)

@@ -28,6 +28,7 @@ from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Sampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
+from mrl.rollout.stops import end_tokens
 from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
@@ -151,11 +152,13 @@ def _rollouts(
 ) -> tuple[Any, Sampler | None]:
     """What samples trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
-        return RecordedRollouts(config.rollout.path), None
-    sampler = make_sampler(config, dispatch, tokenizer, folder, directory.path)
-    return Rollouts(
-        sampler, tokenizer, config.rollout, seed=config.seed, folder=folder, on_main=dispatch.on_main
-    ), sampler
+        return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
+    sampler = make_sampler(config, dispatch, tokenizer, folder, directory)
+    rollouts = Rollouts(
+        sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
+        system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
+    )  # fmt: skip
+    return rollouts, sampler
 
 
 def _sampling(sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
