@@ -6,10 +6,12 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shlex
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +20,10 @@ from mrl import __version__
 from mrl.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from mrl.config.schema import SFTConfig
+    from mrl.config.ppo import PPOConfig
+    from mrl.config.roots import Config
+    from mrl.config.schema import EngineConfig, SFTConfig
+    from mrl.launch.preflight import Part
     from mrl.parallel import ParallelDims
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
@@ -26,8 +31,6 @@ EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 INTERRUPTED = (
     "interrupted: what was done since the last checkpoint is lost (SIGTERM saves first); the same command goes on"
 )
-
-_SFT = "mrl.trainers.sft:run"
 
 
 class _Commands(click.Group):
@@ -80,102 +83,162 @@ def command() -> None:
         leave(code, failed=code not in (0, EXIT_STOPPED))
 
 
+def _takes_config(function: Callable[..., None]) -> Callable[..., None]:
+    """The arguments and options of a command that trains."""
+    for decorate in (
+        click.option(
+            "--dry-run",
+            is_flag=True,
+            help="Check keys, files, layouts, and each model's config.json, print what would run, write nothing. "
+            "Weights, tokenizer, rows and checkpoints are read by the run alone.",
+        ),
+        click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: the GPUs, else what the layouts need."),
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+        click.argument("config_path", metavar="CONFIG", type=click.Path()),
+    ):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
 @main.command()
-@click.argument("config_path", metavar="CONFIG", type=click.Path())
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: the GPUs, else what the layout needs.")  # fmt: skip
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check keys, files, layout, and the model's config.json, print what would run, write nothing. "
-    "Weights, tokenizer, rows and checkpoints are read by the run alone.",
-)
-def sft(config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
+@_takes_config
+def sft(**arguments: Any) -> None:
     """Fine-tune a model on the rows that the YAML file CONFIG names.
 
     KEY=VALUE sets any config key, as in train.steps=10; `mrl config` lists them.
     """
+    _train("sft", **arguments)
+
+
+@main.command()
+@_takes_config
+def ppo(**arguments: Any) -> None:
+    """Train a model by reinforcement learning: ppo, grpo and others, as algorithm.name in the YAML file CONFIG says.
+
+    KEY=VALUE sets any config key, as in algorithm.name=grpo; `mrl config ppo` lists them.
+    """
+    _train("ppo", **arguments)
+
+
+def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
+    """Checks what can be checked before any process starts, and runs the command's trainer."""
     from mrl.config.load import load_config
+    from mrl.config.roots import ROOTS
     from mrl.launch import preflight
     from mrl.launch.environment import joined_world
     from mrl.launch.worker import log_path, warnings_in
 
     joined = joined_world(os.environ)
-    config = load_config(config_path, overrides)
-    if config.engine.device == "cpu":
+    config = load_config(config_path, overrides, ROOTS[command])
+    if "cpu" in preflight.devices(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
-    model = preflight.check_files(config)
+    parts = preflight.check_files(config)
     if joined is None:
-        nproc = _choose_nproc(config, nproc)
+        nproc = _choose_nproc(parts, nproc)
     elif nproc is not None:
         raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
     world_size = nproc if joined is None else joined.world_size
-    dims = preflight.check_layout(config, model, world_size)
+    layouts = preflight.check_layout(config, parts, world_size)
     if dry_run:
-        _describe(config, dims)
+        _describe(command, config, parts, layouts)
         return
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if joined is not None:
         os.environ.update(joined.variables)
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
-            _target()(config, command_line)
+            _target(command)(config, command_line)
     else:
-        _start(config, command_line, nproc)
+        _start(command, config, command_line, nproc)
 
 
-def _choose_nproc(config: SFTConfig, asked: int | None) -> int:
-    from mrl.config.checks import smallest_world
-    from mrl.launch.preflight import choose_nproc
+def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
+    from mrl.launch.preflight import choose_nproc, needed_processes
 
     gpus = 0
-    if config.engine.device != "cpu":
+    devices = {f"{part.role}.engine".lstrip("."): part.engine.device for part in parts}
+    if "cpu" not in devices.values():
         import torch
 
         gpus = torch.cuda.device_count()
-    needed = smallest_world(config.engine.parallel)
-    return choose_nproc(asked, device=config.engine.device, gpus=gpus, needed=needed)
+    key = next((key for key, device in devices.items() if device == "cuda"), "engine")
+    device = devices.get(key, "auto")
+    return choose_nproc(asked, device=device, gpus=gpus, needed=needed_processes(parts), key=key)
 
 
-def _start(config: SFTConfig, command_line: str, nproc: int) -> None:
+def _start(command: str, config: Config, command_line: str, nproc: int) -> None:
     """Runs the trainer in `nproc` processes on this machine: in this one where one suffices."""
     from mrl.launch import local
 
     try:
         if nproc == 1:
             local.run_here(
-                lambda *given: _target()(*given), config, command_line
+                lambda *given: _target(command)(*given), config, command_line
             )  # warnings of its imports go to the log
         else:
-            local.launch(_SFT, config, command_line, nproc)
+            local.launch(f"mrl.trainers.{command}:run", config, command_line, nproc)
     except local.RankFailed as failure:
         click.echo(f"mrl: {failure}", err=True)
         click.get_current_context().exit(EXIT_FAULT)
 
 
-def _target() -> Any:
-    from mrl.trainers.sft import run
+def _target(command: str) -> Callable[[Any, str], None]:
+    """`run` of the command's trainer."""
+    return importlib.import_module(f"mrl.trainers.{command}").run
 
-    return run
 
-
-def _describe(config: SFTConfig, dims: ParallelDims) -> None:
+def _describe(command: str, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> None:
     """Prints the resolved config, which is YAML, and comments on what it means on these processes."""
-    from mrl.config.checks import resolve_engine_tokens
     from mrl.config.load import dump_config
 
-    tokens, train = resolve_engine_tokens(config), config.train
-    cut = f"{config.engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"
-    length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
     click.echo(dump_config(config), nl=False)
-    click.echo(f"# layout: {dims.describe()} on {dims.world_size} {'process' if dims.world_size == 1 else 'processes'}")
-    click.echo(f"# micro-batch: {cut}")
-    click.echo(f"# length: {length} of {train.global_batch_size} sequences a step")
+    for line in _sft_comments(config, *layouts) if command == "sft" else _ppo_comments(config, parts, layouts):
+        click.echo(f"# {line}")
+
+
+def _sft_comments(config: SFTConfig, dims: ParallelDims) -> list[str]:
+    train = config.train
+    length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
+    return [
+        f"layout: {dims.describe()} on {_processes(dims)}",
+        f"micro-batch: {_micro_batch(config.engine, config.data.max_length)}",
+        f"length: {length} of {train.global_batch_size} sequences a step",
+    ]
+
+
+def _ppo_comments(config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+    train, per_iteration = config.train, config.steps_per_iteration
+    lines = [
+        f"{part.role}: {part.engine.backend} {dims.describe()} on {_processes(dims)}, micro-batches of "
+        f"{_micro_batch(part.engine, config.max_length)}"
+        for part, dims in zip(parts, layouts, strict=True)
+    ]
+    lines.append(
+        f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained on in "
+        f"{per_iteration} steps of {config.mini_batch_size} sequences"
+    )
+    if train.steps is not None:
+        length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
+    else:
+        length = f"{1 if train.epochs is None else train.epochs:g} epochs of the prompts, in whole iterations"
+    return [*lines, f"length: {length}"]
+
+
+def _processes(dims: ParallelDims) -> str:
+    return f"{dims.world_size} {'process' if dims.world_size == 1 else 'processes'}"
+
+
+def _micro_batch(engine: EngineConfig, max_length: int) -> str:
+    from mrl.config.checks import micro_batch_tokens
+
+    tokens = micro_batch_tokens(engine.micro_batch, max_length)
+    return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"
 
 
 @main.command("config")
-@click.argument("command", type=click.Choice(["sft"]), default="sft")
+@click.argument("command", type=click.Choice(["sft", "ppo"]), default="sft")
 def show_config(command: str) -> None:
     """Print every config key: type, default, meaning."""
     from mrl.config.docs import text
+    from mrl.config.roots import ROOTS
 
-    click.echo(text(), nl=False)
+    click.echo(text(ROOTS[command]), nl=False)

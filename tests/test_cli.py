@@ -35,7 +35,7 @@ def invoke(*args: str):
 
 
 def train_with(monkeypatch, function) -> None:
-    monkeypatch.setattr(cli, "_target", lambda: function)
+    monkeypatch.setattr(cli, "_target", lambda command: function)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["sft", "--help"], ["config"]])
@@ -67,7 +67,7 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    assert sorted(cli.main.commands) == ["config", "sft"], "a command exists when it works"
+    assert sorted(cli.main.commands) == ["config", "ppo", "sft"], "a command exists when it works"
 
 
 def test_the_package_says_the_same_version():
@@ -83,7 +83,8 @@ def test_config_prints_every_key():
     assert result.exit_code == 0
     assert "engine.parallel.tp  (default 1; a whole number of at least 1)" in result.output
     assert invoke("config", "sft").output == result.output
-    assert invoke("config", "ppo").exit_code == 2
+    assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
+    assert invoke("config", "dpo").exit_code == 2
 
 
 def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
@@ -138,7 +139,7 @@ def test_exit_codes(workspace, monkeypatch, error, code, message):
 
 
 def test_a_fault_is_a_traceback_and_exit_code_1(workspace):
-    code = "from mrl import cli; cli._target = lambda: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
+    code = "from mrl import cli; cli._target = lambda command: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
@@ -212,7 +213,7 @@ def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, n
         "    def __del__(self, write=os.write): write(1, b'taken down\\n')\n"
         "late = Late()\n"
         "atexit.register(lambda: print('atexit'))\n"
-        f"cli._target = lambda: lambda *_: {target}\n"
+        f"cli._target = lambda command: lambda *_: {target}\n"
         "sys.argv = ['mrl', 'sft', 'config.yaml']\n"
         "print('printed')\n"
         "cli.command()\n"

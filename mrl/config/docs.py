@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from mrl.config.keys import Key, expected, section_keys
-from mrl.config.schema import SFTConfig
+from mrl.config.roots import ROOTS
 
 _HEADER = """\
 # Config keys
 
-Made from `mrl/config/schema.py` by `make docs`; `mrl config` prints the same. A config is a YAML file; any key
-can be set on the command line too, as in `mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
+Made from `mrl/config/schema.py` and `mrl/config/ppo.py` by `make docs`; `mrl config sft` and `mrl config ppo` print the same. A
+config is a YAML file; any key can be set on the command line too, as in
+`mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
 Values there are YAML. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so
 do missing files, a layout that does not fit, and an architecture in config.json that the engine does not know: `--dry-run`
 checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its first step.
@@ -41,17 +41,22 @@ def _yaml(value: Any) -> str:
 
 
 def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """(dotted path, meaning, keys that hold a value) of `section` and each section below it."""
+    """(dotted path, meaning, keys that hold a value) of `section` and each section below it, those that may be null too."""
     keys = list(section_keys(section, path))
-    yield path, help, [key for key in keys if not dataclasses.is_dataclass(key.annotation)]
+    yield path, help, [key for key in keys if key.section is None]
     for key in keys:
-        if dataclasses.is_dataclass(key.annotation):
-            yield from sections(key.annotation, key.path, key.help)
+        if key.section is not None:
+            yield from sections(key.section, key.path, f"{key.help} (default null)" if key.nullable else key.help)
 
 
-def markdown(root: type = SFTConfig) -> str:
+def markdown() -> str:
     """docs/config.md."""
-    lines = [_HEADER]
+    return _HEADER + "".join(f"\n# mrl {command}\n\n{tables(root)}" for command, root in ROOTS.items())
+
+
+def tables(root: type) -> str:
+    """The keys of one command, a table a section."""
+    lines: list[str] = []
     for path, help, keys in sections(root):
         if not keys:
             continue
@@ -63,7 +68,7 @@ def markdown(root: type = SFTConfig) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def text(root: type = SFTConfig) -> str:
+def text(root: type) -> str:
     """Every key for a terminal: its default and type on one line, its meaning below."""
     lines: list[str] = []
     for path, help, keys in sections(root):

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from mrl.config.load import to_dict
-from mrl.config.schema import SFTConfig
+from mrl.config.roots import Config, command_of
 from mrl.errors import Stopped, UserError
 from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
 
@@ -43,14 +43,14 @@ class RankFailed(Exception):
     """A rank ended by a fault of ours or was killed; the message is its traceback or says what killed it."""
 
 
-def run_here(target: Callable[[SFTConfig, str], object], config: SFTConfig, command_line: str) -> None:
+def run_here(target: Callable[[Config, str], object], config: Config, command_line: str) -> None:
     """Runs `target(config, command_line)` as the only rank, in this process. It has nobody to meet, and so no port."""
     log = log_path(pathlib.Path(config.output_dir) / "logs", rank=0)
     with _environment(_unless_set(_loopback())), warnings_in(log):
         target(config, command_line)
 
 
-def launch(target: str, config: SFTConfig, command_line: str, nproc: int) -> None:
+def launch(target: str, config: Config, command_line: str, nproc: int) -> None:
     """Runs `target` (`module:function`) in `nproc` processes and waits for them.
 
     Raises UserError or Stopped where the ranks did, RankFailed with the first failing rank's error, and
@@ -60,7 +60,7 @@ def launch(target: str, config: SFTConfig, command_line: str, nproc: int) -> Non
     log_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name:
         folder = pathlib.Path(name)
-        task = Task(target, to_dict(config), command_line, str(log_dir), os.getpid())
+        task = Task(target, command_of(config), to_dict(config), command_line, str(log_dir), os.getpid())
         (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
         group = _ProcessGroup(nproc, folder)
         with _environment(_worker_variables()):

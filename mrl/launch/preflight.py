@@ -3,41 +3,92 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import json
 import logging
+import math
 import os
 import pathlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mrl.config.checks import check_model, check_world
-from mrl.config.schema import DataConfig, ModelConfig, SFTConfig
+from mrl.config.checks import check_model, check_world, parallel_dims, smallest_world
+from mrl.config.ppo import PPOConfig, PromptsConfig
+from mrl.config.ppo_checks import check_replicas
+from mrl.config.rewards import FunctionReward
+from mrl.config.roles import ROLES, engine_of, keys_of, model_of, roles_of
+from mrl.config.roots import Config
+from mrl.config.schema import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, SFTConfig
 from mrl.errors import ConfigError, DataError, ModelError
 from mrl.parallel import ParallelDims
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
 
-def check_files(config: SFTConfig) -> dict[str, Any]:
-    """Raises a UserError where a file or folder that `config` names is missing. Returns the model's config.json."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A model that the run builds, on an engine. role: "" for the one of `mrl sft`. hf: the content of its config.json."""
+
+    role: str
+    model: ModelConfig
+    engine: EngineConfig
+    hf: dict[str, Any]
+
+
+def devices(config: Config) -> set[str]:
+    """What engines ask for, of all roles that the config names one for."""
+    if isinstance(config, SFTConfig):
+        return {config.engine.device}
+    return {engine_of(config, role).device for role in ROLES}
+
+
+def check_files(config: Config) -> list[Part]:
+    """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of."""
     _check_output_dir(config.output_dir)
-    _check_checkpoint(config)
-    model = read_model_config(config.model)
+    _check_checkpoint(config.checkpoint)
+    if isinstance(config, SFTConfig):
+        parts = [Part("", config.model, config.engine, read_model_config(config.model))]
+    else:
+        parts = [
+            Part(role, model_of(config, role), engine_of(config, role), read_model_config(model_of(config, role), f"{role}.model"))
+            for role in _roles(config)
+        ]  # fmt: skip
+        _check_rollout(config)
     _check_data(config.data)
-    return model
+    return parts
 
 
-def check_layout(config: SFTConfig, model: dict[str, Any], world_size: int) -> ParallelDims:
-    """The layout on `world_size` processes, checked against the batch and the model's config.json."""
-    dims = check_world(config, world_size)
-    check_model(config.engine, dims, model)
-    _check_architecture(config, dims, model)
-    return dims
+def _roles(config: PPOConfig) -> tuple[str, ...]:
+    """The roles of the run, whose algorithm is checked. It imports torch, and so waits until now."""
+    from mrl.algorithms.configured import check_algorithm
+
+    return roles_of(config, check_algorithm(config))
 
 
-def _check_architecture(config: SFTConfig, dims: ParallelDims, model: dict[str, Any]) -> None:
+def needed_processes(parts: Sequence[Part]) -> int:
+    """The fewest processes that all layouts fit on."""
+    return math.lcm(*(smallest_world(part.engine.parallel) for part in parts))
+
+
+def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list[ParallelDims]:
+    """The layout of each part on `world_size` processes, checked against the batch and the model's config.json."""
+    made = []
+    for part in parts:
+        with contextlib.nullcontext() if isinstance(config, SFTConfig) else keys_of(config, part.role):
+            if isinstance(config, SFTConfig):
+                dims = check_world(config, world_size)
+            else:
+                dims = parallel_dims(part.engine.parallel, world_size)
+                check_replicas(config, part.role, dims)
+            check_model(part.engine, dims, part.hf)
+            _check_architecture(part, dims)
+        made.append(dims)
+    return made
+
+
+def _check_architecture(part: Part, dims: ParallelDims) -> None:
     """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split.
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
@@ -47,8 +98,8 @@ def _check_architecture(config: SFTConfig, dims: ParallelDims, model: dict[str, 
         from mrl.mcore_models import layout
         from mrl.mcore_models.families import fields_of
 
-        hf = normalize(model, where=os.path.join(config.model.path, "config.json"))
-        if config.engine.backend == "megatron":
+        hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
+        if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
 
 
@@ -64,10 +115,13 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int) -> int:
-    """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs."""
+def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key: str = "engine") -> int:
+    """Processes to start on this machine: what was asked for, else one a GPU, else what the layout needs.
+
+    key: the section that `device` is from.
+    """
     if device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
-        raise ConfigError('engine.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+        raise ConfigError(f'{key}.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
     if asked is None:
         return gpus or needed
     if gpus and asked > gpus:
@@ -75,33 +129,33 @@ def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int) -> i
     return asked
 
 
-def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """config.json of a model folder or hub id."""
+def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
+    """config.json of a model folder or hub id. key: where the config has the model."""
     folder = pathlib.Path(model.path)
     if folder.is_dir():
         path = folder / "config.json"
         if not path.is_file():
-            raise ModelError(f"model.path: value {model.path!r} has no config.json; give a Hugging Face model folder")
-        _check_weights(model, folder)
+            raise ModelError(f"{key}.path: value {model.path!r} has no config.json; give a Hugging Face model folder")
+        _check_weights(model, folder, key)
         return _read_json(path)
     if folder.exists():
-        raise ModelError(f"model.path: value {model.path!r} is a file; give the folder that holds config.json")
+        raise ModelError(f"{key}.path: value {model.path!r} is a file; give the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
         raise ModelError(
-            f"model.path: value {model.path!r} does not exist; give a Hugging Face model folder or a hub id"
+            f"{key}.path: value {model.path!r} does not exist; give a Hugging Face model folder or a hub id"
         )
-    return _read_json(_from_hub(model.path))
+    return _read_json(_from_hub(model.path, key))
 
 
-def _check_weights(model: ModelConfig, folder: pathlib.Path) -> None:
+def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
     if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"model.path: value {model.path!r} has no *.safetensors weights; save the model with "
-            "save_pretrained, or set model.init to random to train from scratch"
+            f"{key}.path: value {model.path!r} has no *.safetensors weights; save the model with save_pretrained"
+            + (f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else "")
         )
 
 
-def _from_hub(hub_id: str) -> pathlib.Path:
+def _from_hub(hub_id: str, key: str) -> pathlib.Path:
     """config.json of a hub id, from the local cache or downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
@@ -115,7 +169,7 @@ def _from_hub(hub_id: str) -> pathlib.Path:
     except (OSError, ValueError, HTTPError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"model.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason}); give a model "
+            f"{key}.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason}); give a model "
             "folder, or a hub id that is cached or can be downloaded"
         ) from None
 
@@ -130,7 +184,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(data: DataConfig | PromptsConfig) -> None:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if value is not None and _is_missing(value):
             raise DataError(
@@ -159,8 +213,29 @@ def _check_output_dir(output_dir: str) -> None:
         raise ConfigError(f"output_dir: value {output_dir!r} cannot be written ({existing}); give a folder that can")
 
 
-def _check_checkpoint(config: SFTConfig) -> None:
-    resume, remote = config.checkpoint.resume, config.checkpoint.remote
+def _check_rollout(config: PPOConfig) -> None:
+    """Files with the user's code, and rollouts to replay."""
+    functions = config.rewards.functions if config.rewards is not None else ()
+    specs = {
+        f"rewards.functions[{i}].function": reward.function
+        for i, reward in enumerate(functions)
+        if isinstance(reward, FunctionReward)
+    }
+    if config.rollout.environment is not None:
+        specs["rollout.environment"] = config.rollout.environment
+    for key, spec in specs.items():
+        path = pathlib.Path(spec.rpartition(":")[0])
+        if not path.is_file():
+            raise ConfigError(f"{key}: value {spec!r} names the file {path}, which does not exist; give path.py:name")
+    replayed = config.rollout.path
+    if replayed is not None and not os.path.isdir(os.path.expanduser(replayed)):
+        raise ConfigError(
+            f"rollout.path: value {replayed!r} is no folder; give the samples folder of a run, as runs/demo/samples"
+        )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    resume, remote = checkpoint.resume, checkpoint.remote
     if resume not in ("auto", "never") and "://" not in resume and not os.path.isdir(resume):
         raise ConfigError(
             f"checkpoint.resume: value {resume!r} is no folder; give auto, never, or the folder of a checkpoint"

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 from mrl.config.load import from_dict
+from mrl.config.roots import ROOTS
 from mrl.errors import Stopped, UserError
 
 _PR_SET_PDEATHSIG = 1
@@ -32,9 +33,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every rank runs. target: `module:function`, called as `function(config, command_line)`."""
+    """What every rank runs. target: `module:function`, called as `function(config, command_line)`.
+
+    command: the one that `config`, as plain data, is of.
+    """
 
     target: str
+    command: str
     config: dict[str, Any]
     command_line: str
     log_dir: str
@@ -57,7 +62,8 @@ def run_task(task: Task, rank: int) -> Outcome:
     try:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
-            getattr(importlib.import_module(module), function)(from_dict(task.config), task.command_line)
+            config = from_dict(task.config, ROOTS[task.command])
+            getattr(importlib.import_module(module), function)(config, task.command_line)
     except Stopped as stop:
         kind, text = "stopped", str(stop)
     except UserError as error:

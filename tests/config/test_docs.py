@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
-from mrl.config.docs import markdown, text
+from mrl.config.docs import markdown, tables, text
 from mrl.config.keys import walk
-from mrl.config.schema import SFTConfig
+from mrl.config.roots import ROOTS
 
 
 def test_the_file_is_current():
@@ -15,7 +15,9 @@ def test_the_file_is_current():
 
 
 def test_every_key_is_in_both():
-    for key in walk(SFTConfig):
-        assert f"| `{key.path}` |" in markdown()
-        assert f"\n  {key.path}  (" in text()
-        assert key.help in text()
+    for root in ROOTS.values():
+        for key in walk(root):
+            assert f"| `{key.path}` |" in tables(root)
+            assert f"\n  {key.path}  (" in text(root)
+            assert key.help in text(root)
+        assert tables(root) in markdown()
