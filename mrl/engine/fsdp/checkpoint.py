@@ -1,13 +1,12 @@
 """What the FSDP engine puts into a checkpoint folder, through torch.distributed.checkpoint.
 
 The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
-number of ranks reads them. Beside them: `state.pt` (steps, the trainer's state) and `rng_RANK.pt` of every rank.
+number of ranks reads them. Beside them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 """
 
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
+from mrl.engine.fsdp.rng import Generators
 from mrl.errors import CheckpointError
 
 STATE = "state.pt"
@@ -35,21 +35,23 @@ def save(
     model: Model,
     optimizer: Optimizer | None,
     *,
-    device: torch.device,
+    generators: Generators,
     schedule_step: int,
     state: Mapping[str, Any],
 ) -> None:
     """Writes this rank's part into `folder`. Collective."""
     dcp.save(tensors(model, optimizer), checkpoint_id=folder)
-    torch.save(_rng_states(device), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
+    torch.save(generators.states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
         updates = 0 if optimizer is None else optimizer.updates
         facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
         torch.save(facts, os.path.join(folder, STATE))
 
 
-def load(folder: str, model: Model, optimizer: Optimizer | None, *, device: torch.device) -> tuple[int, dict[str, Any]]:
-    """Restores what `save` wrote, on any number of ranks. Returns (schedule step, the trainer's state). Collective.
+def load(
+    folder: str, model: Model, optimizer: Optimizer | None, *, generators: Generators
+) -> tuple[int, dict[str, Any]]:
+    """Restores what `save` wrote, on any number of ranks. Returns (schedule step, the caller's state). Collective.
 
     Nothing is changed unless every tensor is there in the right shape. RNG states are restored on the ranks that had
     one; a rank more than there were keeps its own.
@@ -65,7 +67,7 @@ def load(folder: str, model: Model, optimizer: Optimizer | None, *, device: torc
         optimizer.updates = facts["updates"]
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
     if os.path.exists(rng):
-        _set_rng_states(torch.load(rng, weights_only=True), device)
+        generators.restore(torch.load(rng, weights_only=True))
     return facts["schedule_step"], facts["state"]
 
 
@@ -87,16 +89,3 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
             f"{folder}: is of another model: {differences[0]} ({len(differences)} tensors differ); "
             "resume with the model it was made from"
         )
-
-
-def _rng_states(device: torch.device) -> dict[str, Any]:
-    states: dict[str, Any] = {"device_type": device.type, "host": torch.get_rng_state(), "python": random.getstate()}
-    return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Another type of device cannot go on bitwise, nor read the other's state: its generator stays as seeded."""
-    torch.set_rng_state(states["host"])
-    random.setstate(states["python"])
-    if device.type == "cuda" and states["device_type"] == "cuda":
-        torch.cuda.set_rng_state(states["device"], device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from mrl.engine.base import (
 from mrl.engine.fsdp import checkpoint, generate, step
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
+from mrl.engine.fsdp.rng import Generators
 from mrl.engine.generation import check_room, share
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -72,9 +72,8 @@ class FSDPEngine(BaseEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        seed = self.config.seed + self.dp_rank  # ranks have different data, and so different dropout
-        torch.manual_seed(seed)
-        random.seed(seed)  # for a model's own code; saved with a checkpoint too
+        # ranks have different data, and so different dropout
+        self.generators = Generators(self.config.seed + self.dp_rank, self.device)
         self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
@@ -125,7 +124,8 @@ class FSDPEngine(BaseEngine):
         order = self._plan(batch)
         predictions, sums = [], {}
         kinds = ("parameters",) if forward_only else ("parameters", "gradients")
-        with self.offload.used(*kinds), torch.set_grad_enabled(not forward_only):
+        using = self.offload.used(*kinds)
+        with using, self.generators.installed(), torch.set_grad_enabled(not forward_only):
             for indices in order:
                 predicted, of_micro_batch = self._micro_batch(
                     batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn, postprocess_fn
@@ -226,14 +226,14 @@ class FSDPEngine(BaseEngine):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
-        with self.offload.used("parameters", "optimizer"):
-            checkpoint.save(
-                folder, self.model, self.optimizer, device=self.device, schedule_step=self.schedule_step, state=state
-            )
+        steps, generators = self.schedule_step, self.generators
+        with self.offload.used("parameters", "optimizer"), generators.installed():
+            checkpoint.save(folder, self.model, self.optimizer, generators=generators, schedule_step=steps, state=state)
 
     def load_state(self, folder: str) -> dict[str, Any]:
-        with self.offload.used("parameters", "optimizer"):
-            self.schedule_step, state = checkpoint.load(folder, self.model, self.optimizer, device=self.device)
+        generators = self.generators
+        with self.offload.used("parameters", "optimizer"), generators.installed():
+            self.schedule_step, state = checkpoint.load(folder, self.model, self.optimizer, generators=generators)
         return state
 
     def load_hf(self, path: str) -> None:

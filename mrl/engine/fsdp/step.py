@@ -78,7 +78,7 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predi
     if inputs.places is not None:
         hidden = hidden[inputs.places]
     if head == "value":
-        return {"values": hf.lm_head(hidden)[:, 0].float()}
+        return {"values": hf.lm_head(hidden)[:, 0].clone().float()}  # FSDP wants no view of what its module made
     log_probs, entropy = log_probs_from_hidden(
         hidden,
         hf.lm_head.weight,

@@ -1,0 +1,52 @@
+"""torch's and Python's own generators, kept per engine: what one engine draws changes nothing of what another draws."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+class Generators:
+    """The generators' states of one engine, seeded with `seed`."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        outside = self.states()
+        torch.manual_seed(seed)
+        random.seed(seed)  # for a model's own code
+        self._inside, self._depth = self.states(), 0
+        self.restore(outside)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The process's generators are this engine's inside. May be nested."""
+        if self._depth:
+            yield
+            return
+        outside = self.states()
+        self.restore(self._inside)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._inside = self.states()
+            self.restore(outside)
+
+    def states(self) -> dict[str, Any]:
+        """What the process's generators are at."""
+        device = self.device
+        states = {"device_type": device.type, "host": torch.get_rng_state(), "python": random.getstate()}
+        return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Puts the process's generators there. Another type of device cannot go on bitwise, nor read the other's state: its
+        generator stays as it is."""
+        torch.set_rng_state(states["host"])
+        random.setstate(states["python"])
+        if self.device.type == "cuda" and states["device_type"] == "cuda":
+            torch.cuda.set_rng_state(states["device"], self.device)

@@ -1,0 +1,324 @@
+"""Cases for worlds of processes (tests/engine/harness.py): several roles in one process, through WorkerDispatch.
+
+`train` makes the calls of every role step by step in turns, so that each role's call stands between another's
+`forward_backward` and `optim_step`. What a role does must not depend on which others there are, nor on where they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.config.schema import RoleConfig
+from mrl.engine.base import BaseEngine, GenerateRequest
+from mrl.engine.offload import KINDS
+from mrl.roles.dispatch import WorkerDispatch
+from mrl.roles.roles import build_roles
+from tests.engine import tiny
+from tests.engine.contract import assert_close, assert_equal, loss_fn
+from tests.engine.test_offload import device_bytes
+
+Configs = Mapping[str, RoleConfig]
+NOTHING = dict.fromkeys(KINDS, 0)
+
+
+def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    ctx["metrics"]["values"] = (predictions["values"].detach() * data.loss_mask).sum()
+    return tiny.value_loss(data, predictions, ctx)
+
+
+def entropy_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    ctx["metrics"]["entropy"] = (predictions["entropy"].detach() * data.loss_mask).sum()
+    return -(predictions["entropy"] * data.loss_mask).sum(), ctx
+
+
+def everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def make_dispatch(configs: Configs, *, offload_idle: bool = False) -> WorkerDispatch:
+    dispatch = WorkerDispatch(build_roles(configs), offload_idle=offload_idle)
+    dispatch.init_model()
+    return dispatch
+
+
+def loss_of(engine: BaseEngine) -> Callable:
+    return loss_fn if engine.config.head == "lm" else value_loss
+
+
+def assert_others_are_empty(dispatch: WorkerDispatch, role: str) -> None:
+    for name, engine in dispatch.engines.items():
+        assert name == role or device_bytes(engine) == NOTHING, f"{name} while {role} works: {device_bytes(engine)}"
+
+
+def train(dispatch: WorkerDispatch, steps: int, *, first: int = 0) -> dict[str, list[tuple]]:
+    """(predictions before, predictions, loss, metrics, gradient norm, LR) of each role and step; frozen roles only predict.
+
+    The mini-batch of a step is accumulated in two calls.
+    """
+    history: dict[str, list[tuple]] = {role: [] for role in dispatch.engines}
+    trained = [role for role, engine in dispatch.engines.items() if engine.config.optimizer is not None]
+    for step in range(first, first + steps):
+        batch = tiny.uneven_batch(seed=step)
+        halves = [batch.select(range(start, batch.num_sequences, 2)) for start in (0, 1)]
+        before = {role: dispatch.forward(role, batch) for role in dispatch.engines}
+        for role in trained:
+            dispatch.zero_grad(role)
+        results: dict[str, list] = {role: [] for role in trained}
+        for half in halves:
+            for role in trained:
+                results[role].append(dispatch.forward_backward(role, half, loss_of(dispatch.engines[role])))
+        for role in trained:
+            done = dispatch.optim_step(role)
+            assert done.grad_norm.skipped is None and done.problems == []
+            history[role].append((before[role], results[role], float(done.grad_norm), done.lr))
+        for role in dispatch.engines.keys() - set(trained):
+            history[role].append((before[role],))
+    return history
+
+
+def weights_of(dispatch: WorkerDispatch) -> dict[str, dict[str, Tensor]]:
+    return {role: {name: t.clone() for name, t in dispatch.hf_weights(role)} for role in dispatch.engines}
+
+
+def flat(value: Any) -> list[Any]:
+    """The numbers and tensors inside nested lists, tuples and dicts, in order."""
+    if isinstance(value, dict):
+        return [x for key in sorted(value) for x in flat(value[key])]
+    return [x for part in value for x in flat(part)] if isinstance(value, list | tuple) else [value]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal bit for bit."""
+    a, b = flat(found), flat(expected)
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y, (x, y)
+
+
+# -- several roles -----------------------------------------------------------------------------------------------------
+
+
+def each_as_if_alone(configs: Configs) -> None:
+    """Together, with and without idle roles on the host, every role does what it does alone, bit for bit; on every rank."""
+    expected, weights = {}, {}
+    for role, config in configs.items():
+        alone = make_dispatch({role: config})
+        expected |= train(alone, 3)
+        weights |= weights_of(alone)
+    for offload_idle in (False, True):
+        together = make_dispatch(configs, offload_idle=offload_idle)
+        found = train(together, 3)
+        assert_same(found, expected)
+        for role, of_role in weights_of(together).items():
+            assert_equal(of_role, weights[role])
+    assert all(flat_numbers(other) == flat_numbers(found) for other in everyone(found))
+
+
+def flat_numbers(value: Any) -> list[Any]:
+    return [x.tolist() if isinstance(x, Tensor) else x for x in flat(value)]
+
+
+def trains(configs: Configs) -> tuple[dict, dict, int, list[int]]:
+    """What two steps give, the weights after them, and what the dispatch knows of the ranks."""
+    dispatch = make_dispatch(configs)
+    return train(dispatch, 2), weights_of(dispatch), dispatch.lcm_dp_size, dispatch.node_ids
+
+
+def idle_roles_hold_nothing(configs: Configs) -> None:
+    """While one role works, storages of all others are empty, and it has only what its call needs; kept otherwise."""
+    dispatch = make_dispatch(configs, offload_idle=True)
+    assert all(device_bytes(engine) == NOTHING for engine in dispatch.engines.values())
+    seen = []
+    batch = tiny.uneven_batch()
+    for _ in range(2):  # optimizer state exists from the first step on
+        for role, engine in dispatch.engines.items():
+            loss_here = loss_of(engine)
+
+            def watched(data: Batch, predictions: dict, ctx: dict, role=role, loss_here=loss_here, engine=engine):
+                assert_others_are_empty(dispatch, role)
+                assert device_bytes(engine)["parameters"]
+                seen.append(role)
+                return loss_here(data, predictions, ctx)
+
+            dispatch.forward(role, batch)
+            assert_others_are_empty(dispatch, role)
+            held = device_bytes(engine)
+            assert held["parameters"] and not held["gradients"] and not held["optimizer"], held
+            if engine.config.optimizer is not None:
+                dispatch.zero_grad(role)
+                dispatch.forward_backward(role, batch, watched)
+                dispatch.optim_step(role)
+                waits = set(engine.config.engine.offload)
+                assert {kind for kind, size in device_bytes(engine).items() if not size} == waits, device_bytes(engine)
+            assert_others_are_empty(dispatch, role)
+    assert "actor" in sum(everyone(seen), [])
+    kept = make_dispatch(configs, offload_idle=False)
+    train(kept, 1)
+    assert all(
+        device_bytes(e)["parameters"] for e in kept.engines.values() if "parameters" not in e.config.engine.offload
+    )
+
+
+# -- one role ----------------------------------------------------------------------------------------------------------
+
+
+def losses_add_up(configs: Configs) -> None:
+    """Gradients of calls with different losses and weights add up; a weight scales the loss and not the metrics."""
+    dispatch = make_dispatch(configs, offload_idle=True)
+    engine, batch = dispatch.engines["actor"], tiny.uneven_batch()
+    ctx = {"entropy": "differentiable", "temperature": 0.7}
+
+    def gradients(*calls: tuple[Callable, float]) -> tuple[list, dict[str, Tensor]]:
+        dispatch.zero_grad("actor")
+        results = []
+        for fn, weight in calls:
+            results.append(dispatch.forward_backward("actor", batch, fn, weight, ctx))
+            dispatch.forward("critic", batch)
+            assert engine.loss_fn is None
+        return results, {name: t.clone() for name, t in engine.hf_gradients()}
+
+    ((_, nll, nll_metrics),), of_nll = gradients((loss_fn, 1.0))
+    ((_, entropy, _),), of_entropy = gradients((entropy_loss, 1.0))
+    (first, second), of_both = gradients((loss_fn, 2.0), (entropy_loss, -0.5))
+    assert abs(first[1] - 2 * nll) < 1e-6 * abs(nll) and first[2] == nll_metrics
+    assert abs(second[1] + 0.5 * entropy) < 1e-6 * abs(entropy)
+    assert_close(of_both, {name: 2 * of_nll[name] - 0.5 * of_entropy[name] for name in of_nll}, 1e-5)
+    assert set(ctx) == {"entropy", "temperature"}
+    mean = float((first[0]["log_probs"] * batch.loss_mask).sum()) / batch.denominators["tokens"]
+    assert abs(nll + mean) < 1e-5 and first[0]["log_probs"].device.type == "cpu"
+    dispatch.zero_grad("actor")
+    of_sequences = dispatch.forward_backward("actor", batch, loss_fn, ctx=ctx, denominator="sequences")[1]
+    ratio = batch.denominators["tokens"] / batch.denominators["sequences"]
+    assert abs(of_sequences / nll - ratio) < 1e-5 * ratio
+
+
+def a_forward_leaves_nothing(configs: Configs) -> None:
+    """Trap 18: `forward` is without dropout whatever came before, and leaves no loss, no train mode and no gradient."""
+    dispatch = make_dispatch(configs)
+    batch = tiny.uneven_batch()
+    for role, engine in dispatch.engines.items():
+        first = dispatch.forward(role, batch)
+        dispatch.zero_grad(role)
+        for _ in range(2):
+            with_dropout = dispatch.forward_backward(role, batch, loss_of(engine))[0]
+            again = dispatch.forward(role, batch)
+            modules = engine.models if hasattr(engine, "models") else [engine.model.module]
+            assert engine.loss_fn is None and not any(m.training for module in modules for m in module.modules())
+            for name in first:
+                assert torch.equal(first[name], again[name]) and not again[name].requires_grad
+                assert not torch.equal(first[name], with_dropout[name])
+        dispatch.zero_grad(role)
+        dispatch.forward(role, batch)
+        assert not any(t.any() for _, t in engine.hf_gradients())
+
+
+def a_rank_with_nothing(configs: Configs) -> None:
+    """Trap 8: ranks and stages without sequences, and metrics that few of them have, hold nobody up and change no mean."""
+    dispatch = make_dispatch(configs)
+
+    def with_some(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        if data.max_length == 23:
+            ctx["metrics"]["of the longest"] = torch.tensor(1.0)
+        return (next(iter(predictions.values())) * data.loss_mask).sum(), ctx
+
+    batch = tiny.uneven_batch()
+    whole = {role: dispatch.forward(role, batch) for role in dispatch.engines}
+    for count in (1, 2):
+        few = batch.select(range(count)).with_denominators()
+        for role in dispatch.engines:
+            dispatch.zero_grad(role)
+            predictions, loss, metrics = dispatch.forward_backward(role, few, with_some)
+            (name, values), *_ = predictions.items()
+            torch.testing.assert_close(values, whole[role][name][: few.num_tokens], rtol=0, atol=1e-5)
+            expected = float((values * few.loss_mask).sum()) / few.denominators["tokens"]
+            assert abs(loss - expected) < 1e-5
+            assert abs(metrics["of the longest"] - 1 / few.denominators["tokens"]) < 1e-9
+            assert all(theirs == (loss, metrics) for theirs in everyone((loss, metrics)))
+            dispatch.optim_step(role)
+            assert dispatch.optim_step(role, guard=True).problems == []  # the same gradients again
+            whole[role] = dispatch.forward(role, batch)
+
+
+def generates_beside_others(configs: Configs) -> None:
+    """Completions are the engine's own, whoever waits where; limits arrive."""
+    requests = [GenerateRequest(list(range(3, 3 + n)), 4) for n in (2, 5, 3)]
+    expected = make_dispatch({"actor": configs["actor"]}).generate("actor", requests)
+    dispatch = make_dispatch(configs, offload_idle=True)
+    train_critic_once(dispatch)
+    assert dispatch.generate("actor", requests) == expected
+    few_at_once = dispatch.generate("actor", requests, cache_tokens=16, prefill_tokens=8)
+    assert [c.tokens for c in few_at_once] == [c.tokens for c in expected]
+    assert_others_are_empty(dispatch, "actor")
+    try:
+        dispatch.generate("actor", requests, cache_tokens=8)
+    except Exception as error:
+        assert "cache_tokens" in str(error)
+    else:
+        raise AssertionError("a request that does not fit was taken")
+
+
+def train_critic_once(dispatch: WorkerDispatch) -> None:
+    dispatch.zero_grad("critic")
+    dispatch.forward_backward("critic", tiny.uneven_batch(), value_loss)
+    dispatch.optim_step("critic")
+
+
+# -- weights from one role to another ----------------------------------------------------------------------------------
+
+
+def reference_follows_the_actor(configs: Configs, folder: str) -> None:
+    """After `copy_weights` the reference is the actor, in whatever layout, and goes on alone; nothing is left in the folder."""
+    import os
+
+    dispatch = make_dispatch(configs, offload_idle=True)
+    batch = tiny.uneven_batch()
+    train(dispatch, 1)
+    before = dispatch.forward("reference", batch)["log_probs"]
+    dispatch.copy_weights("actor", "reference", folder)
+    copied = dispatch.forward("reference", batch)["log_probs"]
+    assert not torch.equal(copied, before)
+    torch.testing.assert_close(copied, dispatch.forward("actor", batch)["log_probs"], rtol=0, atol=1e-5)
+    found = weights_of(dispatch)
+    assert_equal(found["reference"], found["actor"])
+    assert os.listdir(folder) == []
+    train(dispatch, 1)
+    assert torch.equal(dispatch.forward("reference", batch)["log_probs"], copied)
+
+
+def masters_follow_too(configs: Configs, other: str) -> None:
+    """`load_hf` on a role that trains, in bfloat16: the next update starts from the new weights, in full precision."""
+    for config in configs.values():
+        from_start = make_dispatch({"role": reading(config, other)})
+        late = make_dispatch({"role": config})
+        late.engines["role"].load_hf(other)
+        assert_same(train(late, 2), train(from_start, 2))
+        assert_equal(weights_of(late)["role"], weights_of(from_start)["role"])
+
+
+def reading(config: RoleConfig, folder: str) -> RoleConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=folder))
+
+
+def refuses_weights(configs: Configs, other: str, message: str) -> None:
+    """Trap 31: a folder that is not whole, or of another model, changes nothing: all of it is checked before any of it is read."""
+    from mrl.errors import ModelError
+
+    for role, engine in make_dispatch(configs).engines.items():
+        before = {name: t.clone() for name, t in engine.hf_weights()}
+        try:
+            engine.load_hf(other)
+        except ModelError as error:
+            assert message in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError(f"{role} took {other}")
+        assert_equal(dict(engine.hf_weights()), before)
