@@ -38,5 +38,16 @@ class RewardError(UserError):
     """A reward function failed, took too long or gave no number: names the function, the row and the value."""
 
 
+class ServerError(UserError):
+    """An inference server is dead, too slow, not set up for this, or answers wrongly: names its url and what it said.
+
+    status: of HTTP, where that is what was wrong.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Stopped(Exception):
     """A signal asked the run to stop and a checkpoint was saved: exit code 75, "run me again"."""

@@ -64,13 +64,15 @@ class RewardModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means an engine inside the trainer's processes")
+    urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means an engine inside the trainer's process")
     weights_dir: str | None = key(
         None, "folder that trainer and servers share, for new weights; null is one in output_dir"
     )
-    bucket_mb: int = key(512, "weights that are handed over at once", minimum=1)
-    memory_fraction: float = key(0.5, "of a GPU's memory, for an engine inside the trainer", above=0, maximum=1)
+    bucket_mb: int = key(512, "weights that are handed over at once, in memory or as one file", minimum=1)
+    concurrency: int = key(128, "requests at a time at each server", minimum=1)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0)
+    sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
+    memory_fraction: float = key(0.5, "of a GPU's memory, for an engine inside the trainer", above=0, maximum=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

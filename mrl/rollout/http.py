@@ -1,0 +1,135 @@
+"""JSON over HTTP to an inference server, with limits: every way in which it can fail is one line that names the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import urllib.parse
+from typing import Any
+
+from mrl.errors import ConfigError, ServerError
+
+TRIES = 4
+"""How often a request is sent at most. Again only where the server could not be reached, hung up, or said that it is busy."""
+
+FIRST_WAIT_S = 0.5
+"""Before the second try; it doubles each time."""
+
+_BUSY = (429, 502, 503, 504)
+_SHOWN = 300  # characters of a server's own words
+
+
+class HungUp(Exception):
+    """`Http.hang_up` was called: another request failed, and this one's answer is not wanted any more."""
+
+
+class Http:
+    """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked again."""
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        parts = urllib.parse.urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.username is None
+        if not good:
+            raise ConfigError(f"rollout.server.urls: value {url!r} is not a server; write it as http://host:8000")
+        self.url = url.rstrip("/")
+        self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
+        self._open: set[http.client.HTTPConnection] = set()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def get(self, path: str) -> Any:
+        return self._answer("GET", path, None)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The answer's JSON, None where it has no body. Raises ServerError. May be called from many threads."""
+        return self._answer("POST", path, body)
+
+    def hang_up(self) -> None:
+        """Ends the requests that are under way, which raise HungUp; the server drops what it was doing for them."""
+        self._stopped.set()
+        with self._lock:
+            for connection in self._open:
+                if connection.sock is not None:
+                    shut(connection.sock)
+
+    def pick_up(self) -> None:
+        """Undoes `hang_up`."""
+        self._stopped.clear()
+
+    def _answer(self, method: str, path: str, body: Any) -> Any:
+        wait_s = FIRST_WAIT_S
+        for left in reversed(range(TRIES)):
+            try:
+                status, text = self._send(method, path, body)
+                why = f"says HTTP {status}: {words(text)}"
+            except TimeoutError:
+                self._check_wanted()
+                raise self.error(
+                    f"{path} gave no answer in {self._timeout_s:g} s; raise rollout.server.timeout_s or see its log"
+                ) from None
+            except (OSError, http.client.HTTPException) as error:
+                status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
+            self._check_wanted()
+            if status == 200:
+                return self._parse(path, text)
+            if status is not None and status not in _BUSY:
+                raise self.error(f"{path} {why}; see its log", status=status)
+            if left:
+                self._stopped.wait(wait_s)
+                self._check_wanted()
+                wait_s *= 2
+        raise self.error(f"{path} {why}, after {TRIES} tries; start it, or take it out of rollout.server.urls")
+
+    def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        try:
+            connection.connect()
+            with self._lock:
+                self._open.add(connection)
+            self._check_wanted()
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", "Connection": "close"}
+            connection.request(method, self._parts.path + path, body=data, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", errors="replace")
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _parse(self, path: str, text: str) -> Any:
+        if not text.strip():
+            return None
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise self.error(f"{path} gave no JSON ({words(text)}); is it another kind of server?") from None
+
+    def _check_wanted(self) -> None:
+        if self._stopped.is_set():
+            raise HungUp(self.url)
+
+    def error(self, what: str, *, status: int | None = None) -> ServerError:
+        """One line about this server. status: of HTTP, where that is what is wrong."""
+        return ServerError(f"rollout.server.urls: {self.url} {what}", status=status)
+
+
+def shut(sock: socket.socket) -> None:
+    """Wakes whoever reads from it; it may be closed already."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
+
+
+def words(text: str) -> str:
+    """What a server says, on one line: the message of its error where it has one."""
+    try:
+        said = json.loads(text)
+        said = said.get("error", said) if isinstance(said, dict) else said
+        said = said.get("message", said) if isinstance(said, dict) else said
+    except ValueError:
+        said = text
+    return " ".join(str(said).split())[:_SHOWN]

@@ -1,0 +1,185 @@
+"""vLLM: its OpenAI-compatible server as a sampler, or its engine inside the trainer's process (see docs/rollout-servers.md).
+
+**Log-probs.** A trainer needs log_softmax(logits / temperature), before top_k, top_p and min_p. vLLM gives either
+(`--logprobs-mode`) `raw_logprobs`, before the temperature too, or `processed_logprobs`, after the temperature and all
+filters. So raw_logprobs is right at temperature 1, processed_logprobs without filters, and with both a temperature and
+filters neither is: that is refused. Written against and tried with vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mrl.config.ppo import ServerConfig
+from mrl.engine.base import Completion
+from mrl.engine.sampling import SamplingParams
+from mrl.errors import ConfigError, ServerError
+from mrl.rollout.base import Sampler, SampleRequest
+from mrl.rollout.http import Http
+from mrl.rollout.servers import OnMain, Probe, Server, ServerSampler, answers_of, seed_of
+
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warning
+
+
+def refuse(sampling: SamplingParams, mode: str, where: str) -> None:
+    """Raises ConfigError where `mode` does not give the log-probs that a trainer needs. where: names the engine."""
+    temperature = sampling.temperature
+    filters = {"top_k": (sampling.top_k, 0), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
+    used = [f"rollout.{name} {value:g}" for name, (value, off) in filters.items() if value != off]
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"rollout.temperature: value {temperature:g} is below what vLLM knows; use {MIN_TEMPERATURE:g} or more"
+        )
+    if sampling.greedy or (mode == RAW and temperature == 1) or (mode == PROCESSED and not used):
+        return
+    if used and temperature != 1:
+        raise ConfigError(
+            f"rollout.temperature: value {temperature:g} with {', '.join(used)}: vLLM gives log-probs before both or after "
+            "both, and the trainer needs those between; use temperature 1, or no filter, or backend native"
+        )
+    needed = PROCESSED if temperature != 1 else RAW
+    reason = f"rollout.temperature {temperature:g}" if temperature != 1 else ", ".join(used)
+    raise ConfigError(f"{where} gives {mode}, which are wrong with {reason}; start it with --logprobs-mode {needed}")
+
+
+def sampling_fields(request: SampleRequest) -> dict[str, Any]:
+    """A request's parameters by vLLM's names. All are set: a server takes others from the model's generation_config.json.
+
+    The end tokens are those of the request and no others, and what ends a completion stays in it.
+    """
+    sampling = request.sampling
+    return {
+        "max_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": 0 if sampling.greedy else sampling.top_k,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "min_p": 0.0 if sampling.greedy else sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": seed_of(request),
+        "logprobs": 0,  # of the sampled token alone
+        "stop": list(request.stop),
+        "stop_token_ids": list(request.stop_tokens),
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+
+
+class VLLMServer(Server):
+    """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
+
+    def __init__(self, http: Http) -> None:
+        super().__init__(http)
+        self.name, self.path, self.mode = "", "", RAW
+
+    def inspect(self, *, sleeps: bool) -> int | None:
+        models = self.http.get("/v1/models")
+        with answers_of(self, "/v1/models"):
+            model = models["data"][0]
+            self.name, self.path, longest = model["id"], model["root"], model["max_model_len"]
+        try:
+            info = self.http.get("/server_info?config_format=json")
+            self.version()
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            raise self.http.error(
+                "cannot take new weights; start vLLM 0.32.0 or newer with the environment variable VLLM_SERVER_DEV_MODE=1"
+            ) from None
+        with answers_of(self, "/server_info"):
+            config = info["vllm_config"]["model_config"]
+            self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
+        if self.mode not in (RAW, PROCESSED):
+            raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")
+        if sleeps and not can_sleep:
+            raise self.http.error("cannot sleep; start it with --enable-sleep-mode, or set rollout.server.sleep false")
+        return longest
+
+    def refuse(self, sampling: SamplingParams) -> None:
+        refuse(sampling, self.mode, f"rollout.server.urls: {self.http.url}")
+
+    def complete(self, request: SampleRequest) -> Completion:
+        body = {
+            "model": self.name,
+            "prompt": list(request.tokens),
+            "return_token_ids": True,
+            **sampling_fields(request),
+        }
+        choice = self._choice(body)
+        with answers_of(self, "/v1/completions"):
+            reason, tokens = choice["finish_reason"], choice["token_ids"]
+            log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+        if reason not in ("stop", "length"):
+            raise self.http.error(f"ended a completion with {reason!r}; see its log")
+        return Completion(tokens, log_probs, reason == "stop")
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        body = {"model": self.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        choice = self._choice(body)
+        with answers_of(self, "/v1/completions"):
+            each = zip(tokens[1:], choice["prompt_logprobs"][1:], strict=True)
+            return [found[str(token)]["logprob"] for token, found in each]
+
+    def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self.http.post("/v1/completions", body)
+        with answers_of(self, "/v1/completions"):
+            return answer["choices"][0]
+
+    def pause(self) -> None:
+        self.http.post("/pause?mode=wait")  # what is being sampled ends with the weights it began with
+
+    def load(self, path: str, version: str) -> None:
+        self.http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        reset = self.http.post("/reset_prefix_cache")
+        with answers_of(self, "/reset_prefix_cache"):
+            if reset["success"] is not True:
+                raise self.http.error(
+                    "did not forget its prefix cache, so it would go on from the old weights; see its log"
+                )
+        self.http.post("/update_weight_version", {"new_version": version})
+
+    def resume(self) -> None:
+        self.http.post("/resume")
+
+    def version(self) -> str:
+        info = self.http.get("/weight_info")
+        with answers_of(self, "/weight_info"):
+            return info["weight_version"]
+
+    def sleep(self) -> None:
+        self.http.post("/sleep?level=1&mode=wait")
+
+    def wake(self) -> None:
+        self.http.post("/wake_up")
+
+
+class VLLMServerSampler(ServerSampler):
+    """Completions from the vLLM servers of `config.urls`; see ServerSampler for the arguments."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        is_main: bool,
+        on_main: OnMain,
+        weights_dir: str,
+        max_length: int | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        servers = [VLLMServer(Http(url, timeout_s=config.timeout_s)) for url in config.urls]
+        super().__init__(
+            servers,
+            config,
+            is_main=is_main,
+            on_main=on_main,
+            weights_dir=weights_dir,
+            max_length=max_length,
+            probe=probe,
+        )

@@ -1,0 +1,116 @@
+"""Weights on their way to inference servers: a folder of safetensors files for each hand-over, that trainer and servers share.
+
+A folder gets a name that none had before, so that no server reads what it has cached of another one. Folders are kept
+for as long as a server may have to go back to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from mrl.config.ppo import ServerConfig
+from mrl.converters.safetensors_io import INDEX
+from mrl.errors import ServerError
+
+_FOLDER = re.compile(r"\d{8}-[0-9a-f]{8}")
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def weights_dir(config: ServerConfig, output_dir: str) -> str:
+    """The folder of a run's weights, for it alone: below `weights_dir` where it is set, else in `output_dir`."""
+    output_dir = os.path.abspath(output_dir)
+    if config.weights_dir is None:
+        return os.path.join(output_dir, "rollout_weights")
+    run = hashlib.sha256(output_dir.encode()).hexdigest()[:12]
+    return os.path.join(os.path.abspath(os.path.expanduser(config.weights_dir)), run)
+
+
+class WeightFolders:
+    """Folders below `root`, which belongs to one run: what an earlier start left there is removed. On one process only."""
+
+    def __init__(self, root: str, *, bucket_mb: int) -> None:
+        self.root = pathlib.Path(root).absolute()
+        self._bucket_bytes = bucket_mb * 2**20
+        self._count = 0
+        self.keep_only(None)
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
+        """A new folder with all of `weights`, and their shapes. Holds one bucket of them in memory (or one tensor, where it
+        is larger). Where it cannot be written `weights` is read to its end all the same, since other ranks are in it too,
+        and ServerError says why."""
+        self._count += 1
+        folder = self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
+        writer = _Writer(folder, self._bucket_bytes)
+        why: OSError | None = None
+        try:
+            for name, tensor in weights:
+                if why is None:
+                    try:
+                        writer.add(name, tensor)
+                    except OSError as error:
+                        why = error
+            if why is None:
+                writer.close()
+        except OSError as error:
+            why = error
+        if why is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ServerError(
+                f"rollout.server.weights_dir: {self.root} cannot be written ({why}); it needs room for two copies of the weights"
+            ) from why
+        return folder, writer.shapes
+
+    def keep_only(self, folder: pathlib.Path | None) -> None:
+        """Removes all others."""
+        if self.root.is_dir():
+            for other in self.root.iterdir():
+                if _FOLDER.fullmatch(other.name) and other != folder:
+                    shutil.rmtree(other)
+
+
+class _Writer:
+    """Safetensors files of a bucket each, and their index."""
+
+    def __init__(self, folder: pathlib.Path, bucket_bytes: int) -> None:
+        self.folder, self._limit = folder, bucket_bytes
+        self.shapes: Shapes = {}
+        self._bucket: dict[str, Tensor] = {}
+        self._size = 0
+        self._files: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        assert name not in self.shapes, f"{name} came twice"
+        size = tensor.numel() * tensor.element_size()
+        if self._bucket and self._size + size > self._limit:
+            self._flush()
+        # A copy: the stream may use its buffer again, and safetensors refuses tensors that share memory.
+        self._bucket[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self._size += size
+        self.shapes[name] = tuple(tensor.shape)
+
+    def _flush(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = f"model-{len(set(self._files.values())) + 1:05d}.safetensors"
+        try:
+            safetensors.torch.save_file(self._bucket, self.folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # a full disk, as it says it
+            raise OSError(str(error)) from error
+        self._files |= dict.fromkeys(self._bucket, file)
+        self._bucket, self._size = {}, 0
+
+    def close(self) -> None:
+        self._flush()
+        index = {"metadata": {}, "weight_map": self._files}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")

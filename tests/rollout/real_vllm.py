@@ -1,0 +1,197 @@
+"""Real vLLM servers on the CPU, and the cases that test_vllm.py runs in worlds of mrl's engines against them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mrl.batch import make_batch
+from mrl.config.ppo import ServerConfig
+from mrl.config.schema import RoleConfig
+from mrl.converters.safetensors_io import HFReader
+from mrl.engine.base import Completion
+from mrl.engine.registry import build_engine
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.servers import Probe
+from mrl.rollout.vllm import VLLMServerSampler
+from tests.engine import tiny
+from tests.engine.contract import loss_fn, train
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VENV = pathlib.Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
+"""Where vLLM is installed: `make vllm-venv` makes it."""
+
+MAX_LENGTH = 512
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # the first request would compile for 13 s
+}  # fmt: skip
+
+
+def make_model(folder: str, seed: int) -> str:
+    """A random fp32 Qwen3 of two megabytes, so that a hand-over has buckets, and a tokenizer of one word per token."""
+    tiny.make_model(
+        folder, "qwen3", seed=seed, head_dim=32, hidden_size=128, intermediate_size=256, initializer_range=0.06,
+        max_position_embeddings=MAX_LENGTH,
+    )  # fmt: skip
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, tiny.VOCAB))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+class RealServer:
+    """A process that serves `model`; `flags` are vLLM's."""
+
+    def __init__(self, model: str, log: pathlib.Path, *flags: str) -> None:
+        python = VENV / "bin" / "python"
+        assert python.exists(), (
+            f"no vLLM in {VENV}: run `make vllm-venv`, or set MRL_TEST_VLLM_VENV to a venv that has it"
+        )
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        command = [
+            str(python),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--served-model-name",
+            "tiny",
+        ]
+        command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *flags]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
+            )
+
+    def wait(self, seconds: float = 240.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def sampler_of(urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, **config):
+    settings = ServerConfig(urls=tuple(urls), bucket_mb=1, **config)
+    return VLLMServerSampler(
+        settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe
+    )
+
+
+def requests(
+    sampling: SamplingParams, *, prompts: int = 3, samples: int = 2, new: int = 12, **fields
+) -> list[SampleRequest]:
+    return [
+        SampleRequest([5 + p, 40, 9 + p][: 1 + p], new, sampling, SamplingKey(7, 1, p, s), **fields)
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+
+
+def engine_log_probs(engine, asked: list[SampleRequest], completions: list[Completion]) -> list[float]:
+    """Of all new tokens, by a forward of the engine at the requests' temperature."""
+    whole = make_batch(
+        [[*r.tokens, *c.tokens] for r, c in zip(asked, completions, strict=True)],
+        [[0.0] * len(r.tokens) + [1.0] * len(c.tokens) for r, c in zip(asked, completions, strict=True)],
+    )
+    share = engine.shard_data(whole)
+    with engine.eval_mode():
+        ctx = {"temperature": asked[0].sampling.temperature or 1.0}
+        predictions, _ = engine.forward_backward_step(share, ctx, forward_only=True)
+    return engine.unshard_data(predictions, whole)["log_probs"].cpu()[whole.loss_mask.bool()].tolist()
+
+
+def check(engine, sampler, sampling: SamplingParams) -> list[Completion]:
+    asked = requests(sampling)
+    completions = sampler.sample(asked)
+    ours = torch.tensor([x for c in completions for x in c.log_probs])
+    torch.testing.assert_close(ours, torch.tensor(engine_log_probs(engine, asked, completions)), rtol=0, atol=1e-5)
+    return completions
+
+
+def follows_the_actor(config: RoleConfig, raw_url: str, processed_url: str, weights_dir: str) -> list[list[Completion]]:
+    """Log-probs of completions are those of the actor's weights, before and after it is trained. Several ranks take part."""
+    engine = build_engine(config)
+    engine.init_model()
+    text = [5, 9, 40, 41, 77, 12]
+
+    def own(tokens) -> list[float]:
+        whole = make_batch([list(tokens)], [[1.0] * len(tokens)])
+        with engine.eval_mode():
+            predictions, _ = engine.forward_backward_step(engine.shard_data(whole), forward_only=True)
+        return engine.unshard_data(predictions, whole)["log_probs"].tolist()
+
+    seen = []
+    with contextlib.ExitStack() as stack:
+        for name, url, samplings in (
+            ("raw", raw_url, [SamplingParams(), SamplingParams(top_k=9, top_p=0.9, min_p=0.01), GREEDY]),
+            ("processed", processed_url, [SamplingParams(), SamplingParams(0.7), GREEDY]),
+        ):
+            sampler = sampler_of(
+                [url],
+                f"{weights_dir}/{name}",
+                is_main=engine.is_main,
+                on_main=engine.on_main,
+                probe=Probe(text, own, 1e-5),
+            )
+            stack.callback(sampler.close)
+            before = None
+            for _ in range(2):
+                sampler.update_weights(engine.hf_weights())
+                found = sampler.log_probs(text)[0]
+                torch.testing.assert_close(torch.tensor(found), torch.tensor(own(text)), rtol=0, atol=1e-5)
+                assert found != before
+                before = found
+                seen += [check(engine, sampler, sampling) for sampling in samplings]
+                engine.set_loss_fn(loss_fn)
+                train(engine, 1)
+    return engine_everywhere(engine, seen)
+
+
+def engine_everywhere(engine, seen: list[list[Completion]]) -> list[list[Completion]]:
+    """`seen` where rank 0 has the same as this one."""
+    assert engine.on_main(lambda: seen) == seen
+    return seen
+
+
+def hf_stream(
+    folder: str, *, break_file_in: pathlib.Path | None = None, wrong_shape: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model folder. break_file_in: before the last one, cuts a file below that folder short, as a disk may.
+    wrong_shape: a tensor that comes smaller than it is."""
+    with HFReader(folder) as reader:
+        names = sorted(reader.tensors)
+        for name in names:
+            if break_file_in is not None and name == names[-1]:
+                file = sorted(break_file_in.rglob("*.safetensors"))[-1]
+                os.truncate(file, file.stat().st_size // 2)
+            tensor = reader.tensor(name)
+            yield name, tensor[:3] if name == wrong_shape else tensor

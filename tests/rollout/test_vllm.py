@@ -1,0 +1,207 @@
+"""The sampler against real vLLM servers on the CPU (slow tier): raw log-probs, new weights, stops, seeds, failures.
+
+vLLM lives in a venv of its own, .venv-vllm, which `make vllm-venv` makes; MRL_TEST_VLLM_VENV names another one. Without it
+these tests fail. How requests are shared, repeated and given up is in test_servers.py, on recorded traffic.
+
+Trap 31 (weights that are partly new): `test_a_request_in_flight_keeps_its_weights`, `test_broken_weights_leave_the_old_ones`,
+`test_weights_that_cannot_be_undone_leave_the_server_paused`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import pathlib
+import time
+import urllib.request
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
+from mrl.errors import ConfigError, ServerError
+from mrl.rollout.base import SampleRequest
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.rollout.real_vllm import RealServer, hf_stream, make_model, requests, sampler_of
+
+pytestmark = pytest.mark.slow
+
+TEXT = [5, 9, 40, 41, 77, 12]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    """Two models that differ in their weights only."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_model(str(root / str(seed)), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def servers(folders, tmp_path_factory):
+    """(one with raw, one with processed log-probs), both started with the first model."""
+    logs = tmp_path_factory.mktemp("logs")
+    flags = [(), ("--logprobs-mode", "processed_logprobs")]
+    started = [RealServer(folders[0], logs / f"{i}.log", *each) for i, each in enumerate(flags)]
+    try:
+        for server in started:
+            server.wait()
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture
+def sampler(servers, folders, tmp_path):
+    """Of the raw server, with the first model's weights."""
+    sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
+    sampler.update_weights(hf_stream(folders[0]))
+    yield sampler
+    sampler.close()
+
+
+def log_probs(folder: str, tokens: list[int]) -> torch.Tensor:
+    """Of tokens[1:], by Hugging Face."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def close(found: list[float], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend, parallel", [("fsdp", {}), ("megatron", {"tp": 2})])
+def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, parallel):
+    """On two ranks, with an actor that the servers were not started with and that is trained in between."""
+    config = tiny.role(folders[1], backend=backend, parallel=parallel)
+    urls = [server.url for server in servers]
+    seen = run_case(
+        2, "tests.rollout.real_vllm:follows_the_actor",
+        config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
+    )  # fmt: skip
+    assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
+
+
+def test_log_probs_that_no_mode_gives_are_refused(servers, sampler, tmp_path):
+    with pytest.raises(ConfigError, match=r"temperature 0.7; start it with --logprobs-mode processed_logprobs"):
+        sampler.sample(requests(SamplingParams(0.7)))
+    with pytest.raises(
+        ConfigError, match=r"value 0.7 with rollout.top_p 0.9: vLLM gives log-probs before both or after"
+    ):
+        sampler.sample(requests(SamplingParams(0.7, top_p=0.9)))
+
+
+def test_samples_follow_their_keys(sampler):
+    """Those of one prompt differ, the same keys give the same again, and the order of the requests changes nothing."""
+    asked = requests(SamplingParams(), prompts=2, samples=4)
+    first = sampler.sample(asked)
+    assert len({tuple(c.tokens) for c in first[:4]}) == 4
+    again = sampler.sample(asked[::-1])[::-1]
+    assert [c.tokens for c in again] == [c.tokens for c in first]
+    later = [SampleRequest(r.tokens, r.max_new_tokens, r.sampling, r.key._replace(step=2)) for r in asked]
+    assert all(a.tokens != b.tokens for a, b in zip(sampler.sample(later), first, strict=True))
+
+
+def test_what_ends_a_completion_stays_in_it(sampler):
+    """A stop token, a stop text that spans two tokens, and neither; the model's own end token ends only what names it."""
+    whole = sampler.sample(requests(GREEDY, prompts=1, samples=1, new=20))[0]
+    assert len(whole.tokens) == 20 and not whole.finished
+    ids = whole.tokens
+    end = next(i for i in range(3, 20) if ids[i] not in ids[:i])  # where the pair (end - 1, end) comes first
+    stopped = sampler.sample(requests(GREEDY, prompts=1, samples=1, new=20, stop_tokens=(ids[end], 2)))[0]
+    assert stopped.tokens == ids[: end + 1] and stopped.finished
+    text = f"w{ids[end - 1]} w{ids[end]}"[1:]
+    stopped = sampler.sample(requests(GREEDY, prompts=1, samples=1, new=20, stop=("nowhere", text)))[0]
+    assert stopped.tokens == ids[: end + 1] and stopped.finished
+    close(stopped.log_probs, torch.tensor(whole.log_probs[: end + 1]))
+
+
+def test_a_request_in_flight_keeps_its_weights(servers, sampler, folders):
+    """It began with the old weights and ends with them; what comes next has the new ones. Cached prefixes are forgotten."""
+    asked = SampleRequest([5, 6, 7], 500, SamplingParams(), SamplingKey())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(sampler._servers[0].complete, asked)
+        time.sleep(0.4)
+        assert not flying.done()
+        sampler.update_weights(hf_stream(folders[1]))
+        completion = flying.result()
+    close(completion.log_probs, log_probs(folders[0], [*asked.tokens, *completion.tokens])[2:])
+    completion = sampler.sample([asked])[0]
+    close(completion.log_probs, log_probs(folders[1], [*asked.tokens, *completion.tokens])[2:])
+    close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
+
+
+def test_broken_weights_leave_the_old_ones(servers, sampler, folders, tmp_path):
+    """A file that is cut short fails in the middle of a load: the server has the old weights again and goes on."""
+    root = tmp_path / "weights"
+    with pytest.raises(ServerError, match="no server samples from the new weights") as caught:
+        sampler.update_weights(hf_stream(folders[1], break_file_in=root))
+    assert servers[0].url in str(caught.value) and "\n" not in str(caught.value)
+    assert "must be started again" not in str(caught.value)
+    close(sampler.log_probs(TEXT)[0], log_probs(folders[0], TEXT))
+    completion = sampler.sample(requests(SamplingParams(), prompts=1, samples=1))[0]
+    close(completion.log_probs, log_probs(folders[0], [5, *completion.tokens]))
+    assert len(list(root.iterdir())) == 1
+    sampler.update_weights(hf_stream(folders[1]))
+    close(sampler.log_probs(TEXT)[0], log_probs(folders[1], TEXT))
+    assert len(list(root.iterdir())) == 1
+    sampler.close()
+    assert not list(root.iterdir())
+
+
+def test_broken_weights_at_first_leave_those_of_the_start(servers, folders, tmp_path):
+    sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
+    before = sampler._servers[0].path
+    with pytest.raises(ServerError, match="no server samples from the new weights"):
+        sampler.update_weights(hf_stream(folders[1], break_file_in=tmp_path / "weights"))
+    assert before == folders[0]
+    close(sampler.log_probs(TEXT)[0], log_probs(folders[0], TEXT))
+
+
+def test_a_server_that_was_started_again_is_an_error(servers, sampler, folders):
+    body = json.dumps({"new_version": "default"}).encode()  # what a new one says
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{servers[0].url}/update_weight_version", body, headers)).close()
+    with pytest.raises(ServerError, match="has the weights 'default' and not '00000001-.* started again"):
+        sampler.sample(requests(SamplingParams()))
+    sampler.update_weights(hf_stream(folders[1]))
+    sampler.sample(requests(SamplingParams()))
+
+
+def test_what_a_server_refuses_is_one_line(servers, sampler):
+    with pytest.raises(ServerError, match=r"says HTTP 400: .*out of vocabulary; see its log$"):
+        sampler.sample([SampleRequest([5, 7000], 4, SamplingParams(), SamplingKey())])
+    with pytest.raises(ConfigError, match=r"cannot sleep|enable-sleep-mode"):
+        try:
+            sampler_of([servers[0].url], "/nowhere", sleep=True)
+        except ServerError as error:
+            raise ConfigError(str(error)) from error
+
+
+def test_weights_that_cannot_be_undone_leave_the_server_paused(servers, folders, tmp_path):
+    """A tensor of a wrong shape: vLLM 0.32.0 cannot load anything after it. Both servers stay paused, neither samples."""
+    urls = [server.url for server in servers]
+    sampler = sampler_of(urls, str(tmp_path / "weights"))
+    sampler.update_weights(hf_stream(folders[0]))
+    both = sampler.sample(requests(SamplingParams(), samples=4))
+    assert len({tuple(c.tokens) for c in both}) == 12
+    sampler = sampler_of(urls, str(tmp_path / "weights"))
+    with pytest.raises(ServerError, match="must be started again") as caught:
+        sampler.update_weights(hf_stream(folders[1], wrong_shape="model.layers.1.mlp.down_proj.weight"))
+    for url in urls:
+        assert url in str(caught.value).split("no server samples")[1]
+        with urllib.request.urlopen(f"{url}/is_paused") as answer:
+            assert json.load(answer) == {"is_paused": True}
+
+
+def test_a_dead_server_is_one_line(servers, folders, tmp_path):
+    servers[1].kill()
+    with pytest.raises(
+        ServerError, match=r"cannot be reached \(ConnectionRefusedError.* after 4 tries; start it"
+    ) as caught:
+        sampler_of([servers[1].url], str(pathlib.Path(tmp_path) / "weights"))
+    assert servers[1].url in str(caught.value) and "\n" not in str(caught.value)
