@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from mrl import __version__, cli
 from mrl.config.load import dump_config, from_dict, load_config
+from mrl.config.ppo import PPOConfig
 from mrl.errors import DataError, Stopped
 from mrl.launch import local
 from tests.bad_input.kit import Workspace
@@ -38,7 +39,9 @@ def train_with(monkeypatch, function) -> None:
     monkeypatch.setattr(cli, "_target", lambda command: function)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["sft", "--help"], ["config"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["sft", "--help"], ["ppo", "--help"], ["config"], ["config", "ppo"]]
+)
 def test_help_imports_nothing_heavy(args):
     code = (
         "import sys, mrl.cli\n"
@@ -99,6 +102,49 @@ def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
         "# length: 2 steps of 4 sequences a step",
     ]
     assert workspace.snapshot() == before
+
+
+def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
+    """The processes are the fewest that all layouts fit on together: lcm(2, 3) of the roles that the algorithm needs."""
+    overrides = ["algorithm.name=ppo", "actor.engine.parallel.tp=2", "critic.engine={backend: fsdp, device: cpu}"]
+    overrides += ["reference.engine={device: cpu, parallel: {pp: 3}}", "algorithm.epochs=3", "train.steps=12"]
+    overrides += ["reference.engine.micro_batch.size=2", "algorithm.mini_batch_size=8"]
+    before = workspace.snapshot()
+    result = invoke("ppo", "ppo.yaml", *overrides, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert from_dict(yaml.safe_load(result.stdout), PPOConfig) == load_config("ppo.yaml", overrides, PPOConfig)
+    assert [line for line in result.stdout.splitlines() if line.startswith("# ")] == [
+        "# actor: megatron tp2+spxdp3 on 6 processes, micro-batches of up to 4096 tokens",
+        "# critic: fsdp dp6 on 6 processes, micro-batches of up to 4096 tokens",
+        "# reference: megatron pp3xdp2 on 6 processes, micro-batches of 2 sequences",
+        "# iteration: 2 prompts x 4 samples, trained on in 3 steps of 8 sequences",
+        "# length: 12 steps, 4 iterations",
+    ]
+    assert workspace.snapshot() == before
+    epochs = invoke("ppo", "ppo.yaml", "train.steps=null", "--dry-run").stdout.splitlines()
+    assert epochs[-3:] == [
+        "# reference: megatron dp1 on 1 process, micro-batches of up to 4096 tokens",
+        "# iteration: 2 prompts x 4 samples, trained on in 2 steps of 4 sequences",
+        "# length: 1 epochs of the prompts, in whole iterations",
+    ]
+
+
+def test_ppo_takes_its_own_trainer(workspace, monkeypatch):
+    seen, calls = [], []
+    monkeypatch.setattr(cli, "_target", lambda command: lambda *given: seen.append((command, *given)))
+    monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
+    assert invoke("ppo", "ppo.yaml").exit_code == 0
+    assert invoke("ppo", "ppo.yaml", "--nproc", "2").exit_code == 0
+    [(command, config, _)], [(target, launched, _, nproc)] = seen, calls
+    assert config == launched == load_config("ppo.yaml", root=PPOConfig)
+    assert (command, target, nproc) == ("ppo", "mrl.trainers.ppo:run", 2)
+
+
+def test_one_role_on_the_cpu_keeps_all_off_the_gpu(workspace, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    args = ("actor.engine.device=auto", "reference.engine.device=cpu")
+    assert invoke("ppo", "ppo.yaml", *args, "--dry-run").exit_code == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_dry_run_counts_processes_by_the_layout(workspace):

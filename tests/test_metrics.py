@@ -54,6 +54,15 @@ def test_a_name_without_a_meaning_is_refused(tmp_path):
         open_log(tmp_path).write(1, {"train/los": 1.0})
 
 
+def test_names_by_reward_are_known_by_their_form(tmp_path):
+    names = ("reward/gsm8k/mean", "reward/my/format/std", "reward/mean", "iteration", "eval/accuracy")
+    log = open_log(tmp_path)
+    log.write(1, dict.fromkeys(names, 1.0))
+    log.close()
+    for name in ("reward/gsm8k", "reward//mean", "reward/gsm8k/max", "rewards/gsm8k/mean", "reward/gsm8k/mean/x"):
+        assert not metrics.is_metric(name), name
+
+
 def test_trap_27_nothing_stays_from_one_step_to_the_next(tmp_path):
     log = open_log(tmp_path)
     log.write(1, {"train/loss": 1.0, "eval/loss": 2.0})

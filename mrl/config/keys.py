@@ -69,13 +69,16 @@ def section_keys(section: type, path: str = "") -> Iterator[Key]:
         yield Key(dotted, hints[field.name], default, field.metadata["help"], bounds, field.metadata["parse"])
 
 
-def walk(section: type, path: str = "") -> Iterator[Key]:
-    """Every key below `section` that holds a value, depth first in the schema's order; sections that may be null too."""
+def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
+    """Every key below `section` that holds a value, depth first in the schema's order, also in sections that may be null.
+
+    sections: the keys of sections too, each before what it holds.
+    """
     for key in section_keys(section, path):
-        if key.section is not None:
-            yield from walk(key.section, key.path)
-        else:
+        if key.section is None or sections:
             yield key
+        if key.section is not None:
+            yield from walk(key.section, key.path, sections=sections)
 
 
 def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
@@ -97,7 +100,7 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     close = difflib.get_close_matches(unknown, here, n=1)
     if close:
         return here[close[0]]
-    everywhere = [key.path for key in walk(root)]
+    everywhere = [key.path for key in walk(root, sections=True)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
     return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)] or [None])[0]

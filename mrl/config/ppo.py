@@ -87,7 +87,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "sample from the fewest tokens whose probabilities reach p; 1 for all", above=0, maximum=1)
     min_p: float = key(0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1)  # fmt: skip
     stop: tuple[str, ...] = key((), "texts that end a completion, beside the model's own end tokens")
-    stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own")
+    stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own", minimum=0)
     cache_tokens: int = key(65536, "tokens whose keys and values a replica of the model keeps at once", minimum=1)
     prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")

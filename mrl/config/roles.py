@@ -84,7 +84,7 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
 
 @contextlib.contextmanager
 def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
-    """Inside, what an engine or model says of `engine.x` or `model.x` is said of the role's own key."""
+    """Inside, what an engine says of `engine.x`, `model.x` or its config.json is said of the role's own key."""
     try:
         yield
     except UserError as error:
@@ -93,4 +93,6 @@ def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
             raise type(error)(f"{role}.engine: value null is the actor's engine, which does not fit: {text}") from None
         if text.startswith(("engine.", "model.")):
             raise type(error)(f"{role}.{text}") from None
+        if text.startswith("config.json"):
+            raise type(error)(f"{role}.model: {text}") from None
         raise

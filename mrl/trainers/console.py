@@ -14,10 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("eval/accuracy", "accuracy", "{:.1%}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
+    ("actor/kl", "kl", "{:.3g}"),
+    ("critic/explained_variance", "explained", "{:.2f}"),
     ("train/grad_norm", "norm", "{:.3g}"),
     ("train/lr", "lr", "{:.3g}"),
+    ("rollout/response_length", "length", "{:.0f}"),
     ("perf/tokens_per_s", "tok/s", "{:,.0f}"),
     ("perf/mfu", "mfu", "{:.1%}"),
 )
@@ -95,9 +100,9 @@ class LiveConsole(Console):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         assert self._bar is not None, "start comes before step"
-        shown = {name: value for name, value in metrics.items() if name != "eval/loss"}
+        shown = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
         self._bar.update(self._bar.task_ids[0], completed=step, values=_values(shown), eta=self._clock.eta(step))
-        if "eval/loss" in metrics:
+        if len(shown) < len(metrics):  # an evaluation stays on the terminal
             self.say(f"step {step}  {_values(metrics)}")
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:

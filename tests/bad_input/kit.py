@@ -32,6 +32,16 @@ CONFIG: dict[str, Any] = {
     "train": {"steps": 2, "global_batch_size": 4},
 }
 
+PPO_CONFIG: dict[str, Any] = {
+    "output_dir": "run",
+    "actor": {"model": {"path": "model", "init": "random", "dtype": "float32"}, "engine": {"device": "cpu"}},
+    "rewards": {"functions": [{"name": "gsm8k"}]},
+    "rollout": {"samples_per_prompt": 4, "max_new_tokens": 32},
+    "algorithm": {"name": "grpo", "mini_batch_size": 4},
+    "data": {"train": "rows.jsonl", "max_prompt_length": 32},
+    "train": {"steps": 4, "global_batch_size": 8},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
@@ -52,6 +62,7 @@ class Workspace:
             self.write_rows([chat(f"{i}+1=", str(i + 1)) for i in range(4)])
             return
         self.write("config.yaml", yaml.safe_dump(CONFIG))
+        self.write("ppo.yaml", yaml.safe_dump(PPO_CONFIG))
         self.write("model/config.json", json.dumps(MODEL))
         self.write("rows.jsonl", "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)))  # fmt: skip
 
@@ -90,6 +101,16 @@ def set_model(**fields: Any) -> Callable[[Workspace], None]:
     return lambda workspace: workspace.write("model/config.json", json.dumps(content))
 
 
+def set_other_model(name: str, **fields: Any) -> Callable[[Workspace], None]:
+    """An edit that adds a second model folder, with weights as far as preflight looks."""
+
+    def edit(workspace: Workspace) -> None:
+        workspace.write(f"{name}/config.json", json.dumps(MODEL | fields))
+        workspace.write(f"{name}/model.safetensors", b"")
+
+    return edit
+
+
 def set_config(text: str | bytes) -> Callable[[Workspace], None]:
     """An edit that replaces config.yaml."""
     return lambda workspace: workspace.write("config.yaml", text)
@@ -105,18 +126,24 @@ def inherited() -> dict[str, str]:
     return kept | {"NETRC": os.devnull}
 
 
-def run_mrl(workspace: Workspace, *args: str, environ: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """`mrl sft config.yaml ARGS` in the workspace: exit code, stdout, stderr."""
+def run_mrl(
+    workspace: Workspace,
+    *args: str,
+    command: str = "sft",
+    config: str = "config.yaml",
+    environ: dict[str, str] | None = None,
+) -> tuple[int, str, str]:
+    """`mrl COMMAND CONFIG ARGS` in the workspace: exit code, stdout, stderr."""
     env = inherited() | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (environ or {})
     done = subprocess.run(
-        [sys.executable, "-m", "mrl", "sft", "config.yaml", *args],
+        [sys.executable, "-m", "mrl", command, config, *args],
         cwd=workspace.root, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
 class WarmMrl:
-    """`mrl sft` as `run_mrl`, in forks of one process that has imported torch and megatron already."""
+    """`mrl` as `run_mrl`, in forks of one process that has imported torch and megatron already."""
 
     def __init__(self, cache: pathlib.Path) -> None:
         environ = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -125,9 +152,11 @@ class WarmMrl:
             cwd=REPO, env=inherited() | environ | {"HF_DATASETS_CACHE": str(cache)},
         )  # fmt: skip
 
-    def run(self, workspace: Workspace, *args: str) -> tuple[int, str, str]:
+    def run(
+        self, workspace: Workspace, *args: str, command: str = "sft", config: str = "config.yaml"
+    ) -> tuple[int, str, str]:
         with tempfile.TemporaryDirectory() as name:
-            print(json.dumps([str(workspace.root), name, ["sft", "config.yaml", *args]]), file=self.process.stdin, flush=True)  # fmt: skip
+            print(json.dumps([str(workspace.root), name, [command, config, *args]]), file=self.process.stdin, flush=True)  # fmt: skip
             code = int(self.process.stdout.readline())
             return code, *(pathlib.Path(name, stream).read_text() for stream in ("stdout", "stderr"))
 

@@ -1,7 +1,8 @@
 """Every mistake in the tables: exit code 2, one line that names the key or file:line, nothing written but a log.
 
 To add cases, write a module with CASES beside this one and list it in COLD, where a process of its own is what a user
-starts and the launcher sees the mistake, or in WARM, where the trainer has to look: it runs in forks of one process.
+starts and the launcher sees the mistake, or in WARM, where the trainer has to look: it runs in forks of one process. DRY is
+for `mrl ppo`, whose mistakes the launcher sees, in such forks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases
+from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
 from tests.bad_input.kit import Case, WarmMrl, Workspace, check, run_mrl
 from tests.trainers.kit import make_inputs
 
 COLD = {"config": config_cases.CASES}
+DRY = {"ppo": ppo_cases.CASES}
 WARM = {"data": data_cases.CASES, "model": model_cases.CASES, "checkpoint": checkpoint_cases.CASES}
 
 
@@ -68,8 +70,29 @@ def test_is_refused_by_the_trainer(case: Case, inputs, warm, tmp_path):
     check(case, workspace, warm.run)
 
 
+PPO = {"command": "ppo", "config": "ppo.yaml"}
+
+
+@table(DRY)
+def test_is_refused_of_ppo(case: Case, workspace: Workspace, warm):
+    check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run", **PPO))
+
+
+@table({"ppo": ppo_cases.COLD_CASES})
+def test_is_refused_of_ppo_in_a_process_of_its_own(case: Case, workspace: Workspace):
+    check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, "--dry-run", **PPO))
+
+
+def test_what_the_ppo_cases_break_works(workspace: Workspace, warm):
+    before = workspace.snapshot()
+    code, out, err = warm.run(workspace, "--dry-run", **PPO)
+    assert (code, err) == (0, "")
+    assert "# actor: megatron dp1 on 1 process" in out
+    assert workspace.snapshot() == before
+
+
 def test_names_are_unique():
-    for cases in (COLD | WARM).values():
+    for cases in (COLD | WARM | DRY).values():
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
 

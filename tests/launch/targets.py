@@ -36,6 +36,10 @@ def environment(config, command_line: str) -> None:
     warnings.warn(f"a library warns rank {RANK}", stacklevel=1)
 
 
+def root(config, command_line: str) -> None:
+    _note(config, "root", f"{type(config).__name__} {command_line}")
+
+
 def all_reduce(config, command_line: str) -> None:
     import torch
     import torch.distributed as dist

@@ -15,7 +15,10 @@ import pytest
 
 from mrl import cli
 from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import SFTConfig
 from mrl.launch import local
+from tests.config.test_load import BASE, PPO_BASE
 
 REPO = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 90
@@ -164,6 +167,12 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
         for pid in children:  # what a rank started itself is its own to end
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("root", "raw"), [(SFTConfig, BASE), (PPOConfig, PPO_BASE)], ids=["sft", "ppo"])
+def test_ranks_get_the_config_of_their_command(tmp_path, root, raw):
+    local.launch("tests.launch.targets:root", from_dict(raw | {"output_dir": str(tmp_path)}, root), "mrl x c.yaml", 1)
+    assert notes(tmp_path, "root") == [f"{root.__name__} mrl x c.yaml"]
 
 
 def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path, monkeypatch):

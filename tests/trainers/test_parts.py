@@ -10,12 +10,15 @@ import signal
 import pytest
 import torch
 
-from mrl.config.load import from_dict
+from mrl.config.load import from_dict, load_config
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import SFTConfig
 from mrl.engine import checkpoint
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.trainers import console, hub, sft, throughput
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
+from tests.config.test_load import BASE, PPO_BASE
 
 METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6, "perf/mfu": 0.421}
 
@@ -29,6 +32,16 @@ def test_plain_lines_have_step_loss_lr_tokens_mfu_and_eta(capsys):
     plain.step(5, METRICS)
     line = capsys.readouterr().out
     assert re.fullmatch(r"step 5/10  loss 1\.2346  lr 1e-05  tok/s 12,346  mfu 42\.1%  eta 0:00:\d\d\n", line), line
+
+
+def test_reinforcement_learning_shows_what_it_is_about(capsys):
+    plain = console.open_console("plain", enabled=True)
+    plain.start(4, 10)
+    names = ("reward/mean", "eval/accuracy", "actor/kl", "critic/explained_variance", "rollout/response_length")
+    plain.step(5, METRICS | dict.fromkeys(names, 0.25) | {"actor/ratio": 1.0})
+    line = capsys.readouterr().out
+    shown = "reward 0.250  accuracy 25.0%  loss 1.2346  kl 0.25  explained 0.25  lr 1e-05  length 0  tok/s 12,346  mfu 42.1%"
+    assert line.startswith(f"step 5/10  {shown}  eta "), line
 
 
 def test_rows_left_out_are_counted_out_loud(capsys):
@@ -142,6 +155,28 @@ def make_checkpoint(root: pathlib.Path, step: int) -> str:
 
 def start_of(output_dir: pathlib.Path, **section):
     return choose_start(RunDirectory(output_dir), config_of(output_dir, **section))
+
+
+@pytest.mark.parametrize(("root", "raw", "command"), [(SFTConfig, BASE, "sft"), (PPOConfig, PPO_BASE, "ppo")])
+def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, command):
+    config = from_dict(raw | {"output_dir": str(tmp_path)}, root)
+    run = RunDirectory(tmp_path)
+    run.prepare(config, f"mrl {command} c.yaml")
+    assert f"`mrl {command}` takes this file" in run.config.read_text().splitlines()[0]
+    assert load_config(run.config, root=root) == config
+    make_checkpoint(run.checkpoints, 3)
+    assert choose_start(run, config).step == 3
+    assert choose_start(
+        run, from_dict(raw | {"output_dir": str(tmp_path), "data": {"train": "there"}}, root)
+    ).moved == ['data.train: "d" at the save, "there" now']
+
+
+def test_the_run_of_another_command_is_not_gone_on_with(tmp_path):
+    RunDirectory(tmp_path).prepare(config_of(tmp_path), "mrl sft c.yaml")
+    make_checkpoint(RunDirectory(tmp_path).checkpoints, 3)
+    config = from_dict(PPO_BASE | {"output_dir": str(tmp_path)}, PPOConfig)
+    with pytest.raises(ConfigError, match="^output_dir: value .* is given to `mrl ppo`, .* of `mrl sft`; give another"):
+        choose_start(RunDirectory(tmp_path), config)
 
 
 def test_an_empty_directory_starts_at_the_beginning(tmp_path):

@@ -1,0 +1,101 @@
+"""Wrong configs of `mrl ppo`: keys of roles, rollout and algorithm, against each other, the processes and the models."""
+
+from __future__ import annotations
+
+from tests.bad_input.kit import MOE, Case, set_model, set_other_model
+
+CASES = [
+    # Keys.
+    Case("key of mrl sft", "model.path", ("unknown key", "did you mean actor.model.path?"), ("model.path=x",)),
+    Case("missing algorithm", "algorithm.name", ("is missing",), ("algorithm=null",)),
+    Case("unknown key of a role", "critic.engine.backed", ("did you mean critic.engine.backend?",), ("critic.engine.backed=fsdp",)),
+    Case("unknown key of an engine that may be null", "reference.engine.tp", ("did you mean",), ("reference.engine={tp: 2}",)),
+    Case("engine that is no mapping", "critic.engine", ("give a mapping",), ("critic.engine=fsdp",)),
+    Case("init of a critic", "critic.model.init", ("unknown key",), ("critic.model.init=random",)),
+    Case("stop texts", "rollout.stop", ("give a list of texts",), ("rollout.stop=END",)),
+    Case("stop tokens", "rollout.stop_tokens", ("out of range",), ("rollout.stop_tokens=[3, -1]",)),
+    Case("temperature 0", "rollout.temperature", ("above 0",), ("rollout.temperature=0",)),
+    Case("unknown reward", "rewards.functions[0].name", ("did you mean gsm8k?",), ("rewards.functions=[{name: gsmk8}]",)),
+    Case("unknown key of the rewards", "rewards.worker", ("did you mean rewards.workers?",), ("rewards.worker=1",)),
+    Case("label of a reward model", "rewards.functions[0].label", ("is taken",), ("rewards.functions=[{name: math, label: model}]",)),
+    # Sizes and lengths.
+    Case("groups", "train.global_batch_size", ("rollout.samples_per_prompt 3", "give 6 or 9"), ("rollout.samples_per_prompt=3",)),
+    Case("mini-batches", "algorithm.mini_batch_size", ("does not divide train.global_batch_size 8", "give 2 or 4"), ("algorithm.mini_batch_size=3",)),
+    Case("whole iterations", "train.steps", ("multiple of the 6 steps", "give 6 or 12"), ("train.steps=8", "algorithm.epochs=3")),
+    Case("less than an iteration", "train.steps", ("give 2",), ("train.steps=1",)),
+    Case("steps and epochs", "train.steps", ("train.epochs 2", "keep one"), ("train.epochs=2",)),
+    Case("micro-batch below a sequence", "critic.engine.micro_batch.tokens", ("data.max_prompt_length 32 and rollout.max_new_tokens 32", "at least 64"), ("algorithm.name=ppo", "critic.engine.micro_batch.tokens=63")),
+    Case("actor's micro-batch", "actor.engine.micro_batch.tokens", ("actor.engine.micro_batch.size 2", "keep one"), ("actor.engine.micro_batch={tokens: 64, size: 2}",)),
+    Case("cache below a sequence", "rollout.cache_tokens", ("at least 64",), ("rollout.cache_tokens=63",)),
+    Case("one sample of a group", "rollout.samples_per_prompt", ("algorithm.name grpo compares", "at least 2"), ("rollout.samples_per_prompt=1",)),
+    # Optimizers and engines.
+    Case("actor's min_lr", "actor.optimizer.min_lr", ("above actor.optimizer.lr 1e-05",), ("actor.optimizer.min_lr=1",)),
+    Case("critic's betas", "critic.optimizer.betas", ("out of range",), ("algorithm.name=ppo", "critic.optimizer.betas=[0.9, 1.0]")),
+    Case("actor's warm-up", "actor.optimizer.warmup_steps", ("the 2 steps", "algorithm.critic_warmup 2"), ("algorithm.name=ppo", "algorithm.critic_warmup=2", "actor.optimizer.warmup_steps=3")),
+    Case("critic's warm-up", "critic.optimizer.warmup_steps", ("train.steps 4",), ("algorithm.name=ppo", "critic.optimizer.warmup_steps=5")),
+    Case("the critic alone", "algorithm.critic_warmup", ("leaves the actor none", "at most 3"), ("algorithm.name=ppo", "algorithm.critic_warmup=4")),
+    Case("fsdp with tp", "critic.engine.parallel.tp", ("fsdp", "critic.engine.backend to megatron"), ("algorithm.name=ppo", "critic.engine={backend: fsdp, parallel: {tp: 2}}")),
+    Case("two devices", "critic.engine.device", ("same processes",), ("algorithm.name=ppo", "critic.engine.device=cuda")),
+    Case("recompute of a reference", "reference.engine.recompute", ("never trains",), ("reference.engine.recompute=full",)),
+    Case("optimizer of a reference", "reference.engine.offload", ("never trains",), ("reference.engine.offload=[optimizer]",)),
+    # What scores.
+    Case("no rewards", "rewards", ("nothing to learn from", "rollout.environment"), ("rewards=null",)),
+    Case("rewards of weight 0", "rewards.functions", ("nothing to learn from",), ("rewards.functions=[{name: gsm8k, weight: 0}]",)),
+    Case("reward model of weight 0", "reward.weight", ("nothing to learn from",), ("rewards=null", "reward={model: {path: model}, weight: 0}")),
+    Case("weight without a reward model", "reward.weight", ("without reward.model.path",), ("reward.weight=2",)),
+    Case("dtype without a reward model", "reward.model.dtype", ("without reward.model.path",), ("reward.model.dtype=float32",)),
+    Case("engine without a reward model", "reward.engine", ("without reward.model.path",), ("reward.engine.parallel.tp=2",)),
+    Case("no function file", "rewards.functions[0].function", ("score.py, which does not exist",), ("rewards.functions=[{function: 'score.py:f'}]",)),
+    # Rollout.
+    Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
+    Case("nothing to replay", "rollout.path", ("recorded",), ("rollout.backend=recorded",)),
+    Case("path of native", "rollout.path", ("not used by rollout.backend native",), ("rollout.path=samples",)),
+    Case("no recorded folder", "rollout.path", ("is no folder",), ("rollout={backend: recorded, path: samples, samples_per_prompt: 4, max_new_tokens: 32}",)),
+    Case("server of native", "rollout.server.bucket_mb", ("vllm or sglang",), ("rollout.server.bucket_mb=1",)),
+    Case("server that is no URL", "rollout.server.urls", ("http://host:8000",), ("rollout.backend=vllm", "rollout.server.urls=['host:8000']")),
+    Case("turns alone", "rollout.max_turns", ("without rollout.environment",), ("rollout.max_turns=3",)),
+    Case("environment's timeout alone", "rollout.environment_timeout_s", ("without rollout.environment",), ("rollout.environment_timeout_s=3",)),
+    Case("environment without a class", "rollout.environment", ("my_env.py:Env",), ("rollout.environment=env.py",)),
+    Case("no environment file", "rollout.environment", ("env.py, which does not exist",), ("rollout.environment='env.py:Env'",)),
+    Case("environment of a replay", "rollout.environment", ("replays",), ("rollout.backend=recorded", "rollout.path=.", "rollout.environment='env.py:Env'")),
+    # Algorithm.
+    Case("unknown algorithm", "algorithm.name", ("did you mean 'grpo'?",), ("algorithm.name=grop",)),
+    Case("unknown advantage", "algorithm.advantage", ("gae",), ("algorithm.advantage=gea",)),
+    Case("part that is not read", "algorithm.lam", ("would not be read",), ("algorithm.lam=0.9",)),
+    Case("dual clip below 1", "algorithm.dual_clip", ("not above 1",), ("algorithm.dual_clip=0.5",)),
+    Case("floor above the cap", "algorithm.correction_floor", ("algorithm.correction_cap 2",), ("algorithm.correction=mask", "algorithm.correction_floor=3")),
+    Case("warm-up without a critic", "algorithm.critic_warmup", ("without a critic",), ("algorithm.critic_warmup=1",)),
+    Case("critic without a critic", "critic.optimizer.lr", ("without a critic",), ("critic.optimizer.lr=1e-4",)),
+    Case("critic's engine without a critic", "critic.engine", ("without a critic",), ("critic.engine.backend=fsdp",)),
+    Case("reference without a KL", "reference.update_every", ("set algorithm.kl_in",), ("algorithm.name=dapo", "reference.update_every=2")),
+    Case("sampling rounds", "algorithm.max_sampling_rounds", ("algorithm.dynamic_sampling",), ("algorithm.max_sampling_rounds=3",)),
+    # Evaluation and the best checkpoint.
+    Case("eval_every alone", "train.eval_every", ("without data.eval",), ("train.eval_every=2",)),
+    Case("eval_samples alone", "train.eval_samples", ("without data.eval",), ("train.eval_samples=2",)),
+    Case("best_is alone", "checkpoint.best_is", ("without checkpoint.best",), ("checkpoint.best_is=lowest",)),
+    Case("best of no evaluation", "checkpoint.best", ("without data.eval",), ("checkpoint.best=eval/accuracy",)),
+    Case("best of no metric", "checkpoint.best", ("did you mean eval/accuracy?",), ("checkpoint.best=eval/acuracy", "data.eval=rows.jsonl")),
+    Case("best of no reward", "checkpoint.best", ("did you mean reward/mean?",), ("checkpoint.best=reward/math/mean",)),
+    Case("best of no critic", "checkpoint.best", ("without a critic",), ("checkpoint.best=critic/loss",)),
+    Case("wandb name alone", "log.wandb.name", ("log.wandb.project",), ("log.wandb.name=x",)),
+    # Processes and models.
+    Case("processes", "actor.engine.parallel", ("does not divide the 3 processes",), ("actor.engine.parallel.tp=2", "--nproc", "3")),
+    Case("processes of one role", "reference.engine.parallel", ("does not divide the 3 processes",), ("reference.engine={device: cpu, parallel: {tp: 2}}", "--nproc", "3")),
+    Case("small mini-batch", "algorithm.mini_batch_size", ("8 data-parallel replicas of the actor", "at least 8"), ("--nproc", "8")),
+    Case("heads of a role", "reference.engine.parallel.tp", ("8 attention heads",), ("reference.engine={device: cpu, parallel: {tp: 3}}", "--nproc", "3")),
+    Case("heads of a role on the actor's engine", "reward.engine", ("value null is the actor's engine", "6 attention heads"), ("actor.engine.parallel.tp=4", "reward.model.path=judge"), set_other_model("judge", num_attention_heads=6)),
+    Case("experts of a dense model", "actor.engine.parallel.ep", ("has none",), ("actor.engine.parallel.ep=2",)),
+    Case("experts", "actor.engine.parallel.ep", ("6 experts",), ("actor.engine.parallel.ep=4",), set_model(**MOE)),
+    Case("no actor", "actor.model.path", ("does not exist",), ("actor.model.path=./nowhere",)),
+    Case("no weights", "actor.model.path", ("actor.model.init to random",), ("actor.model.init=pretrained",)),
+    Case("no reward model", "reward.model.path", ("does not exist",), ("reward.model.path=./nowhere",)),
+    Case("no weights of a reference", "reference.model.path", ("*.safetensors",), ("reference.model.path=model",)),
+    Case("family of a reward model", "reward.model", ("config.json", "'gpt2' is not supported",), ("reward.model.path=judge",), set_other_model("judge", model_type="gpt2")),
+    Case("no data", "data.train", ("does not exist",), ("data.train=rows.parquet",)),
+    Case("no held-out rows", "data.eval", ("does not exist",), ("data.eval=eval.jsonl",)),
+    Case("no template", "data.chat_template", ("does not exist",), ("data.chat_template=chat.jinja",)),
+    Case("no checkpoint", "checkpoint.resume", ("auto, never",), ("checkpoint.resume=run/checkpoints/step_00000009",)),
+]  # fmt: skip
+
+COLD_CASES = [Case("no gpu", "actor.engine.device", ("needs a GPU",), ("actor.engine.device=cuda",))]
+"""Where megatron has been imported without a GPU, torch counts one."""
