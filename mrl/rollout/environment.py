@@ -187,7 +187,7 @@ class Environments:
         try:
             return read(call.value)
         except (BadRow, ValueError, OverflowError) as error:
-            call.fault = str(error)
+            call.fault = f"returned what cannot be used: {error}" if isinstance(error, BadRow) else str(error)
             raise self._error(call, "correct the environment") from None
 
     def _prompt_of(self, value: Any) -> Said | None:

@@ -1,0 +1,236 @@
+"""Prompts: the forms of rows, what they become in tokens, and their order over epochs and a resume."""
+
+import json
+
+import pytest
+
+from mrl.config.ppo import PromptsConfig
+from mrl.data.batches import row_order
+from mrl.data.dataset import Rejected
+from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
+from mrl.data.stream import Report
+from mrl.errors import CheckpointError, DataError
+from tests.data import kit
+from tests.data.kit import turns
+
+USER = {"role": "user", "content": "hello"}
+TOOLS = [{"type": "function", "function": {"name": "fox"}}]
+
+
+def make(path, template=kit.CHATML, *, part="train", bos=False, vocab_size=None, **keys):
+    config = PromptsConfig(**{"train": str(path), **keys})
+    return PromptDataset(config, kit.make_tokenizer(template, bos=bos), part=part, vocab_size=vocab_size)
+
+
+def of_row(tmp_path, row, template=kit.CHATML, *, bos=False, **keys):
+    """(the prompt, its tokens in words)"""
+    dataset = make(kit.write_jsonl(tmp_path / "a.jsonl", [row]), template, bos=bos, **keys)
+    prompt = dataset.load(0)
+    return prompt, kit.make_tokenizer(template).decode(prompt.tokens)
+
+
+ASKED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "content", "words"),
+    [
+        ({"prompt": "hello", "answer": 4}, "hello", ASKED),
+        ({"prompt": [USER]}, [USER], ASKED),
+        ({"messages": [USER]}, [USER], ASKED),
+        ({"messages": [USER, {"role": "assistant", "content": "fox"}]}, [USER], ASKED),
+        (
+            {"messages": turns("hello", "fox", "dog", "the fox")},
+            turns("hello", "fox", "dog"),
+            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nfox<|im_end|>\n"
+            "<|im_start|>user\ndog<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ({"instruction": "hello", "output": "fox"}, "hello", ASKED),
+        ({"instruction": "hello", "input": "fox"}, "hello\n\nfox", ASKED.replace("hello", "hello\n\nfox")),
+    ],
+)
+def test_forms_with_a_chat_template(tmp_path, row, content, words):
+    prompt, said = of_row(tmp_path, row)
+    assert said == words and prompt.content == content
+    assert (prompt.index, prompt.where, prompt.row, prompt.truncated) == (0, f"{tmp_path}/a.jsonl:1", row, False)
+
+
+def test_a_text_without_a_chat_template_is_taken_as_it_is_with_one_bos(tmp_path):
+    assert of_row(tmp_path, {"prompt": "hello fox"}, None)[1] == "hello fox"
+    assert of_row(tmp_path, {"prompt": "hello fox"}, None, bos=True)[1] == "<s>hello fox"
+    assert of_row(tmp_path, {"prompt": "<s>hello fox"}, None, bos=True)[1] == "<s>hello fox"
+    prompt, words = of_row(tmp_path, {"instruction": "hello"}, None)
+    assert words.endswith("### Instruction:\nhello\n\n### Response:\n") and prompt.content == "hello"
+
+
+def test_fields_are_renamed_first_and_rewards_get_the_renamed_row(tmp_path):
+    row = {"question": "hello", "answer": "4"}
+    prompt, words = of_row(tmp_path, row, columns={"question": "prompt"})
+    assert words == ASKED and prompt.row == {"prompt": "hello", "answer": "4"}
+
+
+@pytest.mark.parametrize("row", [{"prompt": "hello"}, {"prompt": [USER]}])
+def test_tools_and_template_arguments_of_the_row(tmp_path, row):
+    row = {**row, "tools": TOOLS, "chat_template_kwargs": {"loud": 5}}
+    assert of_row(tmp_path, row, kit.WITH_TOOLS)[1] == "TOOLS fox <|im_end|>\nLOUD5" + ASKED
+    assert of_row(tmp_path, {**row, "tools": json.dumps(TOOLS)}, kit.WITH_TOOLS)[1].startswith("TOOLS fox")
+
+
+def test_a_system_message_in_front(tmp_path):
+    system = "<|im_start|>system\nfox<|im_end|>\n"
+    prompt, words = of_row(tmp_path, {"prompt": "hello"}, system="fox")
+    assert words == system + ASKED and prompt.content == "hello"
+    prompt, words = of_row(tmp_path, {"messages": [USER]}, system="fox")
+    assert words == system + ASKED and prompt.content == [USER]
+    with pytest.raises(DataError, match=r"a.jsonl:1: data.system: is set, and the row has a system message; remove"):
+        of_row(tmp_path, {"messages": turns("hello", system="dog")}, system="fox", on_bad_row="skip")
+    with pytest.raises(DataError, match="data.system: the tokenizer has no chat template"):
+        of_row(tmp_path, {"prompt": "hello"}, None, system="fox")
+
+
+def test_a_chat_template_from_a_file(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %} Answer:")
+    assert of_row(tmp_path, {"prompt": "hello"}, None, chat_template=str(tmp_path / "t.jinja"))[1] == "hello Answer:"
+
+
+# ------------------------------------------------------------------------------------------------------------ bad rows
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong", "works"),
+    [
+        ({"messages": [USER]}, "has no field 'prompt', which prompts have since the first row; it has messages", "data.columns"),
+        ({"prompt": 5}, "prompt is 5", "give a string"),
+        ({"prompt": ""}, "prompt is empty", "or remove the row"),
+        ({"prompt": []}, "prompt is an empty list", "give a list of at least one"),
+        ({"prompt": [{"role": "user"}]}, "prompt[0].content is missing or null", "give a string"),
+        ({"prompt": turns("hello", "fox")}, "prompt has no user turn after an assistant turn", "come last"),
+        ({"prompt": "x", "tools": 5}, "tools is 5", "give a list of function schemas"),
+        ("{oops", "is not a JSON object", "each line must be one object"),
+    ],
+)  # fmt: skip
+def test_bad_rows(tmp_path, row, wrong, works):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}, row])
+    with pytest.raises(DataError) as error:
+        make(path).load(1)
+    message = str(error.value)
+    assert message.startswith(f"{path}:2: ") and wrong in message and works in message and "\n" not in message
+    assert make(path, on_bad_row="skip").load(1) == Rejected("skipped", message)
+
+
+def test_messages_with_nothing_to_ask(tmp_path):
+    bad = [turns("hello", "fox")[1:], [*turns("hello", "fox"), {"role": "assistant", "content": "dog"}]]
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"messages": m} for m in bad])
+    for index, wrong in ((0, "nothing before the assistant turn"), (1, "no user turn after an assistant turn")):
+        with pytest.raises(DataError, match=f"a.jsonl:{index + 1}: messages has {wrong}; let what the model"):
+            make(path).load(index)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "hello"}, r"a.jsonl:1: the fields text hold no prompt .*columns, as {question: prompt}"),
+        ({"prompt": "a", "messages": [USER]}, r"a.jsonl:1: has the fields prompt and messages, .*{messages: messages_unused}"),
+    ],
+)  # fmt: skip
+def test_a_first_row_without_one_prompt(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        make(kit.write_jsonl(tmp_path / "a.jsonl", [row]), on_bad_row="skip")
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER]}])
+    with pytest.raises(DataError, match=r"data.train: .*a.jsonl: the tokenizer has no chat template"):
+        make(path, None)
+    path = kit.write_jsonl(tmp_path / "b.jsonl", [{"prompt": [USER]}])
+    with pytest.raises(DataError, match=r"b.jsonl:1: the tokenizer has no chat template"):
+        make(path, None, on_bad_row="skip").load(0)
+
+
+def test_a_prompt_of_no_tokens_and_a_foreign_tokenizer(tmp_path):
+    (tmp_path / "empty.jinja").write_text("{# says nothing #}")
+    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}])
+    with pytest.raises(DataError, match="a.jsonl:1: gives a prompt of no tokens"):
+        make(path, chat_template=str(tmp_path / "empty.jinja")).load(0)
+    with pytest.raises(DataError, match="a.jsonl:1: the tokenizer gives token .* vocab_size 5"):
+        make(path, vocab_size=5).load(0)
+    with pytest.raises(DataError, match="data.eval: is null"):
+        make(path, part="eval")
+
+
+# -------------------------------------------------------------------------------------------------- long prompts, order
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Rows 1 and 4 are bad; row 2 is longer than 24 tokens."""
+    rows = [{"prompt": f"fox {i}"} for i in range(6)]
+    rows[1], rows[2], rows[4] = {"prompt": 5}, {"prompt": "fox " * 40}, "{oops"
+    return kit.write_jsonl(tmp_path / "mixed.jsonl", rows)
+
+
+def test_long_prompts(mixed):
+    whole = make(mixed).load(2).tokens
+    left = make(mixed, truncation="left", max_prompt_length=24).load(2)
+    assert left.tokens == whole[-24:] and left.truncated
+    assert make(mixed, truncation="left", max_prompt_length=len(whole)).load(2).truncated is False
+    what = f"mixed.jsonl:3: the prompt has {len(whole)} tokens and data.max_prompt_length is 24"
+    assert make(mixed, truncation="drop", max_prompt_length=24).load(2).why.endswith(what)
+    with pytest.raises(
+        DataError, match=f"{what}; raise data.max_prompt_length, or set data.truncation to left or drop"
+    ):
+        make(mixed, max_prompt_length=24, on_bad_row="skip").load(2)
+
+
+SKIPS = {"on_bad_row": "skip", "truncation": "drop", "max_prompt_length": 24}
+
+
+def test_prompts_come_in_the_order_of_rows_and_epochs_and_are_counted(mixed):
+    source = PromptSource(make(mixed, **SKIPS), seed=3)
+    taken = [p.index for _ in range(4) for p in source.take(2)]
+    expected = [i for epoch in range(3) for i in row_order(3, epoch, 6).tolist() if i not in (1, 2, 4)]
+    assert taken == expected[:8] and source.usable() == 3
+    assert source.counts["skipped"] >= 4 and source.counts["dropped"] >= 2 and source.counts["truncated"] == 0
+    assert any(note.startswith(f"dropped: {mixed}:3: ") for note in source.take_notes()) and not source.take_notes()
+    assert PromptSource(make(mixed), seed=3).usable() == 6  # no row may be left out, so none is read
+    plain = PromptSource(make(mixed, **SKIPS), seed=3, shuffle=False)
+    assert [p.index for p in plain.take(4)] == [0, 3, 5, 0]
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_trap_32_a_resumed_source_goes_on_exactly(mixed, after):
+    whole, killed = (PromptSource(make(mixed, **SKIPS), seed=1) for _ in range(2))
+    expected = [whole.take(2) for _ in range(6)]
+    for _ in range(after):
+        killed.take(2)
+    resumed = PromptSource(make(mixed, **SKIPS), seed=1)
+    resumed.take(5)
+    resumed.load_state_dict(json.loads(json.dumps(killed.state_dict())))
+    assert [resumed.take(2) for _ in range(6 - after)] == expected[after:]
+    assert resumed.state_dict() == whole.state_dict() and resumed.counts == whole.counts
+
+
+def test_trap_32_changed_prompts_are_refused(mixed):
+    state = PromptSource(make(mixed, **SKIPS), seed=1).state_dict()
+    with pytest.raises(CheckpointError, match="seed: is 2 and was 1"):
+        PromptSource(make(mixed, **SKIPS), seed=2).load_state_dict(state)
+    kit.write_jsonl(mixed, [{"prompt": "fox"}])
+    with pytest.raises(CheckpointError, match="data.train: .*mixed.jsonl has 1 rows and had 6"):
+        PromptSource(make(mixed), seed=1).load_state_dict(state)
+
+
+def test_a_bad_row_takes_nothing(mixed):
+    source = PromptSource(make(mixed), seed=0, shuffle=False)
+    before = source.state_dict()
+    with pytest.raises(DataError, match="mixed.jsonl:2: prompt is 5"):
+        source.take(2)
+    assert source.state_dict() == before and [p.index for p in source.take(1)] == [0]
+
+
+def test_held_out_prompts(mixed):
+    dataset, report = make(mixed, part="eval", eval=mixed, **SKIPS), Report()
+    assert [p.index for p in first_prompts(dataset, report=report)] == [0, 3, 5]
+    assert report.counts == {"skipped": 2, "dropped": 1, "truncated": 0}
+    assert [p.index for p in first_prompts(dataset, 2)] == [0, 3]
+    with pytest.raises(DataError, match="data.eval: .*: none of its 6 rows can be used; "):
+        first_prompts(make(mixed, part="eval", eval=mixed, **{**SKIPS, "max_prompt_length": 2}))

@@ -1,0 +1,203 @@
+"""Saved rollouts: written whole, read back as they were, and replayed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mrl.errors import ConfigError, DataError
+from mrl.rollout.recorded import RecordedRollouts
+from mrl.rollout.samples import read_samples, write_samples
+from tests.data.kit import CHATML, make_tokenizer
+from tests.rollout.kit import Says, config, make_prompts, make_rollouts, write_environments
+
+TOKENIZER = make_tokenizer()
+ROWS = [{"prompt": "hello"}, {"prompt": [{"role": "user", "content": 'the "quick"\n é\u2028fox'}], "last": "dog"}]
+
+
+@pytest.fixture
+def prompts():
+    return make_prompts(ROWS, TOKENIZER)
+
+
+def sampled(prompts, *says, series="step", **keys):
+    return make_rollouts(Says(TOKENIZER, *says), **keys).sample(prompts, step=12, samples=2, series=series)
+
+
+@pytest.fixture
+def saved(tmp_path, prompts):
+    """(folder, trajectories): a rollout before step 12."""
+    trajectories = sampled(prompts, "lazy é dog")
+    folder = str(tmp_path / "samples")
+    numbers = [0.1 * i for i in range(4)]
+    write_samples(
+        folder, 12, trajectories, rewards=numbers, parts={"gsm8k": [1.0] * 4}, advantages=[-x for x in numbers]
+    )
+    return folder, trajectories
+
+
+def replayed(folder, prompts, *, step=12, samples=2, series="step", **keys):
+    return RecordedRollouts(config(path=folder, **keys)).sample(prompts, step=step, samples=samples, series=series)
+
+
+def test_a_line_is_what_a_person_wants_to_know_first(saved):
+    folder, trajectories = saved
+    assert os.listdir(folder) == ["step_00000012.jsonl"]
+    with open(f"{folder}/step_00000012.jsonl", encoding="utf-8") as file:
+        lines = file.read().split("\n")
+    t = trajectories[3]
+    assert lines[4] == "" and '"completion": "lazy é dog"' in lines[3]
+    assert list(json.loads(lines[3]).items()) == [
+        ("step", 12), ("row", "train.jsonl:2"), ("index", 1), ("sample", 1), ("reward", 0.1 * 3), ("rewards", {"gsm8k": 1.0}),
+        ("environment", None), ("prompt", ROWS[1]["prompt"]), ("completion", "lazy é dog"), ("finished", True), ("turns", 1),
+        ("response_length", t.response_length), ("advantage", -0.1 * 3), ("tokens", t.tokens), ("mask", t.mask),
+        ("log_probs", t.log_probs),
+    ]  # fmt: skip
+
+
+def test_a_replay_gives_what_was_saved(saved, prompts):
+    folder, trajectories = saved
+    assert replayed(folder, prompts) == trajectories
+    assert replayed(folder, prompts[1:], samples=1) == [trajectories[2]]
+    recorded = RecordedRollouts(config(path=folder))
+    assert not recorded.exact and recorded.sample(prompts, step=12, samples=2) == trajectories  # and again
+    recorded.close()
+
+
+def test_conversations_are_replayed_without_their_environment(tmp_path, prompts):
+    path = write_environments(tmp_path)
+    for name in ("Count", "Guess"):
+        trajectories = sampled(prompts[:1], "fox", "dog", environment=f"{path}:{name}", max_turns=2)
+        write_samples(str(tmp_path), 12, trajectories)
+        assert trajectories[0].turns == 2 and trajectories[0].reward
+        assert replayed(str(tmp_path), prompts[:1], environment="gone.py:Env") == trajectories
+
+
+def test_a_prompt_that_comes_twice_and_other_series(tmp_path, prompts):
+    twice = [prompts[0], prompts[0]]
+    says = Says(TOKENIZER, "fox")
+    one, two = make_rollouts(says).sample(prompts[:1], step=12, samples=1), sampled(prompts[:1], "dog")[:1]
+    write_samples(str(tmp_path), 12, one + two)
+    assert replayed(str(tmp_path), twice, samples=1) == one + two
+    write_samples(str(tmp_path), 12, two, series="eval")
+    assert sorted(os.listdir(tmp_path)) == ["eval_00000012.jsonl", "step_00000012.jsonl"]
+    assert replayed(str(tmp_path), twice[:1], samples=1, series="eval") == two
+
+
+def test_a_text_with_half_a_character_is_written_as_json_does(tmp_path, prompts):
+    rows = [
+        {"prompt": "hello", "reset": [{"role": "user", "content": "x", "name": "\ud83d"}], "answer": [None, 1, True]}
+    ]
+    path = write_environments(tmp_path)
+    trajectories = sampled(make_prompts(rows, TOKENIZER), "fox", environment=f"{path}:Answers")
+    write_samples(str(tmp_path), 12, trajectories)
+    assert replayed(str(tmp_path), make_prompts(rows, TOKENIZER), environment="gone.py:Env") == trajectories
+
+
+def test_a_file_is_whole_or_not_there(saved, prompts):
+    folder, trajectories = saved
+    file = Path(folder, "step_00000012.jsonl")
+    before = file.read_text(encoding="utf-8")
+    with pytest.raises(IndexError):
+        write_samples(folder, 12, trajectories, rewards=[1.0])  # fails in the middle
+    assert os.listdir(folder) == ["step_00000012.jsonl"] and file.read_text(encoding="utf-8") == before
+
+
+# ------------------------------------------------------------------------------------------------------- what is missing
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"step": 13}, "rollout.path: {folder}: has no step_00000013.jsonl, which is needed before step 13; it has 1 from step_00000012.jsonl to step_00000012.jsonl"),
+        ({"series": "eval"}, "rollout.path: {folder}: has no eval_00000012.jsonl, which is needed before step 12; it has none of that kind"),
+        ({"samples": 3}, "{folder}/step_00000012.jsonl: has 2 samples of train.jsonl:1 (index 0) and not number 2 of 3"),
+        ({"max_new_tokens": 3}, "{folder}/step_00000012.jsonl:1: has 7 tokens after the prompt, and rollout.max_new_tokens is 3; set it to at least 7"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(saved, prompts, keys, message):
+    with pytest.raises(DataError) as error:
+        replayed(saved[0], prompts, **keys)
+    assert message.format(folder=saved[0]) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "message"),
+    [
+        ([*ROWS, {"prompt": "more"}], CHATML, "12.jsonl: has no sample of train.jsonl:3 (index 2); replay needs the data, seed"),
+        ([{"prompt": "other"}], CHATML, "12.jsonl:1: the prompt is not that of train.jsonl:1; replay the data that it was"),
+        (ROWS, CHATML.replace("\n", " "), "12.jsonl:1: the prompt has other tokens than train.jsonl:1 gives now; use the tokenizer"),
+    ],
+)  # fmt: skip
+def test_other_prompts_are_refused(saved, rows, template, message):
+    with pytest.raises(DataError) as error:
+        replayed(saved[0], make_prompts(rows, make_tokenizer(template)))
+    assert message in str(error.value)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="rollout.path: is null"):
+        RecordedRollouts(config())
+    with pytest.raises(ConfigError, match="rollout.path: .*none: there is no such folder; give the samples/ of a run"):
+        RecordedRollouts(config(path=str(tmp_path / "none")))
+
+
+def test_a_file_of_another_step(saved, prompts):
+    os.rename(f"{saved[0]}/step_00000012.jsonl", f"{saved[0]}/step_00000007.jsonl")
+    with pytest.raises(DataError, match="step_00000007.jsonl:1: step is 12 and not 7"):
+        replayed(saved[0], prompts, step=7)
+
+
+BAD_LINES = [
+    ("{", "is not JSON"),
+    ("5", "is a JSON int and no object"),
+    ({"tokens": None}, "tokens is null and not a list of token ids"),
+    ({"tokens": [1, -2]}, "tokens is [1, -2] and not a list of token ids"),
+    ({"mask": [0, True]}, "mask is [0, true] and not a list of 0 and 1"),
+    ({"mask": [0, 1]}, "tokens, mask and log_probs have"),
+    ({"response_length": 1}, "mask has 7 ones, and response_length is 1"),
+    ({"log_probs": [float("nan")]}, "log_probs is [NaN] and not a list of finite numbers"),
+    ({"prompt": 5}, "prompt is 5 and not a text or a list of messages"),
+    ({"reward": "1"}, 'reward is "1" and not a finite number or null'),
+    ({"rewards": {"a": None}}, "rewards is {\"a\": null} and not an object of finite numbers"),
+    ({"finished": 1}, "finished is 1 and not true or false"),
+    ({"turns": 0}, "turns is 0 and not a number from 1"),
+    ({"note": 1}, "has the key 'note', which a sample has not"),
+    ("without sample", "has no sample"),
+    ("first token sampled", "the first at the first token"),
+    ("log_prob of the prompt", "log_probs has a number where mask is 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_LINES)
+def test_a_wrong_line_is_named(saved, prompts, change, message):
+    path = Path(saved[0], "step_00000012.jsonl")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    fields = json.loads(lines[1])
+    match change:
+        case "without sample":
+            del fields["sample"]
+        case "first token sampled":
+            fields["mask"][0], fields["response_length"] = 1, 8
+        case "log_prob of the prompt":
+            fields["log_probs"][0] = -1.0
+        case dict():
+            fields |= change
+    lines[1] = change if change in ("{", "5") else json.dumps(fields)
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read_samples(str(path))
+    assert f"{path}:2: " in str(error.value) and message in str(error.value), str(error.value)
+
+
+def test_a_file_that_is_cut_off_or_empty(saved):
+    path = Path(saved[0], "step_00000012.jsonl")
+    path.write_text(path.read_text(encoding="utf-8")[:-5], encoding="utf-8")
+    with pytest.raises(DataError, match="12.jsonl:4: the line is cut off"):
+        read_samples(str(path))
+    path.write_text("")
+    with pytest.raises(DataError, match="12.jsonl: is empty"):
+        read_samples(str(path))
+    with pytest.raises(DataError, match=r"none.jsonl: cannot be read"):
+        read_samples("none.jsonl")
