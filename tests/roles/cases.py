@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine, GenerateRequest
 from mrl.engine.offload import KINDS
+from mrl.errors import ModelError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.roles import build_roles
 from tests.engine import tiny
@@ -276,8 +279,6 @@ def train_critic_once(dispatch: WorkerDispatch) -> None:
 
 def reference_follows_the_actor(configs: Configs, folder: str) -> None:
     """After `copy_weights` the reference is the actor, in whatever layout, and goes on alone; nothing is left in the folder."""
-    import os
-
     dispatch = make_dispatch(configs, offload_idle=True)
     batch = tiny.uneven_batch()
     train(dispatch, 1)
@@ -285,7 +286,8 @@ def reference_follows_the_actor(configs: Configs, folder: str) -> None:
     dispatch.copy_weights("actor", "reference", folder)
     copied = dispatch.forward("reference", batch)["log_probs"]
     assert not torch.equal(copied, before)
-    torch.testing.assert_close(copied, dispatch.forward("actor", batch)["log_probs"], rtol=0, atol=1e-5)
+    rounding = 1e-5 if configs["actor"].model.dtype == "float32" else 0.1
+    torch.testing.assert_close(copied, dispatch.forward("actor", batch)["log_probs"], rtol=0, atol=rounding)
     found = weights_of(dispatch)
     assert_equal(found["reference"], found["actor"])
     assert os.listdir(folder) == []
@@ -304,15 +306,11 @@ def masters_follow_too(configs: Configs, other: str) -> None:
 
 
 def reading(config: RoleConfig, folder: str) -> RoleConfig:
-    import dataclasses
-
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=folder))
 
 
 def refuses_weights(configs: Configs, other: str, message: str) -> None:
     """Trap 31: a folder that is not whole, or of another model, changes nothing: all of it is checked before any of it is read."""
-    from mrl.errors import ModelError
-
     for role, engine in make_dispatch(configs).engines.items():
         before = {name: t.clone() for name, t in engine.hf_weights()}
         try:

@@ -1,0 +1,136 @@
+"""Cases for worlds of processes: one checkpoint of all roles."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from mrl.engine import checkpoint
+from mrl.engine.base import BaseEngine
+from mrl.errors import CheckpointError
+from tests.engine.contract import assert_equal
+from tests.roles.cases import Configs, assert_same, make_dispatch, train, weights_of
+
+STATE = {"step": 2, "epoch": 0.5, "names": ["a"], "old": torch.arange(2**18, dtype=torch.float32)}
+BYTES = 2**20  # of STATE["old"]
+
+
+def resume_is_bitwise(configs: Configs, path: str, folder: str) -> None:
+    """Four steps, and two that are saved, read by new engines and followed by two, are equal in every bit, in every role.
+
+    The reference has taken the actor's weights before the save, so its folder alone does not bring it back.
+    """
+    whole = make_dispatch(configs)
+    train(whole, 2)
+    whole.copy_weights("actor", "reference", folder)
+    expected = train(whole, 2, first=2)
+    first = make_dispatch(configs, offload_idle=True)
+    train(first, 2)
+    first.copy_weights("actor", "reference", folder)
+    saved = first.save_checkpoint(path, global_step=2, state=STATE)
+    assert saved == f"{path}/step_00000002"
+    assert_same(train(first, 2, first=2), expected)  # saving leaves the roles as they were
+    second = make_dispatch(configs, offload_idle=True)
+    train(second, 1, first=7)  # what they did before does not matter
+    state = second.load_checkpoint(path)
+    assert torch.equal(state.pop("old"), STATE["old"]) and state == {k: v for k, v in STATE.items() if k != "old"}
+    assert_same(train(second, 2, first=2), expected)
+    for role, weights in weights_of(second).items():
+        assert_equal(weights, weights_of(whole)[role])
+    assert_whole_and_once(saved, set(configs) - {"reward"})
+
+
+def assert_whole_and_once(saved: str, roles: set[str]) -> None:
+    """One folder for each role, one marker with checksums of every file, the trainer's tensors once."""
+    entries = set(os.listdir(saved))
+    assert entries == {*roles, "trainer.pt", "COMPLETE"}, entries
+    files = checkpoint.verify(saved).files
+    assert {file.split("/")[0] for file in files} == entries - {"COMPLETE"}
+    assert files["trainer.pt"]["size"] > BYTES
+    assert (
+        sum(facts["size"] for file, facts in files.items() if os.path.basename(file) in ("engine.pt", "state.pt"))
+        < BYTES
+    )
+    assert [file for file in files if file.endswith("COMPLETE")] == []
+
+
+def save_after_two(configs: Configs, path: str, **options: Any) -> dict:
+    """Two steps, a save, and what two more steps give."""
+    dispatch = make_dispatch(configs)
+    train(dispatch, 2)
+    dispatch.save_checkpoint(path, global_step=2, state={"step": 2}, **options)
+    return train(dispatch, 2, first=2)
+
+
+def go_on(configs: Configs, path: str, remote: str | None = None) -> dict:
+    """What two steps give after that checkpoint, in this layout."""
+    dispatch = make_dispatch(configs)
+    assert dispatch.load_checkpoint(path, remote) == {"step": 2}
+    return train(dispatch, 2, first=2)
+
+
+def save_of_one_model(configs: Configs, path: str) -> None:
+    """As `mrl sft` saves."""
+    (engine,) = make_dispatch(configs).engines.values()
+    engine.save_checkpoint(path, global_step=2)
+
+
+def refuses(configs: Configs, path: str, message: str, alone: bool = False) -> None:
+    """A checkpoint that does not fit is refused on every rank in one line, and all roles are as they were.
+
+    alone: by the first role's engine, as `mrl sft` loads.
+    """
+    dispatch = make_dispatch(configs)
+    before = weights_of(dispatch)
+    reader: Any = next(iter(dispatch.engines.values())) if alone else dispatch
+    try:
+        reader.load_checkpoint(path)
+    except CheckpointError as error:
+        assert message in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"{path} was loaded")
+    for role, weights in weights_of(dispatch).items():
+        assert_equal(weights, before[role])
+
+
+class Killed(BaseException):
+    pass
+
+
+def a_kill_while_saving_leaves_the_last_one(configs: Configs, path: str) -> list[str]:
+    """The process goes when the second role has written its part. Returns what is in the folder before and after the next save."""
+    dispatch = make_dispatch(configs)
+    dispatch.save_checkpoint(path, global_step=1)
+    last: BaseEngine = list(dispatch.engines.values())[-1]
+    save_state = last.save_state
+
+    def save_and_die(folder: str, state: Any) -> None:
+        save_state(folder, state)
+        raise Killed
+
+    last.save_state = save_and_die
+    try:
+        dispatch.save_checkpoint(path, global_step=2)
+    except Killed:
+        pass
+    else:
+        raise AssertionError("nothing was killed")
+    last.save_state = save_state
+    assert checkpoint.find_checkpoint(path) == f"{path}/step_00000001"
+    assert make_dispatch(configs).load_checkpoint(path) == {}
+    left = dispatch.on_main(lambda: sorted(os.listdir(path)))
+    dispatch.save_checkpoint(path, global_step=3, keep=1)
+    return left + dispatch.on_main(lambda: sorted(os.listdir(path)))
+
+
+def keeps_the_best(configs: Configs, path: str, remote: str) -> None:
+    """keep leaves the newest ones and those that are protected, here and in the copy."""
+    dispatch = make_dispatch(configs)
+    for step in (1, 2, 3, 4):
+        dispatch.save_checkpoint(
+            path, remote, global_step=step, keep=1, protect=["step_00000002"], state={"step": step}
+        )
+    assert dispatch.load_checkpoint(f"{path}/step_00000002") == {"step": 2}
+    assert dispatch.load_checkpoint(path) == {"step": 4}

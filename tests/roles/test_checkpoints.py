@@ -1,0 +1,132 @@
+"""Checkpoints of all roles, and weights that one role gives to another."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.harness import run_case
+from tests.roles.cases import flat
+from tests.roles.kit import roles
+
+
+def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases", **kwargs):
+    return run_case(world_size, f"tests.roles.{module}:{case}", configs=configs, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"actor": "tp2", "critic": "fsdp", "reference": "pp2", "reward": "dp"},
+        {"actor": "fsdp", "critic": "pp2", "reference": "fsdp"},
+    ],
+    ids=str,
+)
+def test_resume_is_bitwise(models, tmp_path, layouts):
+    configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
+    (tmp_path / "shared").mkdir()
+    run("resume_is_bitwise", configs, path=str(tmp_path / "checkpoints"), folder=str(tmp_path / "shared"))
+
+
+def test_other_layouts_go_on(models, tmp_path):
+    """From two processes to one, from the folder and from its copy at a URL."""
+    path, remote = str(tmp_path / "a"), f"file://{tmp_path}/remote"
+    folders = {"folder": models(), "critic_folder": models(head="value")}
+    expected = run("save_after_two", roles(**folders, actor="tp2", critic="fsdp"), path=path, remote=remote)
+    for options in ({"path": path}, {"path": str(tmp_path / "b"), "remote": remote}):
+        found = run("go_on", roles(**folders, actor="dp", critic="fsdp"), 1, **options)
+        for a, b in zip(flat(found), flat(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_other_roles_are_refused_by_name(models, tmp_path):
+    folders = {"folder": models(), "critic_folder": models(head="value")}
+    path = str(tmp_path / "checkpoints")
+    both = roles(**folders, actor="dp", critic="fsdp")
+    run("save_after_two", both, 1, path=path)
+    step = f"{path}/step_00000002"
+
+    def refused(message, case_path=path, alone=False, **layouts):
+        run("refuses", roles(**folders, **layouts), 1, path=case_path, message=message, alone=alone)
+
+    refused(f"{step}: has a role critic, and this run has only actor; resume with the algorithm", actor="dp")
+    refused(
+        f"{step}: has no reference (it has actor, critic), and this run has one",
+        actor="dp", critic="fsdp", reference="dp",
+    )  # fmt: skip
+    refused(f"{step}/critic: was saved by the fsdp engine", actor="dp", critic="dp")
+    refused("set critic.engine.backend to fsdp", actor="dp", critic="dp")
+    refused("holds the roles of `mrl ppo`", actor="dp", alone=True)
+    refused("holds the roles of `mrl ppo`", actor="fsdp", alone=True)
+    one = str(tmp_path / "one")
+    run("save_of_one_model", roles(models(), actor="dp"), 1, path=one)
+    refused("step_00000002: holds one model, as of `mrl sft`, and no roles", case_path=one, actor="dp", critic="fsdp")
+    damaged = shutil.copytree(step, str(tmp_path / "damaged"))
+    os.truncate(f"{damaged}/critic/state.pt", 10)
+    refused("damaged: critic/state.pt has 10 bytes", case_path=damaged, actor="dp", critic="fsdp")
+    reward_too = roles(**folders, actor="dp", critic="fsdp", reward="dp")
+    assert run("go_on", reward_too, 1, path=path)  # the reward model is no part of it
+
+
+def test_a_kill_while_saving_leaves_the_last_one(models, tmp_path):
+    left = run(
+        "a_kill_while_saving_leaves_the_last_one", roles(models(), actor="tp2", critic="fsdp"), path=str(tmp_path)
+    )
+    assert left == [".tmp-step_00000002", "latest", "step_00000001", "latest", "step_00000003"]
+
+
+def test_the_best_checkpoint_stays(models, tmp_path):
+    run(
+        "keeps_the_best", roles(models(), actor="dp"), 1, path=str(tmp_path / "local"), remote=f"file://{tmp_path}/remote"
+    )  # fmt: skip
+    for folder in ("local", "remote"):
+        assert sorted(os.listdir(tmp_path / folder)) == ["latest", "step_00000002", "step_00000004"]
+
+
+# -- weights from one role to another ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("actor", "reference"), [("tp2", "fsdp"), ("fsdp", "pp2")])
+def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
+    configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})
+    run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))
+
+
+def test_masters_follow_too(models):
+    configs = roles(models(), actor="tp2", critic="fsdp", options={"dtype": "bfloat16", "head": "lm"})
+    del configs["critic"]
+    configs["other"] = roles(models(), actor="fsdp", options={"dtype": "bfloat16"})["actor"]
+    run("masters_follow_too", configs, module="cases", other=models(seed=5))
+
+
+def test_trap_31_weights_that_are_not_whole_change_nothing(models, tmp_path):
+    """The last tensor of the folder is missing, of another shape, or cut off: the first one is not taken either."""
+    whole = models(seed=5)
+    weights = load_file(f"{whole}/model.safetensors")
+    *_, last = weights
+    changes = {
+        "lacks": ({k: v for k, v in weights.items() if k != last}, f"1 missing ({last})"),
+        "shape": (weights | {last: torch.zeros(3)}, "of another shape"),
+    }
+    for name, (tensors, message) in changes.items():
+        folder = shutil.copytree(whole, str(tmp_path / name))
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        run(
+            "refuses_weights",
+            roles(models(), actor="tp2", reference="fsdp"),
+            module="cases",
+            other=folder,
+            message=message,
+        )
+    folder = shutil.copytree(whole, str(tmp_path / "cut"))
+    os.truncate(f"{folder}/model.safetensors", os.path.getsize(f"{folder}/model.safetensors") - 100)
+    run(
+        "refuses_weights",
+        roles(models(), actor="tp2", reference="fsdp"),
+        module="cases",
+        other=folder,
+        message="model.safetensors",
+    )
