@@ -113,7 +113,7 @@ class Http:
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
         """One line about this server. status: of HTTP, where that is what is wrong."""
-        return ServerError(f"rollout.server.urls: {self.url} {what}", status=status)
+        return ServerError(f"rollout.server.urls: {self.url} {' '.join(what.split())}", status=status)
 
 
 def shut(sock: socket.socket) -> None:

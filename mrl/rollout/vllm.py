@@ -8,17 +8,14 @@ filters neither is: that is refused. Written against and tried with vLLM 0.32.0.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError
-from mrl.rollout.base import Sampler, SampleRequest
+from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import Http
 from mrl.rollout.servers import OnMain, Probe, Server, ServerSampler, answers_of, seed_of
 
@@ -114,7 +111,7 @@ class VLLMServer(Server):
         }
         choice = self._choice(body)
         with answers_of(self, "/v1/completions"):
-            reason, tokens = choice["finish_reason"], choice["token_ids"]
+            reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
             log_probs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
         if reason not in ("stop", "length"):
             raise self.http.error(f"ended a completion with {reason!r}; see its log")

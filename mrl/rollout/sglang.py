@@ -1,0 +1,150 @@
+"""SGLang's server as a sampler, through its native interface (see docs/rollout-servers.md).
+
+Written against the source of SGLang 0.5.23 and not tried against a real server.
+
+**Log-probs** of `/generate` are those at the temperature, before top_k, top_p and min_p, as a trainer needs them; of a server
+that has SGLANG_RETURN_ORIGINAL_LOGPROB set they are those at temperature 1. **Seeds** count only for a server that was
+started with --enable-deterministic-inference. **New weights**: SGLang itself goes back where a load fails, but by then
+to the new folder; so the folder before it is loaded again from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mrl.config.ppo import ServerConfig
+from mrl.engine.base import Completion
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.http import Http
+from mrl.rollout.servers import OnMain, Probe, Server, ServerSampler, answers_of, seed_of
+
+
+def sampling_fields(request: SampleRequest) -> dict[str, Any]:
+    """A request's parameters by SGLang's names; what ends a completion stays in it.
+
+    The server adds the model's own end tokens to `stop_token_ids`, and knows neither where it is told to ignore them.
+    """
+    sampling = request.sampling
+    return {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": -1 if sampling.greedy or sampling.top_k == 0 else sampling.top_k,
+        "top_p": 1.0 if sampling.greedy else sampling.top_p,
+        "min_p": 0.0 if sampling.greedy else sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "sampling_seed": seed_of(request),
+        "stop": list(request.stop),
+        "stop_token_ids": list(request.stop_tokens),
+        "ignore_eos": not request.stop_tokens,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+
+
+class SGLangServer(Server):
+    """`python -m sglang.launch_server`."""
+
+    path = ""
+
+    def inspect(self, *, sleeps: bool) -> int | None:
+        info = self.http.get("/model_info")
+        with answers_of(self, "/model_info"):
+            self.path, generates = info["model_path"], info["is_generation"]
+        if not generates:
+            raise self.http.error(f"serves {self.path}, which generates nothing; start it with a language model")
+        if sleeps:
+            told = self.http.get("/server_info")
+            with answers_of(self, "/server_info"):
+                can_sleep = told["enable_memory_saver"]
+            if not can_sleep:
+                raise self.http.error(
+                    "cannot sleep; start it with --enable-memory-saver, or set rollout.server.sleep false"
+                )
+        models = self.http.get("/v1/models")
+        with answers_of(self, "/v1/models"):
+            return models["data"][0]["max_model_len"]
+
+    def complete(self, request: SampleRequest) -> Completion:
+        answer = self.http.post(
+            "/generate",
+            {"input_ids": list(request.tokens), "sampling_params": sampling_fields(request), "return_logprob": True},
+        )
+        with answers_of(self, "/generate"):
+            reason = answer["meta_info"]["finish_reason"]["type"]
+            sampled = answer["meta_info"].get("output_token_logprobs", [])  # absent where nothing was sampled
+            log_probs, tokens = [float(each[0]) for each in sampled], [each[1] for each in sampled]
+            if reason in ("stop", "length") and tokens != answer["output_ids"]:
+                raise ValueError("output_ids are not those of output_token_logprobs")
+        if reason not in ("stop", "length"):
+            raise self.http.error(f"ended a completion with {reason!r}; see its log")
+        return Completion(tokens, log_probs, reason == "stop")
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        answer = self.http.post(
+            "/generate",
+            {
+                "input_ids": list(tokens),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            },
+        )
+        with answers_of(self, "/generate"):
+            found = answer["meta_info"]["input_token_logprobs"]
+            if [each[1] for each in found] != list(tokens):
+                raise ValueError("input_token_logprobs are of other tokens")
+            return [float(each[0]) for each in found[1:]]
+
+    def pause(self) -> None:
+        self.http.post("/pause_generation", {"mode": "abort"})  # answers when nothing is being sampled any more
+
+    def load(self, path: str, version: str) -> None:
+        told = self.http.post(
+            "/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": True}
+        )
+        with answers_of(self, "/update_weights_from_disk"):
+            success, message = told["success"], told["message"]
+        if success is not True:
+            raise self.http.error(f"did not load {path}: {message}")
+
+    def resume(self) -> None:
+        self.http.post("/continue_generation", {})
+
+    def version(self) -> str:
+        info = self.http.get("/model_info")
+        with answers_of(self, "/model_info"):
+            return info["weight_version"]
+
+    def sleep(self) -> None:
+        self.http.post("/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        self.http.post("/resume_memory_occupation", {})
+
+
+class SGLangServerSampler(ServerSampler):
+    """Completions from the SGLang servers of `config.urls`; see ServerSampler for the arguments."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        is_main: bool,
+        on_main: OnMain,
+        weights_dir: str,
+        max_length: int | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        servers = [SGLangServer(Http(url, timeout_s=config.timeout_s)) for url in config.urls]
+        super().__init__(
+            servers,
+            config,
+            is_main=is_main,
+            on_main=on_main,
+            weights_dir=weights_dir,
+            max_length=max_length,
+            probe=probe,
+        )

@@ -1,0 +1,150 @@
+"""The SGLang client, on traffic that was put together from the source of SGLang 0.5.23 and its published examples.
+
+Untried against a real server: SGLang has no CPU kernels on PyPI, so none runs here. What is shown is that requests are those
+that the source names, that its answers are read rightly, and the order of a hand-over. What is shared with vLLM is in
+test_servers.py. Trap 31 (weights that are partly new): `test_a_hand_over_that_fails_is_undone`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrl.config.ppo import ServerConfig
+from mrl.engine.base import Completion
+from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
+from mrl.errors import ConfigError, ServerError
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.servers import seed_of
+from mrl.rollout.sglang import SGLangServerSampler, sampling_fields
+from tests.rollout.replay import Replay, changed, says
+
+WEIGHTS = [("a", torch.arange(4.0))]
+FIRST = SampleRequest([5, 40, 9], 4, SamplingParams(), SamplingKey(7, 1, 0, 0), stop_tokens=(2,), stop=("x",))
+SECOND = SampleRequest([6, 40, 10], 4, SamplingParams(), SamplingKey(7, 1, 1, 0), stop_tokens=(2,))
+
+
+@pytest.fixture
+def servers():
+    started, shared = [], []
+    for i in range(2):
+        started.append(Replay("sglang.json", name=str(i), shared=shared))
+    yield started
+    for server in started:
+        server.close()
+
+
+def sampler_of(servers, folder, *, max_length=512, **config) -> SGLangServerSampler:
+    settings = ServerConfig(urls=tuple(s.url for s in servers), **config)
+    return SGLangServerSampler(
+        settings, is_main=True, on_main=lambda fn: fn(), weights_dir=str(folder), max_length=max_length
+    )
+
+
+def test_completions_are_read(servers, tmp_path):
+    sampler = sampler_of(servers, tmp_path)
+    sampler.update_weights(iter(WEIGHTS))
+    assert sampler.sample([SECOND, FIRST]) == [
+        Completion([96, 2], [-4.44, -4.1], True),
+        Completion([20, 45, 35, 19], [-4.71, -5.72, -4.49, -5.5], False),
+    ]
+    assert sampler.log_probs([5, 9, 40, 41]) == [[-4.31, -6.05, -4.81]] * 2
+
+
+def test_requests_name_everything(servers, tmp_path):
+    sampler = sampler_of(servers, tmp_path)
+    sampler.update_weights(iter(WEIGHTS))
+    sampler.sample([FIRST])
+    body = next(body for server in servers for path, body in server.calls if path == "/generate")
+    assert body["return_logprob"] is True and body["input_ids"] == [5, 40, 9]
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "sampling_seed": seed_of(FIRST), "stop": ["x"],
+        "stop_token_ids": [2], "ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    filtered = SampleRequest([1], 2, SamplingParams(0.7, 9, 0.8, 0.1), SamplingKey())
+    fields = sampling_fields(filtered)
+    assert [fields[name] for name in ("temperature", "top_k", "top_p", "min_p", "ignore_eos")] == [
+        0.7,
+        9,
+        0.8,
+        0.1,
+        True,
+    ]
+    assert sampling_fields(SampleRequest([1], 2, GREEDY, SamplingKey()))["temperature"] == 0
+
+
+def test_a_hand_over(servers, tmp_path):
+    sampler = sampler_of(servers, tmp_path / "weights")
+    servers[0].shared.clear()
+    sampler.update_weights(iter(WEIGHTS))
+    order = [path for _, path in servers[0].shared]
+    assert order == ["/pause_generation"] * 2 + ["/update_weights_from_disk"] * 2 + ["/continue_generation"] * 2
+    [told] = [body for path, body in servers[0].calls if path == "/update_weights_from_disk"]
+    [folder] = (tmp_path / "weights").iterdir()
+    assert told == {"model_path": str(folder), "weight_version": folder.name, "flush_cache": True}
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_hand_over_that_fails_is_undone(servers, tmp_path, status):
+    """SGLang's own way back loads the new folder once more, so the old one is named."""
+    sampler = sampler_of(servers, tmp_path)
+    sampler.update_weights(iter(WEIGHTS))
+    version = servers[0].version
+    failed = {"success": False, "message": "Failed to update weights: x.\nRolling back to original weights.", "num_paused_requests": 0}  # fmt: skip
+    servers[1].faults["/update_weights_from_disk"] = [says(status, failed)]
+    with pytest.raises(
+        ServerError, match=r"Failed to update weights: x. Rolling back .*no server samples from the new"
+    ) as e:
+        sampler.update_weights(iter(WEIGHTS))
+    assert servers[1].url in str(e.value) and "\n" not in str(e.value)
+    assert [server.version for server in servers] == [version] * 2
+    assert [server.paths()[-1] for server in servers] == ["/continue_generation"] * 2
+    assert len(sampler.sample([FIRST, SECOND])) == 2
+
+
+def meta(change):
+    return changed(lambda answer: change(answer["meta_info"]))
+
+
+ODD = {
+    "aborted": (
+        meta(lambda m: m.update(finish_reason={"type": "abort", "message": "Aborted"}, output_token_logprobs=[])),
+        "ended a completion with 'abort'",
+    ),
+    "no log-probs": (meta(lambda m: m.pop("output_token_logprobs")), "output_ids are not those of output_token_logprobs"),
+    "an end of its own": (
+        changed(lambda a: (a["output_ids"].__setitem__(1, 3), a["meta_info"]["output_token_logprobs"][1].__setitem__(1, 3))),
+        r"ended a completion at token 3, which is none of \[2\]",
+    ),
+    "refused": (says(400, {"error": {"message": "contains values greater than the vocab size"}}), "HTTP 400: contains values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_odd_answer_is_one_line(servers, tmp_path, case):
+    fault, expected = ODD[case]
+    sampler = sampler_of(servers[:1], tmp_path)
+    sampler.update_weights(iter(WEIGHTS))
+    servers[0].faults["/generate"] = [fault]
+    with pytest.raises(ServerError, match=expected) as caught:
+        sampler.sample([SECOND])
+    assert servers[0].url in str(caught.value)
+
+
+def test_what_is_not_set_up_is_refused(servers, tmp_path):
+    with pytest.raises(ServerError, match="cannot sleep; start it with --enable-memory-saver"):
+        sampler_of(servers, tmp_path, sleep=True)
+    with pytest.raises(ConfigError, match="takes 512 tokens and the longest sequence"):
+        sampler_of(servers, tmp_path, max_length=513)
+    servers[0].faults["/model_info"] = [changed(lambda a: a.update(is_generation=False))]
+    with pytest.raises(ServerError, match="generates nothing; start it with a language model"):
+        sampler_of(servers[:1], tmp_path)
+
+
+def test_sleep(servers, tmp_path):
+    servers[0].faults["/server_info"] = [changed(lambda a: a.update(enable_memory_saver=True))]
+    sampler = sampler_of(servers[:1], tmp_path, sleep=True)
+    sampler.sleep()
+    sampler.wake()
+    assert servers[0].paths()[-2:] == ["/release_memory_occupation", "/resume_memory_occupation"]
