@@ -66,7 +66,7 @@ PPO_METRICS: dict[str, str] = {
     "critic/explained_variance": "1 - Var(return - value) / Var(return) over the mini-batch's trained tokens, before the step",
     "critic/grad_norm": "global L2 norm of the critic's gradient before clipping",
     "critic/lr": "learning rate that the critic's step was made with",
-    "eval/accuracy": "fraction of the held-out prompts with a reward of 1 or more: of the greedy answer, or of any of `train.eval_samples`",
+    "eval/accuracy": "mean over held-out prompts of the first reward function's value (without functions, of the reward): of the greedy answer, or the best of `train.eval_samples`",
     "eval/reward": "mean reward over all answers to held-out prompts",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",

@@ -55,8 +55,10 @@ def model_fingerprint(folder: str) -> dict[str, str]:
     return {"config.json": hashlib.sha256(text).hexdigest()[:16], "tokenizer": tokenizer.hexdigest()[:16]}
 
 
-def check_same_model(saved: dict[str, str] | None, folder: str, *, before: str, now: str) -> None:
-    """Refuses a model that is not that of the checkpoint, whose weights would fit it. before, now: `model.path`.
+def check_same_model(
+    saved: dict[str, str] | None, folder: str, *, before: str, now: str, key: str = "model.path"
+) -> None:
+    """Refuses a model that is not that of the checkpoint, whose weights would fit it. before, now: the values of `key`.
 
     saved: the fingerprint in the checkpoint; None where an older version saved it: then the path has to be the same.
     """
@@ -66,7 +68,7 @@ def check_same_model(saved: dict[str, str] | None, folder: str, *, before: str, 
     differing = [name for name, value in found.items() if saved is None or saved.get(name) != value]
     if differing:
         raise ConfigError(
-            f"model.path: value {now!r} is not the model of the checkpoint, whose model.path was {before!r}: {' and '.join(differing)} "
+            f"{key}: value {now!r} is not the model of the checkpoint, whose {key} was {before!r}: {' and '.join(differing)} "
             "differ; put the model's own files there, or start anew with another output_dir"
         )
 

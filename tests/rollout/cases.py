@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 
 import torch
@@ -28,7 +29,7 @@ def make(config: RoleConfig, folder: str, **keys):
     """(engine, tokenizer, rollouts) of the native sampler, with end tokens that a random model comes upon too."""
     engine, tokenizer = build_engine(config), make_tokenizer()
     engine.init_model()
-    sampler = EngineSampler(engine, tokenizer, cache_tokens=400, prefill_tokens=32)
+    sampler = EngineSampler(functools.partial(engine.generate, cache_tokens=400, prefill_tokens=32), tokenizer)
     settings = kit.config(temperature=0.8, stop_tokens=tuple(range(10, 40)), **{"max_new_tokens": 24, **keys})
     ends = end_tokens(folder, tokenizer)
     rollouts = Rollouts(sampler, tokenizer, settings, seed=7, end_tokens=ends, on_main=engine.on_main)

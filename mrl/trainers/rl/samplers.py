@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
+from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.native import EngineSampler
+from mrl.rollout.servers import Probe
+from mrl.rollout.sglang import SGLangServerSampler
+from mrl.rollout.vllm import VLLMServerSampler
+from mrl.rollout.vllm_local import VLLMSampler
 from mrl.trainers.run_directory import RunDirectory
+
+SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
+PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
 
 
 def make_sampler(
-    config: PPOConfig,
-    dispatch: WorkerDispatch,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str,
-    directory: RunDirectory,
-) -> Sampler:
+    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folder: str, directory: RunDirectory
+) -> Sampler:  # fmt: skip
     """The sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's model."""
     rollout = config.rollout
-    limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
-    return EngineSampler(lambda requests: dispatch.generate("actor", requests, **limits), tokenizer)
+    if rollout.backend == "native":
+        limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
+        return EngineSampler(lambda requests: dispatch.generate("actor", requests, **limits), tokenizer)
+    if rollout.backend == "vllm" and not rollout.server.urls:
+        return VLLMSampler(
+            rollout.server, path=folder, dtype=config.actor.model.dtype, temperature=rollout.temperature,
+            max_length=config.max_length, world_size=dispatch.world_size, gpu=dispatch.device.type == "cuda",
+        )  # fmt: skip
+    return SERVERS[rollout.backend](
+        rollout.server, is_main=dispatch.is_main, on_main=dispatch.on_main, max_length=config.max_length,
+        weights_dir=rollout.server.weights_dir or str(directory.path / ".weights"), probe=_probe(dispatch, tokenizer),
+    )  # fmt: skip
+
+
+def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase) -> Probe:
+    """What servers are asked about after every hand-over, to compare with the actor's own log-probs."""
+
+    def log_probs(tokens: Sequence[int]) -> list[float]:
+        batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
+        return dispatch.forward("actor", batch)["log_probs"].tolist()
+
+    return Probe(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"], log_probs)

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mrl.config.ppo import PPOConfig
-from mrl.errors import TrainingError
+from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL
 from mrl.rewards import scorer as scoring
 from mrl.rewards.scorer import Sample, Scorer, Scores
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
 
 T = TypeVar("T")
-REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
-"""Labels of what no function gave."""
 
 
 class Scoring:
@@ -44,18 +42,13 @@ class Scoring:
     def score(self, trajectories: Sequence[Trajectory]) -> Scores:
         """The same on every rank. Collective. totals: weighted sums. parts: unweighted, by label.
 
-        Raises RewardError for a function's fault, and TrainingError where a reward model gives no finite number.
+        Raises RewardError for a function's fault, and where a reward model gives no finite number.
         """
         scores = Scores((0.0,) * len(trajectories), {})
         if self.config.rewards is not None:
             scores = self.on_main(lambda: self._scorer.score([_sample(t) for t in trajectories]))
         if self.reward_model is not None:
             values = self.reward_model.score(trajectories)
-            for trajectory, value in zip(trajectories, values, strict=True):
-                if not abs(value) < float("inf"):
-                    raise TrainingError(
-                        f"the reward model gives {value} for row {trajectory.prompt.where}; look at its weights"
-                    )
             scores = _plus(scores, REWARD_MODEL, values, self.config.reward.weight)
         if self.config.rollout.environment is not None:
             scores = _plus(scores, ENVIRONMENT, [t.reward or 0.0 for t in trajectories], 1.0)

@@ -13,9 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mrl import metrics
-from mrl.algorithms.recipes import Recipe, kl_controller, recipe_of
-from mrl.config.checks import check_schedule
+from mrl.algorithms.configured import check_algorithm
+from mrl.algorithms.recipes import Recipe, kl_controller
 from mrl.config.ppo import PPOConfig
+from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
 from mrl.converters.hf_config import read_hf_config
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
@@ -50,7 +51,7 @@ def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
     Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be used.
     """
     metrics.check_packages(config.log)
-    recipe = recipe_of(config.algorithm)
+    recipe = check_algorithm(config)
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = read_hf_config(folders["actor"]).get(
         "vocab_size"
@@ -128,10 +129,7 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     steps = iterations * per_iteration
     length = f"the {steps} steps of {epochs:g} epochs"
     console.say(f"data.train: {usable} of its {rows} rows can be used, which makes {iterations} iterations: {length}")
-    with keys_of(config, "actor"):
-        check_schedule(config.actor.optimizer, steps - config.algorithm.critic_warmup, length)
-    with keys_of(config, "critic"):
-        check_schedule(config.critic.optimizer, steps, length)
+    check_schedules(config, steps, length)
     return steps
 
 
@@ -140,7 +138,10 @@ def _reward_model(
 ) -> RewardModel | None:
     if "reward" not in folders:
         return None
-    return RewardModel(dispatch, actor_folder=folders["actor"], folder=folders["reward"], actor_tokenizer=tokenizer)
+    with keys_of(config, "reward"):
+        own = load_tokenizer(folders["reward"], config.actor.model.trust_remote_code)
+    ends = end_tokens(folders["actor"], tokenizer)
+    return RewardModel(dispatch, own, actor_tokenizer=tokenizer, end_tokens=ends)
 
 
 def _rollouts(
