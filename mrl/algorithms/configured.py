@@ -30,12 +30,12 @@ def check_algorithm(config: PPOConfig) -> Recipe:
         )
     advice = f"leave it out, or choose another algorithm than {algorithm.name}"
     if not made.needs_critic:
-        no_critic = f"without a critic, which algorithm.advantage {made.advantage} has none of"
+        no_critic = f"without a critic, and algorithm.advantage {made.advantage} needs none"
         own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.critic_warmup")
         refuse_unread(own, no_critic, advice)
         refuse_unread(changed(config.critic, "critic"), no_critic, advice)
     if not made.needs_reference:
-        no_kl = "without a reference, which algorithm.kl_in none has no use for"
+        no_kl = "without a reference, and algorithm.kl_in none needs none"
         refuse_unread(changed(config.reference, "reference"), no_kl, "leave it out, or set algorithm.kl_in")
     if not made.dynamic_sampling:
         own = (pair for pair in changed(algorithm, "algorithm") if pair[0].path == "algorithm.max_sampling_rounds")

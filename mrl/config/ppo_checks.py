@@ -240,5 +240,5 @@ def written_metrics(config: PPOConfig) -> list[str]:
 def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
     """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them: they would be accepted and do nothing."""
     for key, value in keys:
-        shown = "a section" if key.section is not None else show(value)
-        raise ConfigError(f"{key.path}: value {shown} is not used {reason}; {advice}")
+        what = "is given and" if key.section is not None else f"value {show(value)} is"
+        raise ConfigError(f"{key.path}: {what} not used {reason}; {advice}")
