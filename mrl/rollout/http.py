@@ -17,6 +17,9 @@ TRIES = 4
 FIRST_WAIT_S = 0.5
 """Before the second try; it doubles each time."""
 
+CONNECT_S = 20.0
+"""Longest wait for a connection: a host that is not there may say nothing at all."""
+
 _BUSY = (429, 502, 503, 504)
 _SHOWN = 300  # characters of a server's own words
 
@@ -83,9 +86,13 @@ class Http:
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname, self._parts.port, timeout=self._timeout_s)
+        connection = kind(self._parts.hostname, self._parts.port, timeout=min(CONNECT_S, self._timeout_s))
         try:
-            connection.connect()
+            try:
+                connection.connect()
+            except TimeoutError as error:
+                raise ConnectionError(f"no connection in {connection.timeout:g} s") from error
+            connection.sock.settimeout(self._timeout_s)
             with self._lock:
                 self._open.add(connection)
             self._check_wanted()

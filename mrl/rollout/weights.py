@@ -13,7 +13,7 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import safetensors.torch
 import torch
@@ -54,17 +54,9 @@ class WeightFolders:
         folder = self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
         writer = _Writer(folder, self._bucket_bytes)
         why: OSError | None = None
-        try:
-            for name, tensor in weights:
-                if why is None:
-                    try:
-                        writer.add(name, tensor)
-                    except OSError as error:
-                        why = error
-            if why is None:
-                writer.close()
-        except OSError as error:
-            why = error
+        for name, tensor in weights:
+            why = why or _why_not(lambda name=name, tensor=tensor: writer.add(name, tensor))
+        why = why or _why_not(writer.close)
         if why is not None:
             shutil.rmtree(folder, ignore_errors=True)
             raise ServerError(
@@ -78,6 +70,15 @@ class WeightFolders:
             for other in self.root.iterdir():
                 if _FOLDER.fullmatch(other.name) and other != folder:
                     shutil.rmtree(other)
+
+
+def _why_not(act: Callable[[], None]) -> OSError | None:
+    """The OSError that `act` raises; None where it succeeds."""
+    try:
+        act()
+    except OSError as error:
+        return error
+    return None
 
 
 class _Writer:

@@ -84,7 +84,7 @@ class RealServer:
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
             )
 
-    def wait(self, seconds: float = 240.0) -> None:
+    def wait(self, seconds: float = 400.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-4000:]
