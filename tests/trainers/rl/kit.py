@@ -56,7 +56,9 @@ def _save(
     if head is not AutoModelForCausalLM:
         config.num_labels = 1
     torch.manual_seed(seed)
-    head.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = head.from_config(config, dtype=torch.float32)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.15)  # transformers leaves the pad token's at 0
+    model.save_pretrained(folder)
 
 
 def engine(backend: str = "fsdp", size: int = 3, **degrees: Any) -> dict[str, Any]:
