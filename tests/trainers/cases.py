@@ -26,18 +26,24 @@ from mrl.trainers import sft
 def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
     """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
-    ended, said = ("done", ""), io.StringIO()
-    with around, contextlib.redirect_stdout(said):
+    with around:
+        return ended(lambda: sft.run(from_dict(config), "mrl sft config.yaml"))
+
+
+def ended(run: Callable[[], None]) -> tuple[str, str, str]:
+    """How `run` ended on every rank, its message, and what it printed, as `train` returns them."""
+    how, said = ("done", ""), io.StringIO()
+    with contextlib.redirect_stdout(said):
         try:
-            sft.run(from_dict(config), "mrl sft config.yaml")
+            run()
         except Stopped as stop:
-            ended = ("stopped", str(stop))
+            how = ("stopped", str(stop))
         except UserError as error:
-            ended = (type(error).__name__, str(error))
+            how = (type(error).__name__, str(error))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ended[0])
+    dist.all_gather_object(everyone, how[0])
     assert len(set(everyone)) == 1, f"ranks ended differently: {everyone}"
-    return *ended, said.getvalue()
+    return *how, said.getvalue()
 
 
 @contextlib.contextmanager
