@@ -26,10 +26,16 @@ from mrl.trainers import sft
 def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
     """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
+    with around:
+        return outcome(lambda: sft.run(from_dict(config), "mrl sft config.yaml"))
+
+
+def outcome(run: Callable[[], None]) -> tuple[str, str, str]:
+    """How a run ended, alike on all ranks: see `train`."""
     ended, said = ("done", ""), io.StringIO()
-    with around, contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(said):
         try:
-            sft.run(from_dict(config), "mrl sft config.yaml")
+            run()
         except Stopped as stop:
             ended = ("stopped", str(stop))
         except UserError as error:
