@@ -100,6 +100,7 @@ class Run:
     folder: pathlib.Path
     config: dict[str, Any]
     world: int
+    command: str = "sft"
 
     @property
     def output(self) -> pathlib.Path:
@@ -111,7 +112,7 @@ class Run:
         path.write_text(yaml.safe_dump(self.config))
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
         env |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "mrl", "sft", str(path), *overrides, "--nproc", str(self.world)]
+        command = [sys.executable, "-m", "mrl", self.command, str(path), *overrides, "--nproc", str(self.world)]
         with open(self.folder / "out", "w") as out, open(self.folder / "err", "w") as err:
             return subprocess.Popen(command, cwd=self.folder, env=env, stdout=out, stderr=err, start_new_session=True)
 
@@ -138,7 +139,13 @@ def new_run(folder: pathlib.Path, inputs: pathlib.Path, layout: Layout, **change
 def steps(output: pathlib.Path) -> list[dict[str, float]]:
     """metrics.jsonl without timings and memory."""
     rows = metrics.read(output / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+    timed = lambda name: name.startswith("perf/") or name == "rollout/tokens_per_s"  # noqa: E731
+    return [{name: value for name, value in row.items() if not timed(name)} for row in rows]
+
+
+def rollouts(output: pathlib.Path) -> dict[str, list[str]]:
+    """The files of samples/, in lines."""
+    return {path.name: path.read_text().splitlines() for path in sorted((output / "samples").glob("*"))}
 
 
 def newest(output: pathlib.Path) -> pathlib.Path:
@@ -147,11 +154,17 @@ def newest(output: pathlib.Path) -> pathlib.Path:
 
 
 def sharded_tensors(checkpoint: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole: parameters, master weights and moments, under their names."""
-    folder = checkpoint / "mcore" if (checkpoint / "mcore").exists() else checkpoint
-    found: dict[str, Any] = {}
-    _load_state_dict(found, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return {name: value for name, value in flat(found) if isinstance(value, torch.Tensor)}
+    """Every tensor of a checkpoint, whole: parameters, master weights and moments, under their names.
+
+    Where it holds several roles, `ROLE.` stands before each name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for metadata in sorted(checkpoint.rglob(".metadata")):
+        folder, found = metadata.parent, {}
+        _load_state_dict(found, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        role = "".join(f"{part}." for part in folder.relative_to(checkpoint).parts if part != "mcore")
+        tensors |= {role + name: value for name, value in flat(found) if isinstance(value, torch.Tensor)}
+    return tensors
 
 
 def flat(tree: Any, name: str = "") -> Any:
@@ -171,7 +184,7 @@ def small_state(checkpoint: pathlib.Path) -> dict[str, Any]:
         if path.parent.name == "mcore":  # megatron's own note of its format
             continue
         state = torch.load(path, weights_only=True)
-        if "state" in state:  # the trainer's: this run's folder, and an id that is random by design
+        if state.get("state"):  # the trainer's: this run's folder, and an id that is random by design
             for name in ("output_dir", "checkpoint"):
                 state["state"]["config"].pop(name)
             state["state"]["progress"].pop("run_id")
@@ -202,8 +215,9 @@ def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
 
 
 def assert_same_result(a: pathlib.Path, b: pathlib.Path) -> None:
-    """Metrics but for timings, the export byte by byte, and everything in the last checkpoint: equal."""
+    """Metrics but for timings, rollouts and export byte by byte, and everything in the last checkpoint: equal."""
     assert steps(a) == steps(b)
+    assert rollouts(a) == rollouts(b)
     exports = [{p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (o / "hf").iterdir()} for o in (a, b)]
     assert exports[0] == exports[1] and "model.safetensors" in exports[0]
     assert newest(a).name == newest(b).name

@@ -27,23 +27,23 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
     """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
     with around:
-        return ended(lambda: sft.run(from_dict(config), "mrl sft config.yaml"))
+        return outcome(lambda: sft.run(from_dict(config), "mrl sft config.yaml"))
 
 
-def ended(run: Callable[[], None]) -> tuple[str, str, str]:
-    """How `run` ended on every rank, its message, and what it printed, as `train` returns them."""
-    how, said = ("done", ""), io.StringIO()
+def outcome(run: Callable[[], None]) -> tuple[str, str, str]:
+    """How a run ended, alike on all ranks: see `train`."""
+    ended, said = ("done", ""), io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
             run()
         except Stopped as stop:
-            how = ("stopped", str(stop))
+            ended = ("stopped", str(stop))
         except UserError as error:
-            how = (type(error).__name__, str(error))
+            ended = (type(error).__name__, str(error))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, how[0])
+    dist.all_gather_object(everyone, ended[0])
     assert len(set(everyone)) == 1, f"ranks ended differently: {everyone}"
-    return *how, said.getvalue()
+    return *ended, said.getvalue()
 
 
 @contextlib.contextmanager

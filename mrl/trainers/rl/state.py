@@ -143,7 +143,9 @@ def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | No
     iteration, made = trainer.position(progress.step)
     count = trainer.config.steps_per_iteration
     where = f"at the start of iteration {iteration + 1}"
-    if experience is not None:
+    if progress.step >= trainer.total_steps:
+        where = "after the last iteration"
+    elif experience is not None:
         where = f"within iteration {iteration + 1}, whose rollout is made, after {made} of its {count} steps"
     where += f" (step {progress.step} of {trainer.total_steps})"
     held = f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"

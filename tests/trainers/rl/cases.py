@@ -30,7 +30,7 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
     """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
     with around:
-        return ended(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
+        return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
 
 
 @contextlib.contextmanager

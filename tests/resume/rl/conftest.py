@@ -1,0 +1,25 @@
+"""Inputs of all tests here, made once, and runs that nothing happened to, made once each."""
+
+import pytest
+
+from tests.resume.rl import kit
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    return kit.make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="session")
+def unharmed(inputs, tmp_path_factory):
+    """Name of a run -> the folder of the whole of it."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("unharmed") / "run"
+            kit.finish(kit.make_config(inputs, folder, name), kit.RUNS[name][0])
+            made[name] = folder
+        return made[name]
+
+    return of
