@@ -1,7 +1,7 @@
 """Makes everything that the arithmetic example trains on, in a folder, from a seed: no download.
 
 FOLDER/model/        config.json of a tiny Qwen3-shaped model, and a tokenizer with a chat template; no weights
-FOLDER/train.jsonl   chat rows: {"messages": [{"role": "user", "content": "37+45="}, {"role": "assistant", ...}]}
+FOLDER/train.jsonl   chat rows: {"messages": [{"role": "user", "content": "37+45="}, ...], "answer": "82"}
 FOLDER/eval.jsonl    rows with problems that are not in train.jsonl
 
 python examples/arithmetic/make_data.py runs/arithmetic-data
@@ -39,8 +39,10 @@ def problems(seed: int) -> list[tuple[int, int]]:
 
 
 def row(a: int, b: int) -> dict:
-    """A problem as a conversation."""
-    return {"messages": [{"role": "user", "content": f"{a}+{b}="}, {"role": "assistant", "content": str(a + b)}]}
+    """A problem as a conversation, and its answer for rewards to look at."""
+    question, answer = f"{a}+{b}=", str(a + b)
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "answer": answer}
 
 
 def write_rows(path: pathlib.Path, pairs: list[tuple[int, int]]) -> None:

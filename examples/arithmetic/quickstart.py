@@ -1,6 +1,7 @@
-"""The first run: makes data, measures an untrained model, trains it at TP2, and measures it again.
+"""The first runs: makes data, measures an untrained model, trains it at TP2, and measures it again; then a half-trained model
+learns from its own attempts.
 
-    make quickstart        or      python examples/arithmetic/quickstart.py [KEY=VALUE ...]
+    make quickstart        or      python examples/arithmetic/quickstart.py [--sft-only] [KEY=VALUE ...]
 
 KEY=VALUE are config keys for `mrl sft`, as in engine.parallel.tp=1.
 """
@@ -17,6 +18,7 @@ import time
 
 import evaluate
 import make_data
+import reinforce
 
 HERE = pathlib.Path(__file__).parent
 MRL = pathlib.Path(sys.executable).with_name("mrl")  # beside the Python that runs this, as in .venv/bin
@@ -33,8 +35,10 @@ What to try next:
   {mrl} sft {config} output_dir=runs/killed
       kill it in the middle, by Ctrl-C or `kill -9`, after step 250, and give the same command again: it goes on
       from its checkpoint, and the metrics are those of a run that was not killed
-  {mrl} config
-      every key: type, default, meaning
+  {mrl} ppo examples/arithmetic/ppo.yaml output_dir=runs/pp2-ppo actor.engine.parallel='{{pp: 2}}' critic.engine=null
+      actor and critic with their layers on two processes; runs/arithmetic-ppo/samples holds what the model wrote
+  {mrl} config ppo
+      every key of reinforcement learning, as `config sft` has those of supervised fine-tuning
   examples/gsm8k/README.md
       a real model on real data"""
 
@@ -45,10 +49,14 @@ def main() -> None:
     shutil.rmtree(RUN, ignore_errors=True)
     print("A model with random weights answers the held-out problems:")
     before = report(DATA / "model")
-    train(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if a != "--sft-only"]
+    train(arguments)
     print("\nThe trained model, loaded from runs/arithmetic/hf with transformers:")
     after = report(RUN / "hf")
     print(f"\nexact match: {before:.1%} before, {after:.1%} after, in {time.monotonic() - began_s:.0f} s")
+    if "--sft-only" not in sys.argv:
+        shutil.rmtree(reinforce.HALF, ignore_errors=True)
+        reinforce.main([])
     print(NEXT.format(config=CONFIG, mrl=os.path.relpath(MRL) if MRL.exists() else sys.executable + " -m mrl"))
 
 

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.load import load_config, read_yaml
+from mrl.config.roots import ROOTS
 from mrl.metrics import read
 from tests.engine import harness
 from tests.trainers import kit
@@ -24,9 +25,10 @@ def worlds():
     harness.close_worlds()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_configs_load(path):
-    assert load_config(path).output_dir.startswith("runs/")
+    root = ROOTS["ppo" if "actor" in read_yaml(path) else "sft"]
+    assert load_config(path, (), root).output_dir.startswith("runs/")
 
 
 def engine_loop(backend: str, tp: int = 1) -> list[float]:
@@ -73,7 +75,7 @@ def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     os.symlink(kit.REPO / "examples", tmp_path / "examples")
     short = ["train.steps=10", "train.eval_every=5", "optimizer.warmup_steps=2", "checkpoint.every=5"]
     done = subprocess.run(
-        [sys.executable, "examples/arithmetic/quickstart.py", *short], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "examples/arithmetic/quickstart.py", "--sft-only", *short], cwd=tmp_path, capture_output=True, text=True,
         timeout=300, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,11 +91,15 @@ def test_the_quickstart_learns_to_add(tmp_path):
     os.symlink(kit.REPO / "examples", tmp_path / "examples")
     done = subprocess.run(
         [sys.executable, "examples/arithmetic/quickstart.py"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=600, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
+        timeout=1200, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     after = float(done.stdout.split("% before, ")[1].split("%")[0])
     assert after >= 80.0, done.stdout
+    for name in ("grpo", "ppo"):
+        line = next(line for line in done.stdout.splitlines() if line.startswith(f"{name}: exact match"))
+        before, after = (float(part.split()[-1]) for part in line.split("%")[:2])
+        assert after - before >= 30.0, line
 
 
 def test_next_commands_name_files_that_exist():

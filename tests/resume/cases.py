@@ -57,7 +57,7 @@ def load_of_another_device(config: Mapping[str, Any], checkpoint: str) -> bool:
     dist.barrier()
     host = torch.load(rng[dist.get_rank()], weights_only=True)["host"]
     engine.load_checkpoint(checkpoint)
-    with engine.state.installed() if hasattr(engine, "state") else torch.no_grad():
+    with (engine.state if hasattr(engine, "state") else engine.generators).installed():
         return torch.equal(torch.get_rng_state(), host)
 
 

@@ -88,8 +88,7 @@ def test_the_best_checkpoint_stays(models, tmp_path):
 # -- weights from one role to another ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("actor", "reference"), [("tp2", "fsdp"), ("fsdp", "pp2")])
+@pytest.mark.parametrize(("actor", "reference", "dtype"), [("tp2", "fsdp", "bfloat16"), ("fsdp", "pp2", "float32")])
 def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
     configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})
     run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))

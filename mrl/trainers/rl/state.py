@@ -32,9 +32,9 @@ class Progress:
     """What a run has done so far; saved with a checkpoint.
 
     step: optimizer steps made, each on one mini-batch by all roles that train. tokens: trained by the actor. best: the
-    best value yet of checkpoint.best, after step best_step. trained: roles whose every parameter has been seen to train.
-    pending: metrics of a rollout that no step was made on yet. unlogged: metrics of the step made last while they are not
-    in the log, because its evaluation has yet to be done.
+    best value yet of checkpoint.best, after step best_step. moved: roles that have made a step with a gradient. trained:
+    those whose every parameter has been seen to train. pending: metrics of a rollout that no step was made on yet.
+    unlogged: metrics of the step made last while they are not in the log, because its evaluation has yet to be done.
     """
 
     step: int = 0
@@ -42,6 +42,7 @@ class Progress:
     run_id: str = ""
     best: float | None = None
     best_step: int | None = None
+    moved: list[str] = dataclasses.field(default_factory=list)
     trained: list[str] = dataclasses.field(default_factory=list)
     pending: dict[str, float] = dataclasses.field(default_factory=dict)
     unlogged: dict[str, float] | None = None

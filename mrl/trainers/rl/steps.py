@@ -189,14 +189,16 @@ def is_first_of_actor(trainer: Trainer, progress: Progress) -> bool:
 def note_trained(trainer: Trainer, progress: Progress, role: str, batch: Batch, result: StepResult) -> None:
     """Every parameter of a role must change once; the steps are watched until they have.
 
-    Two gradients of zero are right: of all parameters, where no advantage differs from 0, and in the critic's first step of
-    all below a value head that starts at zero.
+    Two gradients of zero are right: of all parameters, where no advantage or no error of a value differs from 0, and in the
+    critic's first step with a gradient of all below a value head that starts at zero.
     """
-    problems = result.problems
-    if float(result.grad_norm) == 0 or (role == "critic" and progress.step == 0):
+    problems, moved = result.problems, float(result.grad_norm) != 0
+    if not moved or (role == "critic" and role not in progress.moved):
         problems = [p for p in problems if not p.endswith(NO_GRADIENT)]
     elif not problems:
         progress.trained.append(role)
+    if moved and role not in progress.moved:
+        progress.moved.append(role)
     if problems:
         found = problems_in_words(problems)
         raise failed_step(trainer, progress, batch, f"the step did not train the {role} as it should: {found}")

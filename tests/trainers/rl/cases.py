@@ -1,0 +1,136 @@
+"""What the ranks of a test world run: `mrl ppo`'s trainer, with things happening to it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from mrl.algorithms.advantages import Rollout
+from mrl.algorithms.recipes import Recipe
+from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig
+from mrl.engine.base import Completion
+from mrl.roles.dispatch import StepResult, WorkerDispatch
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.native import EngineSampler
+from mrl.trainers import ppo
+from mrl.trainers.rl import experience
+from tests.trainers import cases
+from tests.trainers.cases import before, outcome
+
+
+def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:
+    """Runs the trainer. Returns how it ended ("done", "stopped" or the error's class), its message, and what it printed."""
+    around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
+    with around:
+        return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
+
+
+@contextlib.contextmanager
+def critic_is_exported() -> Iterator[None]:
+    """The run leaves its critic in output_dir/critic, as it leaves its actor in output_dir/hf."""
+
+    def export(trainer: Any, *_: Any) -> None:
+        trainer.dispatch.save_hf_model("critic", str(trainer.directory.path / "critic"))
+
+    with after(ppo, "loop", export):
+        yield
+
+
+@contextlib.contextmanager
+def sampler_is_off(temperature: float) -> Iterator[None]:
+    """The sampler divides logits by another temperature than the trainer."""
+    original = EngineSampler.sample
+
+    def sample(sampler: EngineSampler, requests: Sequence[SampleRequest]) -> list[Completion]:
+        params = [dataclasses.replace(request.sampling, temperature=temperature) for request in requests]
+        return original(
+            sampler, [dataclasses.replace(r, sampling=p) for r, p in zip(requests, params, strict=True)]
+        )  # fmt: skip
+
+    with mock.patch.object(EngineSampler, "sample", sample):
+        yield
+
+
+@contextlib.contextmanager
+def role_has_other_weights(role: str, folder: str) -> Iterator[None]:
+    """A role starts with the weights in `folder`, whatever its path says."""
+
+    def load(dispatch: WorkerDispatch) -> None:
+        dispatch.engines[role].load_hf(folder)
+
+    with after(WorkerDispatch, "init_model", load):
+        yield
+
+
+@contextlib.contextmanager
+def advantages_are_off(by: float) -> Iterator[None]:
+    """Every token's advantage is too large."""
+    original = experience.advantages
+
+    def too_large(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+        advantages_T, returns_T = original(recipe, rollout)
+        return advantages_T + by * (rollout.mask_T != 0), returns_T
+
+    with mock.patch.object(experience, "advantages", too_large):
+        yield
+
+
+@contextlib.contextmanager
+def step_changes(what: str, role: str | None = None) -> Iterator[None]:
+    """As for SFT (tests/trainers/cases.py); role: the only one whose steps are wrong."""
+    original = WorkerDispatch.optim_step
+
+    def optim_step(dispatch: WorkerDispatch, name: str, **options: Any) -> StepResult:
+        around = cases.step_changes(what) if role in (None, name) else contextlib.nullcontext()
+        with around:
+            return original(dispatch, name, **options)
+
+    with mock.patch.object(WorkerDispatch, "optim_step", optim_step):
+        yield
+
+
+@contextlib.contextmanager
+def steps_are_counted() -> Iterator[None]:
+    """The run says at its end how many optimizer steps each role's engine made."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def note(dispatch: WorkerDispatch, role: str, *_: Any, **__: Any) -> None:
+        counts[role] += 1
+
+    def say(trainer: Any, *_: Any) -> None:
+        print("counted:", json.dumps(counts))
+
+    with before(WorkerDispatch, "optim_step", note), after(ppo, "loop", say):
+        yield
+
+
+@contextlib.contextmanager
+def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
+    """Calls `then` with the same arguments after each call of `owner.name`."""
+    original = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then(*args, **kwargs)
+        return result
+
+    with mock.patch.object(owner, name, both):
+        yield
+
+
+HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
+    "critic_is_exported": critic_is_exported,
+    "sampler_is_off": sampler_is_off,
+    "role_has_other_weights": role_has_other_weights,
+    "advantages_are_off": advantages_are_off,
+    "steps_are_counted": steps_are_counted,
+    "step_changes": step_changes,
+}

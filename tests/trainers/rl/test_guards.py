@@ -1,0 +1,157 @@
+"""The checks of the first iteration (train.guards): each fails where what it watches is broken for real, and only there.
+
+What is broken is broken in the program (tests/trainers/rl/cases.py), never the check. A failed check stops the run with one
+line before anything is trained on what is wrong, names what differs, and leaves a directory that a run can start in again.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.engine.harness import run_case
+from tests.trainers.rl import kit
+from tests.trainers.rl.kit import engine
+
+MEGATRON_TP2 = {"engine": engine("megatron", tp=2)}
+
+
+def train(config, world=1, **kwargs):
+    return run_case(world, "tests.trainers.rl.cases:train", config=config, **kwargs)
+
+
+def fails(config, world=1, **kwargs):
+    """The message of a run that is stopped, in one line, before its first step is logged."""
+    ended, message, _ = train(config, world, **kwargs)
+    assert (ended, message.count("\n")) == ("TrainingError", 0), (ended, message)
+    return message
+
+
+def no_step_of(folder):
+    return not (folder / "metrics.jsonl").exists() or kit.metrics_of(folder) == []
+
+
+# -- the first rollout -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "actor"), [(1, {}), (2, MEGATRON_TP2)], ids=["fsdp", "tp2"])
+def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path, world, actor):
+    config = kit.make_config(inputs, tmp_path / "run", actor=actor)
+    message = fails(config, world, happening="sampler_is_off", temperature=0.9)
+    assert re.match(
+        r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\): ",
+        message,
+    )
+    assert message.endswith("report this, or set train.guards to false to go on")
+    assert no_step_of(tmp_path / "run")
+
+
+def test_a_stopped_run_starts_again_and_without_guards_it_goes_on(inputs, tmp_path):
+    config = kit.make_config(inputs, tmp_path / "run")
+    off = {"happening": "sampler_is_off", "temperature": 0.9}
+    fails(config, **off)
+    unguarded = kit.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
+    assert train(unguarded, **off)[0] == "done"
+    assert kit.metrics_of(tmp_path / "unguarded")[0]["rollout/logprob_gap_max"] > 1e-2
+    assert train(config)[0] == "done"
+    assert kit.metrics_of(tmp_path / "run")[0]["rollout/logprob_gap_max"] < 1e-5
+
+
+@pytest.mark.parametrize("reference", [None, engine(size=2)], ids=["the actor's layout", "another layout"])
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_reference_with_other_weights_under_the_same_path(inputs, tmp_path, name, reference):
+    allowed = "0 is allowed" if reference is None else "1e-05 is allowed"
+    actor = {"engine": engine("megatron")}
+    config = kit.make_config(inputs, tmp_path / "run", name, actor=actor, reference={"engine": reference})
+    message = fails(config, happening="role_has_other_weights", role="reference", folder=str(inputs / "other"))
+    assert message.startswith("the reference's log-probs differ from the actor's by ") and allowed in message
+
+
+def test_a_reference_of_its_own_may_differ(inputs, tmp_path):
+    config = kit.make_config(inputs, tmp_path / "run", reference={"model": {"path": str(inputs / "other")}})
+    assert train(config)[:2] == ("done", "")
+    assert kit.metrics_of(tmp_path / "run")[0]["actor/kl"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("grpo", r"of a group with the rewards \[.*\]"), ("ppo", "of the rollout")]
+)
+def test_advantages_that_do_not_add_up_to_zero(inputs, tmp_path, name, where):
+    message = fails(kit.make_config(inputs, tmp_path / "run", name), happening="advantages_are_off", by=1e-3)
+    assert re.fullmatch(rf"the advantages {where} add up to 0\.0\d+, not to 0; report this", message)
+
+
+# -- the first update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
+    """Without the check the run goes on: what it samples and compares with is free of dropout, only the updates have it."""
+    dropout = shutil.copytree(inputs / "model", tmp_path / "dropout")
+    fields = json.loads((dropout / "config.json").read_text())
+    (dropout / "config.json").write_text(json.dumps(fields | {"attention_dropout": 0.3}))
+    actor = {"model": {"path": str(dropout)}, "engine": engine(backend)}
+    config = kit.make_config(inputs, tmp_path / "run", actor=actor, train={"steps": 4})
+    message = fails(config)
+    assert re.match(r"before the first update \d+ of \d+ ratios are not 1 \(log-probs differ by up to ", message)
+    assert "where config.json has a dropout, set it to 0" in message
+    unguarded = kit.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
+    assert train(unguarded)[0] == "done"
+    rows = kit.metrics_of(tmp_path / "unguarded")
+    assert rows[0]["actor/ratio_max"] > 1.001 and rows[0]["actor/sequence_kl"] == 0.0
+    assert max(row.get("rollout/logprob_gap_max", 0.0) for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "says"),
+    [
+        ("grpo", "nothing", "the step did not train the actor as it should: "),
+        ("grpo", "up_proj", "mlp.up_proj.weight: it has a gradient but the step did not change it"),
+        ("grpo", "skip", "the actor's gradient norm is inf (a gradient is not finite)"),
+        ("ppo", "lm_head", "the critic as it should: lm_head.weight: it has a gradient but"),
+    ],
+)
+def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
+    """The mini-batch is kept, and the message says where, and that no checkpoint is there to go back to."""
+    message = fails(kit.make_config(inputs, tmp_path / "run", name), happening="step_changes", what=what)
+    assert message.startswith("step 1: ") and says in message
+    failed = tmp_path / "run" / "failed" / "step_1.pt"
+    assert message.endswith(f"; the mini-batch is in {failed}; no good checkpoint had been saved") and failed.exists()
+
+
+def test_below_a_value_head_that_starts_at_zero_training_shows_in_the_second_step(inputs, tmp_path):
+    message = fails(
+        kit.make_config(inputs, tmp_path / "run", "ppo"), happening="step_changes", what="gate_proj", role="critic"
+    )
+    assert message.startswith("step 2: the step did not train the critic as it should: ") and "gate_proj" in message
+
+
+# -- what is right ---------------------------------------------------------------------------------------------------------
+
+
+def rewards(tmp_path, body):
+    """The section `rewards` with a function of (prompt, completion, row)."""
+    file = tmp_path / "rewards.py"
+    file.write_text(f"def score(prompt, completion, row):\n    {body}\n")
+    return {"functions": [{"function": f"{file}:score"}], "workers": 1}
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"])
+def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
+    config = kit.make_config(
+        inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
+    )
+    assert train(config)[:2] == ("done", "")
+
+
+def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
+    """Its head stays at zero then, so that it has a gradient in a later step, and what is below it in the one after that."""
+    steps, sparse = 12, rewards(tmp_path, "return float(row['answer'] == '6')")
+    config = kit.make_config(
+        inputs, tmp_path / "run", "ppo", rewards=sparse, train={"steps": steps}, data={"shuffle": False},
+        algorithm={"mini_batch_size": 3},
+    )  # fmt: skip
+    assert train(config)[:2] == ("done", "")
+    norms = [row["critic/grad_norm"] for row in kit.metrics_of(tmp_path / "run")]
+    assert norms[0] == 0.0 and any(norms[1:])
