@@ -72,6 +72,28 @@ def test_a_row_that_cannot_be_read_likewise_where_it_is_skipped_then(inputs, own
     assert_same(own / "run", own / "once", moved=("", ""))
 
 
+def test_a_fault_in_an_evaluation_saves_the_step_first(inputs, own, unharmed):
+    """The step is made and not in the log yet; the run that goes on evaluates it, and logs it once."""
+    config = config_of(inputs, own, "run", checkpoint={"every": None})
+    faults = str(own / "faults.txt")
+    ended, message, _ = kit.train(config, 1, happening="writes", place="evaluation", step=3, path=faults, text="eval50")
+    assert ended == "RewardError" and "the judge is ill" in message and "\n" not in message, (ended, message)
+    assert message.endswith(f"steps 1 to 3 are saved in {own}/run/checkpoints/step_00000003")
+    assert [row["step"] for row in resume.steps(own / "run")] == [0, 1, 2]
+    (own / "faults.txt").unlink()
+    kit.finish(config, 1)
+    assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
+
+
+def test_a_run_that_ends_before_its_first_step_evaluates_the_start_again(inputs, own):
+    """Step 0 has one line, also where a kill came after it was written."""
+    config = config_of(inputs, own, "run")
+    (own / "faults.txt").write_text(" ".join(f"train{i}" for i in range(10, 20)))
+    for _ in range(2):
+        assert kit.train(config, 1)[0] == "RewardError"
+    assert [row["step"] for row in resume.steps(own / "run")] == [0]
+
+
 def test_a_fault_in_the_first_rollout_leaves_no_checkpoint(inputs, own):
     (own / "faults.txt").write_text(" ".join(f"train{i}" for i in range(10, 20)))
     ended, message, _ = kit.train(config_of(inputs, own, "run"), 1)
