@@ -258,12 +258,23 @@ class Run:
 class Runs:
     """Makes runs, each once."""
 
-    def __init__(self, inputs: pathlib.Path, folder: pathlib.Path, wandb_url: str) -> None:
+    def __init__(
+        self,
+        inputs: pathlib.Path,
+        folder: pathlib.Path,
+        wandb_url: str = "",
+        *,
+        base: Mapping[str, Any] = BASE,
+        backend_key: str = "engine.backend",
+        function: str = "tests.config.reach:case",
+    ) -> None:
+        """base: keys of all runs. backend_key: the one that a row's backend is given to. function: makes a run in a world."""
         self.inputs, self.folder, self.wandb_url = inputs, folder, wandb_url
+        self.base, self.backend_key, self.function = base, backend_key, function
         self._made: dict[str, Run] = {}
 
     def __call__(self, row: Row, backend: str, value: Any) -> Run:
-        return self._of(row, {**BASE, "engine.backend": backend, **row.given, row.key: value})
+        return self._of(row, {**self.base, self.backend_key: backend, **row.given, row.key: value})
 
     def _of(self, row: Row, keys: Mapping[str, Any]) -> Run:
         keys = {key: value for key, value in keys.items() if not isinstance(value, str) or value != DEFAULT}
@@ -274,18 +285,30 @@ class Runs:
 
     def _run(self, row: Row, keys: Mapping[str, Any]) -> Run:
         folder = self.folder / str(len(self._made))
-        places = {"inputs": self.inputs, "run": folder, "wandb": self.wandb_url}
-        fill = lambda value: value.format(**places) if isinstance(value, str) else value  # noqa: E731
+        places = {"{inputs}": self.inputs, "{run}": folder, "{wandb}": self.wandb_url}
+        fill = lambda value: filled(value, places)  # noqa: E731
         home = {"HOME": f"{folder}/home", "NETRC": f"{folder}/home/netrc", "TERM": "xterm"}
         environ = home | {name: fill(value) for name, value in row.environ.items()}
         runs = [keys] if row.after is None else [{**keys, row.key: DEFAULT} | row.after, keys]
         for each in runs:
             config = {key: fill(value) for key, value in each.items() if not isinstance(value, str) or value != DEFAULT}
             result = run_case(
-                row.world, "tests.config.reach:case", config=nested(config), environ=environ, terminal=row.terminal,
+                row.world, self.function, config=nested(config), environ=environ, terminal=row.terminal,
                 code_cache=f"{folder}/home/code",
             )  # fmt: skip
         return Run(config, self.inputs, folder, *result, other=lambda **more: self._of(row, {**keys, **more}))
+
+
+def filled(value: Any, places: Mapping[str, Any]) -> Any:
+    """A config's value with the places that its texts name, also those in lists and mappings."""
+    if isinstance(value, str):
+        for name, place in places.items():
+            value = value.replace(name, str(place))
+    elif isinstance(value, list):
+        return [filled(item, places) for item in value]
+    elif isinstance(value, Mapping):
+        return {key: filled(item, places) for key, item in value.items()}
+    return value
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
