@@ -66,7 +66,11 @@ def make(folder: pathlib.Path, *, steps: int, seed: int = 0) -> None:
 def make_model(
     folder: pathlib.Path, seed: int, *, sizes: Mapping[str, int] = MODEL, vocabulary: int = VOCABULARY, end_drawn: bool = True
 ) -> None:  # fmt: skip
-    """end_drawn: chats, whose end token the model can draw; otherwise plain text and an end token that it cannot."""
+    """end_drawn: chats, whose end token the model can draw; otherwise plain text and an end token that it cannot.
+
+    Then config.json names no padding token: it is drawn like all others, and transformers starts its row of the embedding
+    at zero, whose RMSNorm has a gradient a thousand times the others', and never trains it.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
@@ -82,7 +86,7 @@ def make_model(
     fast.save_pretrained(folder)
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"], vocab_size=vocabulary, dtype="float32", bos_token_id=None,
-        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, **sizes,
+        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id if end_drawn else None, **sizes,
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
