@@ -26,6 +26,9 @@ class RecordedRollouts:
         if config.path is None:
             raise ConfigError("rollout.path: is null, and rollout.backend recorded needs a folder of saved rollouts")
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
+        self._path: str | None = None  # of the file that the next round goes on with
+        self._records: list[SavedSample] = []
+        self._left: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
         on_main(self._check_folder)
 
     def close(self) -> None:
@@ -41,21 +44,23 @@ class RecordedRollouts:
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """As `Rollouts.sample`, from the file of that step and series; greedy and round are what they were when it was saved.
+        """As `Rollouts.sample`, from the file of that step and series; greedy is what it was when it was saved.
 
-        Raises DataError where the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
+        round: in one after the first, a prompt that comes again gets the samples after those that it was given. Raises
+        DataError where the file, a prompt of it or a sample of a prompt is missing, or is of another prompt.
         """
         path = samples_path(self._folder, step, series)
-        records = self._on_main(lambda: self._read(path, step))
-        found: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
-        for line, record in enumerate(records, start=1):
-            found.setdefault((record.index, record.sample), collections.deque()).append((line, record))
+        if round == 0 or path != self._path:
+            self._records = self._on_main(lambda: self._read(path, step))
+            self._path, self._left = path, {}
+            for line, record in enumerate(self._records, start=1):
+                self._left.setdefault((record.index, record.sample), collections.deque()).append((line, record))
         trajectories = []
         for prompt in prompts:
             for sample in range(samples):
-                left = found.get((prompt.index, sample))
+                left = self._left.get((prompt.index, sample))
                 if not left:
-                    raise DataError(self._missing(path, records, prompt, sample, samples))
+                    raise DataError(self._missing(path, self._records, prompt, sample, samples))
                 line, record = left.popleft()
                 trajectories.append(self._trajectory(record, prompt, f"{path}:{line}"))
         return trajectories

@@ -55,8 +55,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     dispatch.init_model()
     progress, experience = restore(trainer, start)
     dispatch.on_main(lambda: directory.prepare(config, command_line))
+    at_start = progress.step == 0 and experience is None  # then step 0 is evaluated, again where a kill came after it
     log = metrics.open_metrics(
-        directory.path, config.log, step=progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=dispatch.is_main
+        directory.path, config.log, step=-1 if at_start else progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=dispatch.is_main
     )  # fmt: skip
     try:
         console.start(progress.logged, trainer.total_steps)
@@ -112,9 +113,7 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         if not progress.step:
             raise
         trainer.source.load_state_dict(before)
-        log.sync()
-        saved = save(trainer, progress, None)
-        raise type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}") from error
+        raise saved_before(trainer, progress, None, error, log) from error
     experience, progress.pending = prepare(trainer, progress, collected)
     show_rollout(trainer, progress.step + 1, collected, experience)
     for note in (*trainer.source.take_notes(), *collected.scores.faults):
@@ -123,6 +122,15 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         log.sync()
         raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
     return experience
+
+
+def saved_before(
+    trainer: Trainer, progress: Progress, experience: Experience | None, error: UserError, log: metrics.MetricsLog
+) -> UserError:
+    """Saves what was done before an error that the user can put right, and says so in it."""
+    log.sync()
+    saved = save(trainer, progress, experience)
+    return type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}")
 
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
@@ -148,9 +156,13 @@ def finish_step(trainer: Trainer, progress: Progress, experience: Experience | N
     config, dispatch, row = trainer.config, trainer.dispatch, progress.unlogged
     due = lambda every: progress.step == trainer.total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
     if trainer.evaluation is not None and due(config.train.eval_every):
-        with trainer.sampling(progress.step):
-            found = trainer.evaluation.run(progress.step)
+        try:
+            with trainer.sampling(progress.step):
+                found = trainer.evaluation.run(progress.step)
+        except UserError as error:
+            raise saved_before(trainer, progress, experience, error, log) from error
         if found is None:
+            log.sync()
             raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
         row |= found
     stop_requested, row["perf/memory_gb"] = dispatch.max_over_ranks(trainer.stop.requested, memory_gb(dispatch.device))

@@ -26,7 +26,8 @@ from mrl.trainers.rl.scoring import Scoring
 class Collected:
     """A rollout with its rewards. groups_S: int64, which prompt of the rollout each sequence answers. baselines_S: fp64,
     the reward of the greedy answer to each sequence's prompt, where the algorithm has it. rejected, greedy: what was sampled
-    beside, with its rewards: groups that gave way to others, the greedy answers. rollout_s, reward_s: seconds of all that."""
+    beside, with its rewards: groups that gave way to others, the greedy answers. sampled: the order in which they were
+    sampled, as indices into `trajectories` with `rejected` after it. rollout_s, reward_s: seconds of all that."""
 
     trajectories: list[Trajectory]
     scores: Scores
@@ -34,6 +35,7 @@ class Collected:
     baselines_S: Tensor | None
     rejected: tuple[list[Trajectory], Scores]
     greedy: tuple[list[Trajectory], Scores]
+    sampled: list[int]
     rollout_s: float
     reward_s: float
 
@@ -85,15 +87,18 @@ class Collector:
         rejected = greedy = NOTHING
         if self.rounds is None:
             trajectories, scores = self._sample(prompts, self.samples, step=step)
+            sampled = list(range(len(trajectories)))
         else:
-            (trajectories, scores), rejected = self._with_signal(prompts, step)
+            (trajectories, scores), rejected, sampled = self._with_signal(prompts, step)
         kept = [t.prompt for t in trajectories[:: self.samples]]
         baselines_S = None
         if self.greedy_answers:
             greedy = self._sample(kept, 1, step=step, greedy=True, series="baseline")
             baselines_S = torch.tensor(greedy[1].totals, dtype=torch.float64).repeat_interleave(self.samples)
         groups_S = torch.arange(len(kept)).repeat_interleave(self.samples)
-        return Collected(trajectories, scores, groups_S, baselines_S, rejected, greedy, self._rollout_s, self._reward_s)
+        return Collected(
+            trajectories, scores, groups_S, baselines_S, rejected, greedy, sampled, self._rollout_s, self._reward_s
+        )
 
     def _sample(self, prompts: Sequence[Prompt], samples: int, **how) -> tuple[list[Trajectory], Scores]:
         began_s = time.perf_counter()
@@ -106,23 +111,26 @@ class Collector:
 
     def _with_signal(
         self, prompts: Sequence[Prompt], step: int
-    ) -> tuple[tuple[list[Trajectory], Scores], tuple[list[Trajectory], Scores]]:
+    ) -> tuple[tuple[list[Trajectory], Scores], tuple[list[Trajectory], Scores], list[int]]:
         """DAPO's dynamic sampling (Yu 2025, eq. 11): groups whose rewards are all equal give way to other prompts'.
 
-        Returns what is kept, and what was rejected.
+        Returns what is kept, what was rejected, and `Collected.sampled`.
         """
-        kept, rejected = [], []
+        kept, rejected, kept_at, rejected_at, count = [], [], [], [], 0
         for number in range(self.rounds):
             trajectories, scores = self._sample(prompts, self.samples, step=step, round=number)
             totals_S = torch.tensor(scores.totals, dtype=torch.float64)
             groups_S = torch.arange(len(prompts)).repeat_interleave(self.samples)
             good_S = groups_with_signal(totals_S, groups_S)
-            for parts, chosen_S in ((kept, good_S), (rejected, ~good_S)):
+            for parts, places, chosen_S in ((kept, kept_at, good_S), (rejected, rejected_at, ~good_S)):
                 indices = chosen_S.nonzero()[:, 0].tolist()
                 parts.append(([trajectories[i] for i in indices], scoring.select(scores, indices)))
+                places += [count + i for i in indices]
+            count += len(trajectories)
             missing = self.prompts - sum(len(part) for part, _ in kept) // self.samples
             if not missing:
-                return _joined(kept), _joined(rejected)
+                sampled = sorted(range(count), key=[*kept_at, *rejected_at].__getitem__)
+                return _joined(kept), _joined(rejected), sampled
             if number + 1 < self.rounds:
                 prompts = self.source.take(missing)
         failed = sum(len(part) for part, _ in rejected) // self.samples

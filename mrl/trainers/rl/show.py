@@ -31,12 +31,15 @@ def show_rollout(trainer: Trainer, step: int, collected: Collected, experience: 
 
 
 def write_rollout(directory: RunDirectory, step: int, collected: Collected, advantages: list[float]) -> None:
-    """The file of a rollout: what is trained on, then the groups that gave way to others; and one of the greedy answers."""
+    """The file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice is the same:
+    what is trained on, and without an advantage the groups that gave way to others; and one of the greedy answers."""
     rejected, of_rejected = collected.rejected
+    trajectories, with_none = [*collected.trajectories, *rejected], [*advantages, *(None for _ in rejected)]
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
+    scores = scoring.select(scores, collected.sampled)
     write_samples(
-        str(directory.samples), step, [*collected.trajectories, *rejected], rewards=scores.totals, parts=scores.parts,
-        advantages=[*advantages, *(None for _ in rejected)],
+        str(directory.samples), step, [trajectories[i] for i in collected.sampled], rewards=scores.totals, parts=scores.parts,
+        advantages=[with_none[i] for i in collected.sampled],
     )  # fmt: skip
     greedy, of_greedy = collected.greedy
     if greedy:

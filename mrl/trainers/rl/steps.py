@@ -252,4 +252,4 @@ def end_iteration(trainer: Trainer, progress: Progress, experience: Experience) 
     every = trainer.config.reference.update_every
     before = progress.step - trainer.config.steps_per_iteration
     if every is not None and progress.step // every > before // every:
-        trainer.dispatch.copy_weights("actor", "reference", str(trainer.directory.path / ".tmp-reference"))
+        trainer.dispatch.copy_weights("actor", "reference", str(trainer.directory.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -95,8 +96,16 @@ def nan_loss(role: str, step: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def writes(place: str, step: int, path: str, text: str) -> Iterator[None]:
+    """A file appears at a place."""
+    with at(place, step, lambda: pathlib.Path(path).write_text(text)):
+        yield
+
+
 HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = {
     "signals": signals,
+    "writes": writes,
     "crash": crash,
     "nan_loss": nan_loss,
 }

@@ -23,7 +23,7 @@ from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
 from mrl.trainers.rl import experience
 from tests.trainers import cases
-from tests.trainers.cases import before, ended
+from tests.trainers.cases import before, outcome
 
 
 def train(config: Mapping[str, Any], *, happening: str | None = None, **details: Any) -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ from tests.engine.harness import run_case
 from tests.trainers.rl import kit
 from tests.trainers.rl.test_layouts import assert_same_update
 
-TEMPERATURE, LAMBDA, CLIP, KL_COEF, ENTROPY_COEF, EPS = 0.8, 0.95, 0.2, 0.3, 0.02, 1e-6
+TEMPERATURE, LAMBDA, CLIP, KL_COEF, ENTROPY_COEF, EPS, DECAY = 0.8, 0.95, 0.2, 0.3, 0.02, 1e-6, 0.1
 
 
 @pytest.fixture(scope="module", params=["ppo", "grpo"])
@@ -32,7 +32,7 @@ def made(request, inputs, tmp_path_factory):
     kl = {"kl_coef": KL_COEF} if request.param == "grpo" else {}
     config = kit.make_config(
         inputs, folder, request.param,
-        actor={"engine": kit.engine("megatron", size=5)},
+        actor={"engine": kit.engine("megatron", size=5), "optimizer": {"weight_decay": DECAY}},
         **({"critic": {"engine": kit.engine(size=7)}} if request.param == "ppo" else {}),
         algorithm={"epochs": 2, "mini_batch_size": kit.SEQUENCES, "entropy_coef": ENTROPY_COEF, **kl},
     )  # fmt: skip
@@ -61,7 +61,7 @@ def by_hand(name, rows, folder):
     hand.old = [log_probs for log_probs, _ in old]
     advantages, returns = ppo_advantages(rows) if name == "ppo" else grpo_advantages(rows)
     hand.advantages = advantages
-    update_actor, update_critic = adamw(actor, 1e-3), adamw(critic, 1e-2)
+    update_actor, update_critic = adamw(actor, 1e-3, DECAY), adamw(critic, 1e-2, 0.0)
     for _ in range(2):
         step = {}
         if name == "ppo":
@@ -146,10 +146,13 @@ def critic_loss(critic, rows, returns):
     return loss, {"critic/value": values.mean().item(), "critic/explained_variance": explained.item()}
 
 
-def adamw(model, lr):
+def adamw(model, lr, decay):
     """A function that steps on a loss and returns the gradient norm before clipping to 1."""
     betas = OptimizerConfig().betas
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, eps=EPS, weight_decay=0.0)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == n], "weight_decay": decay * (n - 1)} for n in (1, 2)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=EPS)
 
     def update(loss):
         optimizer.zero_grad()
