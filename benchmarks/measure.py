@@ -11,8 +11,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -46,9 +48,55 @@ class Meter:
             self.losses.append(loss)
         self._wall, self._cpu = wall, cpu
 
+    def result(self) -> dict[str, Any]:
+        return {"wall": self.wall, "cpu": self.cpu, "losses": self.losses, "peak_mb": memory_mb()}
+
     def write(self, path: str) -> None:
-        result = {"wall": self.wall, "cpu": self.cpu, "losses": self.losses, "peak_mb": memory_mb()}
-        pathlib.Path(path).write_text(json.dumps(result), encoding="utf-8")
+        pathlib.Path(path).write_text(json.dumps(self.result()), encoding="utf-8")
+
+
+class PhaseMeter(Meter):
+    """A Meter that also knows the CPU seconds of each phase of a step. What no phase is entered for is REST."""
+
+    REST = "rest"
+
+    def __init__(self) -> None:
+        self.phases: list[dict[str, float]] = []
+        self.metrics: list[dict[str, float]] = []
+        self._phase = self.REST
+        super().__init__()
+
+    def mark(self) -> None:
+        super().mark()
+        self._since, self._seconds = self._cpu, {}
+
+    def switch(self, phase: str) -> str:
+        """From now on this phase runs. Returns the one before."""
+        now, before = time.process_time(), self._phase
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._since, self._phase = now, phase
+        return before
+
+    def within(self, phase: str, function: Callable[..., T]) -> Callable[..., T]:
+        """`function`, whose CPU seconds are the phase's, but those of phases that it enters."""
+
+        def timed(*args: Any, **kwargs: Any) -> T:
+            before = self.switch(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.switch(before)
+
+        return timed
+
+    def step(self, loss: float | None = None) -> None:
+        self.switch(self._phase)
+        super().step(loss)
+        self.phases.append(self._seconds)
+        self._since, self._seconds = self._cpu, {}
+
+    def result(self) -> dict[str, Any]:
+        return super().result() | {"phases": self.phases, "metrics": self.metrics}
 
 
 def free_port() -> str:

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import pathlib
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import venv
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import measure
 import workload
+from machine import machine, peer_python, versions
 
-TORCH, TRL = "2.13.0", "1.16.0"
 PACKED_TOKENS = workload.ROW * workload.ROWS
 LR = 1e-3
 LOSS_TOLERANCE = 1e-3
@@ -101,18 +97,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--make-trl-venv", action="store_true", help="make that venv first, where it is not there")
     parser.add_argument("--result", type=pathlib.Path, help="file for the report")
     return parser.parse_args()
-
-
-def peer_python(folder: pathlib.Path, *, make: bool) -> str:
-    """The interpreter of TRL's venv. torch comes first and alone, so that the build suits the machine."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        if not make:
-            raise SystemExit(f"--trl-venv: {folder} holds no venv; add --make-trl-venv")
-        venv.create(folder, with_pip=True)
-        for package in (f"torch=={TORCH}", f"trl=={TRL}"):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", package], check=True)
-    return str(python)
 
 
 def take_turns(
@@ -199,28 +183,6 @@ def goals(runs: dict[str, list[dict]]) -> Iterable[str]:
         yield from ("## Ratios", "", "| | ratio | goal |", "|---|---|---|")
     for a, b, key, goal in rows:
         yield f"| {names[key]}: {a} / {b} | {ratio(a, b, key):.2f} | {goal} |"
-
-
-def machine() -> str:
-    """Processor, cores, memory and system in a line."""
-    text = pathlib.Path("/proc/cpuinfo").read_text() if pathlib.Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    model = next((v.strip() for k, v in fields.items() if k.strip() == "model name"), platform.processor())
-    import psutil
-
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{model}, {psutil.cpu_count()} cores seen, {memory:.0f} GB, {platform.system()}; one thread a process"
-
-
-def versions(python: str, packages: list[str], who: str) -> str:
-    if python == sys.executable:
-        found = [importlib.metadata.version(name) for name in packages]
-        number = platform.python_version()
-    else:
-        code = "import importlib.metadata as m, platform, sys; print(platform.python_version(), *map(m.version, sys.argv[1:]))"
-        number, *found = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
-    listed = ", ".join(f"{name} {version}" for name, version in zip(packages, found, strict=True))
-    return f"- {who}: Python {number}, {listed}"
 
 
 if __name__ == "__main__":

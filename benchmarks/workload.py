@@ -4,6 +4,8 @@ model/         a Qwen3-like model of about 20 M parameters with random fp32 weig
 packed.json    steps of packed rows: for each step, rows of exactly `ROW` tokens; a row is a list of documents
 chats.jsonl    chats of 41 to 225 tokens, mean about 131
 lengths.json   tokens of each chat, as a trainer's shifted batch counts them (one fewer than the chat has)
+
+For reinforcement learning (`make_rl`): model/ of one of two sizes, without a chat template, and prompts.jsonl.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import pathlib
 import random
+from collections.abc import Mapping
 
 VOCABULARY, ROW, ROWS = 8192, 512, 4
 SHORTEST, LONGEST = 41, 225
@@ -21,6 +24,30 @@ MODEL = {
     "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+SMALL_VOCABULARY = 1024
+SMALL = MODEL | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4}
+"""About 3.7 M parameters with its vocabulary."""
+
+SIZES = {"3.7 M": (SMALL, SMALL_VOCABULARY), "20 M": (MODEL, VOCABULARY)}
+PROMPTS_PER_ITERATION, SAMPLES_PER_PROMPT, NEW_TOKENS = 4, 8, 64
+SHORTEST_PROMPT, LONGEST_PROMPT = 20, 30
+
+
+def make_rl(folder: pathlib.Path, *, size: str, iterations: int, seed: int = 0) -> None:
+    """A model of `SIZES` and prompts for so many iterations of `PROMPTS_PER_ITERATION`.
+
+    The end token's id is the first one past the model's vocabulary: no sampler can draw it, and every completion has
+    exactly as many tokens as it may have, at no cost to anyone.
+    """
+    sizes, vocabulary = SIZES[size]
+    make_model(folder / "model", seed, sizes=sizes, vocabulary=vocabulary, end_drawn=False)
+    numbers = random.Random(seed)
+    count = iterations * PROMPTS_PER_ITERATION
+    prompts = [words(numbers.randint(SHORTEST_PROMPT, LONGEST_PROMPT), vocabulary, numbers) for _ in range(count)]
+    rows = "".join(json.dumps({"prompt": " ".join(prompt)}) + "\n" for prompt in prompts)
+    (folder / "prompts.jsonl").write_text(rows, encoding="utf-8")
 
 
 def make(folder: pathlib.Path, *, steps: int, seed: int = 0) -> None:
@@ -36,21 +63,30 @@ def make(folder: pathlib.Path, *, steps: int, seed: int = 0) -> None:
     (folder / "lengths.json").write_text(json.dumps([size - 1 for size in sizes]), encoding="utf-8")
 
 
-def make_model(folder: pathlib.Path, seed: int) -> None:
+def make_model(
+    folder: pathlib.Path, seed: int, *, sizes: Mapping[str, int] = MODEL, vocabulary: int = VOCABULARY, end_drawn: bool = True
+) -> None:  # fmt: skip
+    """end_drawn: chats, whose end token the model can draw; otherwise plain text and an end token that it cannot.
+
+    Then config.json names no padding token: it is drawn like all others, and transformers starts its row of the embedding
+    at zero, whose RMSNorm has a gradient a thousand times the others', and never trains it.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-    words = [*SPECIAL, "user", "assistant", *(f"w{i}" for i in range(VOCABULARY - len(SPECIAL) - 2))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL[0]))
+    special = SPECIAL if end_drawn else SPECIAL[:2]
+    known = [*special, "user", "assistant"]
+    known += [f"w{i}" for i in range(vocabulary - len(known))] + ([] if end_drawn else [SPECIAL[2]])
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = CHAT_TEMPLATE
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
+    fast.chat_template = CHAT_TEMPLATE if end_drawn else None
     fast.save_pretrained(folder)
     config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"], vocab_size=VOCABULARY, dtype="float32", bos_token_id=None,
-        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id, **MODEL,
+        architectures=["Qwen3ForCausalLM"], vocab_size=vocabulary, dtype="float32", bos_token_id=None,
+        eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id if end_drawn else None, **sizes,
     )  # fmt: skip
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -72,9 +108,13 @@ def document(length: int, numbers: random.Random) -> list[int]:
 
 def chat(size: int, numbers: random.Random) -> list[dict]:
     """One question and answer of `size` tokens, markers and roles included."""
-    words = [f"w{numbers.randrange(VOCABULARY // 10)}" for _ in range(size - 6)]
-    cut = len(words) // 3
+    said = words(size - 6, VOCABULARY, numbers)
+    cut = len(said) // 3
     return [
-        {"role": "user", "content": " ".join(words[:cut])},
-        {"role": "assistant", "content": " ".join(words[cut:])},
+        {"role": "user", "content": " ".join(said[:cut])},
+        {"role": "assistant", "content": " ".join(said[cut:])},
     ]
+
+
+def words(count: int, vocabulary: int, numbers: random.Random) -> list[str]:
+    return [f"w{numbers.randrange(vocabulary // 10)}" for _ in range(count)]

@@ -4,8 +4,8 @@ Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 
 Which fields a batch must carry, all [T] and aligned with its labels:
 
-    actor    advantages, old_log_probs; ref_log_probs with a KL (without, none is reported); rollout_log_probs with an
-             importance correction
+    actor    advantages; old_log_probs (without, the policy is its own old one: the only step on a rollout); ref_log_probs
+             with a KL (without, none is reported); rollout_log_probs with an importance correction
     critic   returns, old_values
 
 Metrics are means over trained tokens whatever the aggregation: their sums are scaled so that the engine's one division
@@ -93,7 +93,8 @@ class ActorLoss(_Aggregated):
 
     def _policy(self, data: Batch, log_probs_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """`c_t l_t`, and what there is to report of it."""
-        old_T, mask_T, lengths_S = _field(data, "old_log_probs"), data.loss_mask, data.lengths
+        mask_T, lengths_S = data.loss_mask, data.lengths
+        old_T = _field(data, "old_log_probs") if "old_log_probs" in data.token_fields else log_probs_T.detach()
         ratio_T = RATIOS[self.ratio](log_probs_T, old_T, mask_T, lengths_S)
         policy = OBJECTIVES[self.objective](ratio_T, log_probs_T, _field(data, "advantages"), self.clip)
         report = {

@@ -90,7 +90,8 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
         if not progress.unlogged:
             if experience is None:
                 experience = sample(trainer, progress, log)
-            progress.unlogged = join(progress.pending, one_step(trainer, progress, experience))
+            row, experience = one_step(trainer, progress, experience)
+            progress.unlogged = join(progress.pending, row)
             progress.pending = {}
             if trainer.position(progress.step)[1] == 0:
                 end_iteration(trainer, progress, experience)

@@ -4,7 +4,8 @@ Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences
 
 The sequences are put into the order of the first epoch's mini-batches at once, and old log-probs, reference log-probs and
 values are computed mini-batch by mini-batch. So the forward of a mini-batch is the same computation in all of these and in
-the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly.
+the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly. Where a rollout is
+trained on in a single step, that step's own forward gives the old log-probs, and none is made before it.
 """
 
 from __future__ import annotations
@@ -35,23 +36,38 @@ class Experience:
     """A rollout that is trained on.
 
     batch: all sequences, in the order of the first epoch. Token fields, 0 where nothing trains: rollout_log_probs,
-    old_log_probs, advantages; ref_log_probs with a KL; old_values and returns with a critic. Sequence fields: groups.
-    iteration: its number, from 0. sequence_kl: nats per sequence, policy to reference.
+    old_log_probs (perhaps only after its step), advantages; ref_log_probs with a KL; old_values and returns with a critic.
+    Sequence fields: groups. iteration: its number, from 0.
     """
 
     batch: Batch
     iteration: int
-    sequence_kl: float = 0.0
+
+    @property
+    def has_old_log_probs(self) -> bool:
+        return "old_log_probs" in self.batch.token_fields
+
+    def with_old_log_probs(self, log_probs_T: Tensor) -> "Experience":
+        """log_probs_T: what the forward of its only step, on all of its sequences in their order, gave before the update."""
+        fields = {**self.batch.token_fields, "old_log_probs": _trained(log_probs_T, self.batch)}
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, token_fields=fields))
+
+    @property
+    def sequence_kl(self) -> float:
+        """Nats per sequence, policy to reference; there must be one."""
+        fields = self.batch.token_fields
+        kl_T = kl_estimate(fields["old_log_probs"].double(), fields["ref_log_probs"].double(), "k1")
+        return sequence_kl(kl_T, self.batch.loss_mask, self.batch.lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, for a checkpoint in the middle of an iteration."""
         fields = {f.name: getattr(self.batch, f.name) for f in dataclasses.fields(self.batch)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
-        return {"batch": plain, "iteration": self.iteration, "sequence_kl": self.sequence_kl}
+        return {"batch": plain, "iteration": self.iteration}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Experience":
-        return cls(Batch(**state["batch"]), state["iteration"], state["sequence_kl"])
+        return cls(Batch(**state["batch"]), state["iteration"])
 
     def mini_batch(self, number: int, *, size: int, seed: int) -> Batch:
         """The mini-batch of the iteration's step `number`, from 0; its denominators are its own."""
@@ -80,7 +96,12 @@ def forward(
     Computed by mini-batches of `size`, as in training.
     """
     parts = [dispatch.forward(role, part, dict(ctx or {}))[name] for part in mini_batches(batch, size)]
-    return torch.cat(parts).float().masked_fill(batch.loss_mask == 0, 0.0)
+    return _trained(torch.cat(parts), batch)
+
+
+def _trained(values_T: Tensor, batch: Batch) -> Tensor:
+    """[T] fp32, 0 where nothing trains."""
+    return values_T.float().masked_fill(batch.loss_mask == 0, 0.0)
 
 
 def make_experience(
@@ -95,23 +116,24 @@ def make_experience(
     temperature: float,
     max_response_length: int,
     baselines_S: Tensor | None,
+    old_log_probs: bool = True,
 ) -> Experience:
     """The forwards of all roles and what follows from them.
 
     batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
     fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe has
-    them.
+    them. old_log_probs: False where the only step will give them; not with a KL in the reward, which is made of them.
     """
     ctx = {"temperature": temperature}
     fields = dict(batch.token_fields)
-    fields["old_log_probs"] = forward(dispatch, "actor", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
-    kl_T, nats = None, 0.0
+    if old_log_probs:
+        fields["old_log_probs"] = forward(dispatch, "actor", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
+    kl_T = None
     if recipe.needs_reference:
         fields["ref_log_probs"] = forward(dispatch, "reference", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
+    if recipe.kl_in == "reward":
         old_T, reference_T = fields["old_log_probs"].double(), fields["ref_log_probs"].double()
-        nats = sequence_kl(kl_estimate(old_T, reference_T, "k1"), batch.loss_mask, batch.lengths)
-        if recipe.kl_in == "reward":
-            kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator)
+        kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator)
     if recipe.needs_critic:
         fields["old_values"] = forward(dispatch, "critic", batch, name="values", size=mini_batch_size)
     if cache := overlong_cache(recipe, max_response_length=max_response_length):
@@ -130,7 +152,7 @@ def make_experience(
     fields["advantages"] = advantages_T.float()
     if returns_T is not None:
         fields["returns"] = returns_T.float()
-    return Experience(dataclasses.replace(batch, token_fields=fields), iteration, nats)
+    return Experience(dataclasses.replace(batch, token_fields=fields), iteration)
 
 
 def mean_and_std(values_T: Tensor, mask_T: Tensor) -> tuple[float, float]:

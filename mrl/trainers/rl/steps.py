@@ -58,15 +58,13 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
         batch.select(order), scores_S, dispatch=trainer.dispatch, recipe=recipe, kl=trainer.kl, iteration=iteration,
         mini_batch_size=config.mini_batch_size, temperature=config.rollout.temperature,
         max_response_length=config.rollout.max_new_tokens, baselines_S=baselines_S,
+        old_log_probs=not step_gives_old_log_probs(trainer, progress),
     )  # fmt: skip
     if progress.step == 0 and config.train.guards:
         check_first(trainer, experience.batch, scores_S)
-    gaps = guards.gaps(experience.batch)
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
     row = {
         **collected.metrics(),
-        "rollout/logprob_gap": float(gaps.mean()),
-        "rollout/logprob_gap_max": float(gaps.max()),
         "advantage/mean": mean,
         "advantage/std": std,
         "perf/rollout_s": collected.rollout_s,
@@ -74,8 +72,29 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
         "perf/log_probs_s": time.perf_counter() - began_s,
     }
     if recipe.needs_reference:
-        row |= {"actor/kl_coef": trainer.kl.coef, "actor/sequence_kl": experience.sequence_kl}
+        row["actor/kl_coef"] = trainer.kl.coef
+    if experience.has_old_log_probs:
+        row |= policy_metrics(trainer, experience)
     return experience, row
+
+
+def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
+    """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs them.
+
+    Not before the actor's first step, in which it is checked that both forwards agree to the bit.
+    """
+    config = trainer.config
+    is_only_step = config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
+    return is_only_step and progress.step > config.algorithm.critic_warmup
+
+
+def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:
+    """How far sampler and reference are from the policy that a rollout began with."""
+    gaps = guards.gaps(experience.batch)
+    row = {"rollout/logprob_gap": float(gaps.mean()), "rollout/logprob_gap_max": float(gaps.max())}
+    if trainer.recipe.needs_reference:
+        row["actor/sequence_kl"] = experience.sequence_kl
+    return row
 
 
 def check_first(trainer: Trainer, batch: Batch, scores_S: Tensor) -> None:
@@ -91,8 +110,11 @@ def check_first(trainer: Trainer, batch: Batch, scores_S: Tensor) -> None:
 # -- an optimizer step --------------------------------------------------------------------------------------------------
 
 
-def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> dict[str, float]:
-    """Trains critic and actor on the next mini-batch; `progress` has made the step then. Returns its metrics."""
+def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> tuple[dict[str, float], Experience]:
+    """Trains critic and actor on the next mini-batch; `progress` has made the step then.
+
+    Returns its metrics, and the experience with the old log-probs that it may have lacked.
+    """
     config, began_s = trainer.config, time.perf_counter()
     iteration, number = trainer.position(progress.step)
     assert iteration == experience.iteration, (
@@ -103,15 +125,20 @@ def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> di
     if trainer.recipe.needs_critic:
         row |= train_critic(trainer, progress, batch)
     if progress.step >= config.algorithm.critic_warmup:
-        row |= train_actor(trainer, progress, batch)
+        of_actor, log_probs_T = train_actor(trainer, progress, batch)
+        row |= of_actor
+        if not experience.has_old_log_probs:
+            experience = experience.with_old_log_probs(log_probs_T)
+            row |= policy_metrics(trainer, experience)
         progress.tokens += batch.denominators["tokens"]
     progress.step += 1
     update_s = time.perf_counter() - began_s
-    return row | {
+    row |= {
         "train/tokens": progress.tokens,
         "perf/update_s": update_s,
         "perf/tokens_per_s": batch.num_tokens / update_s,
     }
+    return row, experience
 
 
 def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str, float]:
@@ -132,8 +159,8 @@ def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str
     }
 
 
-def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str, float]:
-    """One optimizer step of the actor."""
+def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dict[str, float], Tensor]:
+    """One optimizer step of the actor. Returns metrics, and the log-probs [T] from before the update."""
     config, recipe = trainer.config, trainer.recipe
     loss_fn = actor_loss(recipe, max_response_length=config.rollout.max_new_tokens)
     if recipe.kl_in == "loss":
@@ -141,14 +168,16 @@ def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str,
     entropy = "differentiable" if recipe.entropy_coef else "detached"
     ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
     log_probs_T, loss, found, result = train_role(trainer, progress, "actor", batch, loss_fn, ctx)
-    return {
+    old_log_probs_T = batch.token_fields.get("old_log_probs", log_probs_T)
+    row = {
         "train/loss": loss,
         "train/grad_norm": float(result.grad_norm),
         "train/lr": result.lr,
         "actor/loss": loss,
         **found,
-        "actor/ratio_max": largest_ratio(log_probs_T, batch.token_fields["old_log_probs"], batch.loss_mask),
+        "actor/ratio_max": largest_ratio(log_probs_T, old_log_probs_T, batch.loss_mask),
     }
+    return row, log_probs_T
 
 
 def train_role(
