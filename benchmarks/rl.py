@@ -48,12 +48,13 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is measured: a worker and its arguments."""
+    """What is measured: a worker and its arguments. sizes: of the model, with which it takes part."""
 
     name: str
     script: str
     peer: bool = False
     spec: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[str, ...] = tuple(workload.SIZES)
 
 
 MRL, TRL_FP32 = "mrl, `mrl ppo`", "TRL, fp32"
@@ -61,7 +62,7 @@ SETTINGS = [Setting(size, *how) for size in workload.SIZES for how in ((1, 0.0),
 SUBJECTS = [
     Subject(TRL_FP32, "worker_rl_trl.py", peer=True, spec={"arguments": FP32}),
     Subject(MRL, "worker_rl_mrl.py"),
-    Subject("TRL, its defaults", "worker_rl_trl.py", peer=True, spec={"arguments": {}}),
+    Subject("TRL, its defaults", "worker_rl_trl.py", peer=True, spec={"arguments": {}}, sizes=("3.7 M",)),
 ]
 
 
@@ -93,7 +94,7 @@ def parse() -> argparse.Namespace:
 
 def take_turns(setting: Setting, arguments: argparse.Namespace, peer: str | None) -> dict[str, list[dict]]:
     """Every subject once a round."""
-    subjects = [subject for subject in SUBJECTS if peer is not None or not subject.peer]
+    subjects = [s for s in SUBJECTS if setting.size in s.sizes and (peer is not None or not s.peer)]
     runs: dict[str, list[dict]] = {subject.name: [] for subject in subjects}
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_") as name:
         folder = pathlib.Path(name)

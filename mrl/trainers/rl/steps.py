@@ -81,11 +81,12 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
 def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
     """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs them.
 
-    Not before the actor's first step, in which it is checked that both forwards agree to the bit.
+    Only after the actor's first step, where the guards have found that both forwards agree to the bit (with dropout they
+    would not).
     """
     config = trainer.config
     is_only_step = config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
-    return is_only_step and progress.step > config.algorithm.critic_warmup
+    return is_only_step and config.train.guards and progress.step > config.algorithm.critic_warmup
 
 
 def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:

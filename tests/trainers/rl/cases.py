@@ -6,6 +6,8 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -21,7 +23,7 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
-from mrl.trainers.rl import experience
+from mrl.trainers.rl import experience, steps
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
 
@@ -113,6 +115,33 @@ def steps_are_counted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def old_log_probs_come_first() -> Iterator[None]:
+    """Every rollout gets a forward for its old log-probs, also one whose only step would give them."""
+    with mock.patch.object(steps, "step_gives_old_log_probs", lambda *_: False):
+        yield
+
+
+@contextlib.contextmanager
+def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
+    """The run says at its end how many rollouts got forwards of which role. stop_after: a signal comes once so many have."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def note(dispatch: WorkerDispatch, role: str, *_: Any, **__: Any) -> None:
+        counts[role] += 1
+
+    def stop(*_: Any, **__: Any) -> None:
+        counts["rollouts"] += 1
+        if counts["rollouts"] == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def say(trainer: Any, *_: Any) -> None:
+        print("counted:", json.dumps(counts))
+
+    with before(experience, "forward", note), after(ppo, "prepare", stop), after(ppo, "loop", say):
+        yield
+
+
+@contextlib.contextmanager
 def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
     """Calls `then` with the same arguments after each call of `owner.name`."""
     original = getattr(owner, name)
@@ -132,5 +161,7 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "role_has_other_weights": role_has_other_weights,
     "advantages_are_off": advantages_are_off,
     "steps_are_counted": steps_are_counted,
+    "old_log_probs_come_first": old_log_probs_come_first,
+    "forwards_are_counted": forwards_are_counted,
     "step_changes": step_changes,
 }
