@@ -55,9 +55,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     dispatch.init_model()
     progress, experience = restore(trainer, start)
     dispatch.on_main(lambda: directory.prepare(config, command_line))
-    at_start = progress.step == 0 and experience is None  # then step 0 is evaluated, again where a kill came after it
     log = metrics.open_metrics(
-        directory.path, config.log, step=-1 if at_start else progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=dispatch.is_main
+        directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
+        run_id=progress.run_id, enabled=dispatch.is_main,
     )  # fmt: skip
     try:
         console.start(progress.logged, trainer.total_steps)
@@ -77,6 +77,11 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     )
 
 
+def begins(progress: Progress, experience: Experience | None) -> bool:
+    """Whether nothing is done yet, so that the line of step 0 is to be made, also where a start that was lost made it."""
+    return progress.step == 0 and experience is None
+
+
 def loop(trainer: Trainer, progress: Progress, experience: Experience | None, log: metrics.MetricsLog) -> None:
     """Iterations of sampling and training until all steps are made; the last is saved. Raises Stopped after a signal.
 
@@ -84,7 +89,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
     """
     if trainer.stop_requested:
         raise stopped_at(trainer, progress, experience, saved=None)
-    if progress.step == 0 and experience is None:
+    if begins(progress, experience):
         evaluate_before(trainer, progress, log)
     while progress.step < trainer.total_steps or progress.unlogged:
         if not progress.unlogged:

@@ -83,6 +83,15 @@ def test_a_run_that_broke_off_goes_on_from_the_middle_of_an_iteration(inputs, un
     resume.assert_same_run(output, unharmed(name))
 
 
+def test_a_run_that_broke_off_before_its_first_save_begins_again(inputs, unharmed, tmp_path):
+    """Its evaluation before training, too, whose line is there once."""
+    config = kit.make_config(inputs, tmp_path / "run", "grpo")
+    assert kit.train(config, 1, happening="crash", place="step", step=2)[0] == "Crash"
+    assert [row["step"] for row in resume.steps(tmp_path / "run")] == [0, 1]
+    kit.finish(config, 1)
+    resume.assert_same_run(tmp_path / "run", unharmed("grpo"))
+
+
 def test_lines_that_were_made_again_are_there_once(unharmed):
     for name in ("ppo", "grpo"):
         assert [row["step"] for row in resume.steps(unharmed(name))] == list(range(kit.STEPS + 1))
