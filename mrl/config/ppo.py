@@ -164,7 +164,9 @@ class PromptsConfig:
 class PPOTrainConfig:
     steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1)
     epochs: float | None = key(
-        None, "passes over the prompts, in whole iterations; excludes `steps`; neither means one", above=0
+        None,
+        "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; neither means one",
+        above=0,
     )
     global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1)  # fmt: skip
     eval_every: int | None = key(
@@ -182,7 +184,10 @@ class PPOTrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOCheckpointConfig(CheckpointConfig):
-    best: str | None = key(None, "metric whose best checkpoint is kept too, as eval/accuracy")
+    best: str | None = key(
+        None,
+        "metric whose best checkpoint is kept too, as eval/accuracy; those of a rollout or a step are of the weights before it",
+    )
     best_is: Literal["highest", "lowest"] = key("highest", "what is best")
 
 

@@ -19,6 +19,9 @@ from mrl.metrics import PPO_METRICS
 from mrl.parallel import ParallelDims
 
 SERVERS = ("vllm", "sglang")
+NATIVE_ONLY = ("rollout.cache_tokens", "rollout.prefill_tokens")
+SAMPLING = ("rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.stop", "rollout.stop_tokens")
+"""Keys that only decide what is sampled; the temperature is the trainer's too."""
 
 
 def check_ppo(config: PPOConfig) -> None:
@@ -161,7 +164,7 @@ def _check_rollout(config: PPOConfig) -> None:
     rollout = config.rollout
     if "" in rollout.stop:
         raise ConfigError('rollout.stop: value "" would end every completion at once; give texts, or leave it out')
-    if rollout.cache_tokens < config.max_length:
+    if rollout.backend == "native" and rollout.cache_tokens < config.max_length:
         raise ConfigError(
             f"rollout.cache_tokens: value {rollout.cache_tokens} is less than a sequence may have, data.max_prompt_length "
             f"{config.data.max_prompt_length} and rollout.max_new_tokens {rollout.max_new_tokens} together; give at least "
@@ -179,6 +182,22 @@ def _check_rollout(config: PPOConfig) -> None:
             changed(rollout.server, "rollout.server"),
             f"by rollout.backend {rollout.backend}",
             f"set it to {' or '.join(SERVERS)}, or leave this out",
+        )
+    if rollout.backend == "sglang" and not rollout.server.urls:
+        raise ConfigError(
+            "rollout.server.urls: value [] leaves rollout.backend sglang no server; give their urls, as [http://host:30000]"
+        )
+    if rollout.backend != "native":
+        refuse_unread(
+            (pair for pair in changed(rollout, "rollout") if pair[0].path in NATIVE_ONLY),
+            f"by rollout.backend {rollout.backend}",
+            "leave it out, or set rollout.backend to native",
+        )
+    if rollout.backend == "recorded":
+        refuse_unread(
+            (pair for pair in changed(rollout, "rollout") if pair[0].path in SAMPLING),
+            "by rollout.backend recorded, which samples nothing",
+            "leave it out",
         )
     for url in rollout.server.urls:
         if not url.startswith(("http://", "https://")):

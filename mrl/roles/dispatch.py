@@ -129,6 +129,14 @@ class WorkerDispatch:
         )
         return engine
 
+    def put_away(self) -> None:
+        """All roles wait on the host, where idle ones do, and their memory is free for other programs on the device."""
+        if self.offload_idle:
+            for engine in self.engines.values():
+                engine.to("host")
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
     # -- mini-batches -------------------------------------------------------------------------------------------------
 
     def forward(self, role: str, batch: Batch, ctx: Ctx | None = None) -> Predictions:

@@ -100,7 +100,7 @@ class RecordedRollouts:
     def _trajectory(self, record: SavedSample, prompt: Prompt, where: str) -> Trajectory:
         given = record.tokens[: record.prompt_length]
         same = record.prompt == json.loads(json.dumps(prompt.content))
-        if not same and self._config.environment is not None:  # whose reset gave another prompt
+        if not same and record.environment is not None:  # its reset gave another prompt
             prompt = dataclasses.replace(prompt, content=record.prompt, tokens=given, truncated=False)
         elif not same:
             raise DataError(

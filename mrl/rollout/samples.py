@@ -66,7 +66,7 @@ def write_samples(
 ) -> str:
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
-    step: the one that is next. rewards, advantages: one per trajectory. parts: the same by label of a reward function.
+    step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per trajectory. parts: the same by label of a reward function.
     """
     path = samples_path(folder, step, series)
     os.makedirs(folder, exist_ok=True)

@@ -19,7 +19,7 @@ from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.state import Progress, Trainer, restore, save, stopped_at
-from mrl.trainers.rl.steps import end_iteration, one_step, prepare, take_prompts
+from mrl.trainers.rl.steps import end_iteration, one_step, prepare
 from mrl.trainers.run_directory import Start, choose_start, copy_missed
 from mrl.trainers.throughput import memory_gb
 
@@ -30,9 +30,8 @@ def run(config: PPOConfig, command_line: str = "") -> None:
     Called on every rank. Raises UserError for what the user can put right, and Stopped after a signal asked the run to
     stop and a checkpoint was saved.
     """
-    with trainer_of(config) as (trainer, lock):
+    with trainer_of(config) as trainer:
         dispatch, directory = trainer.dispatch, trainer.directory
-        dispatch.on_main(lock.acquire)
         dispatch.on_main(lambda: check_outside(config))
         start = dispatch.on_main(lambda: choose_start(directory, config))
         wanted = config.checkpoint.export_hf
@@ -111,7 +110,7 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
     """
     before = trainer.source.state_dict()
     try:
-        prompts = take_prompts(trainer)
+        prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
         with trainer.sampling(progress.step):
             collected = trainer.collector.collect(prompts, progress.step + 1)
     except UserError as error:
@@ -121,7 +120,7 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         raise saved_before(trainer, progress, None, error, log) from error
     experience, progress.pending = prepare(trainer, progress, collected)
     show_rollout(trainer, progress.step + 1, collected, experience)
-    for note in (*trainer.source.take_notes(), *collected.scores.faults):
+    for note in (*trainer.source.take_notes(), *collected.scores.faults, *collected.greedy[1].faults):
         trainer.console.say(note)
     if trainer.stop_requested:
         log.sync()

@@ -86,6 +86,11 @@ class RunDirectory:
         temporary.write_text(os.path.basename(checkpoint) + "\n", encoding="utf-8")
         os.replace(temporary, self.checkpoints / "best")
 
+    def best(self) -> tuple[str, ...]:
+        """The name of the best checkpoint, where there is one."""
+        named = self.checkpoints / "best"
+        return (named.read_text(encoding="utf-8").strip(),) if named.exists() else ()
+
     def forget_export(self) -> None:
         """Removes the exported model of an earlier, shorter run, before the checkpoint that it would not belong to."""
         for folder in (self.hf, self.partial_hf):
@@ -161,7 +166,7 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
     """Copies the run's own newest checkpoint to `checkpoint.remote` where a kill came between the save and its copy."""
     own = start.checkpoint is not None and _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints))
     if own and config.remote is not None:
-        checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep)
+        checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
 
 
 def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,26 @@ from torch import Tensor
 
 from mrl.algorithms.shaping import groups_with_signal
 from mrl.data.prompts import Prompt, PromptSource
-from mrl.errors import TrainingError
+from mrl.errors import DataError, TrainingError, UserError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
+from mrl.trainers.common import Ranks
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
+
+
+def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt]:
+    """The next prompts; a row that cannot be read on one rank is an error on all, so that all can save together. Collective."""
+    prompts: list[Prompt] = []
+    error: UserError | None = None
+    try:
+        prompts = source.take(count)
+    except UserError as caught:
+        error = caught
+    (anywhere,) = ranks.max_over_ranks(error is not None)
+    if anywhere:
+        raise error or DataError("another rank cannot read its rows of data.train")
+    return prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +74,13 @@ class Collected:
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    rollouts: samples (mrl.rollout.rollouts, or a replay). source: gives more prompts. rounds: how often groups without
+    rollouts: samples (mrl.rollout.rollouts, or a replay). take: the next prompts of the data. rounds: how often groups without
     differences may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt.
     """
 
     def __init__(
         self,
-        source: PromptSource,
+        take: Callable[[int], list[Prompt]],
         rollouts: Any,
         scores: Scoring,
         *,
@@ -74,11 +89,11 @@ class Collector:
         rounds: int | None,
         greedy_answers: bool,
     ) -> None:
-        self.source, self.rollouts, self.scores = source, rollouts, scores
+        self.take, self.rollouts, self.scores = take, rollouts, scores
         self.prompts, self.samples, self.rounds, self.greedy_answers = prompts, samples, rounds, greedy_answers
 
     def collect(self, prompts: list[Prompt], step: int) -> Collected:
-        """prompts: the first ones, as `source.take` gave them; with dynamic sampling more are taken from the source.
+        """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
 
         step: the one that is next, which the noise of sampling follows from. Raises TrainingError where dynamic sampling
         finds too few groups.
@@ -132,7 +147,7 @@ class Collector:
                 sampled = sorted(range(count), key=[*kept_at, *rejected_at].__getitem__)
                 return _joined(kept), _joined(rejected), sampled
             if number + 1 < self.rounds:
-                prompts = self.source.take(missing)
+                prompts = self.take(missing)
         failed = sum(len(part) for part, _ in rejected) // self.samples
         raise TrainingError(
             f"algorithm.max_sampling_rounds: {self.rounds} rounds found {self.prompts - missing} of {self.prompts} prompts whose completions "

@@ -58,6 +58,7 @@ class Evaluation:
         return {
             "eval/accuracy": sum(best) / len(best),
             "eval/reward": sum(whole.totals) / len(whole.totals),
+            "eval/faults": len(whole.faults),
             "eval/response_length": sum(t.response_length for t in trajectories) / len(trajectories),
             "perf/eval_s": time.perf_counter() - began_s,
         }

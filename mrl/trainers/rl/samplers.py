@@ -15,6 +15,7 @@ from mrl.rollout.servers import Probe
 from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
+from mrl.rollout.weights import weights_dir
 from mrl.trainers.run_directory import RunDirectory
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
@@ -36,15 +37,15 @@ def make_sampler(
         )  # fmt: skip
     return SERVERS[rollout.backend](
         rollout.server, is_main=dispatch.is_main, on_main=dispatch.on_main, max_length=config.max_length,
-        weights_dir=rollout.server.weights_dir or str(directory.path / ".weights"), probe=_probe(dispatch, tokenizer),
+        weights_dir=weights_dir(rollout.server, str(directory.path)), probe=_probe(dispatch, tokenizer, config.max_length),
     )  # fmt: skip
 
 
-def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase) -> Probe:
+def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:
     """What servers are asked about after every hand-over, to compare with the actor's own log-probs."""
 
     def log_probs(tokens: Sequence[int]) -> list[float]:
         batch = make_batch([list(tokens)], [[1.0] * len(tokens)])
         return dispatch.forward("actor", batch)["log_probs"].tolist()
 
-    return Probe(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"], log_probs)
+    return Probe(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max_length - 1], log_probs)

@@ -50,7 +50,7 @@ class Scoring:
         if self.reward_model is not None:
             values = self.reward_model.score(trajectories)
             scores = _plus(scores, REWARD_MODEL, values, self.config.reward.weight)
-        if self.config.rollout.environment is not None:
+        if any(t.reward is not None for t in trajectories):
             scores = _plus(scores, ENVIRONMENT, [t.reward or 0.0 for t in trajectories], 1.0)
         return scores
 

@@ -33,7 +33,7 @@ from mrl.rollout.stops import end_tokens
 from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
-from mrl.trainers.rl.collect import Collector
+from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.samplers import make_sampler
 from mrl.trainers.rl.scoring import Scoring
@@ -45,8 +45,8 @@ from mrl.trainers.signals import StopSignal
 
 
 @contextlib.contextmanager
-def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
-    """Everything that the run uses, and the lock of its directory, not yet taken; all of it ended afterwards.
+def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
+    """Everything that the run uses, with its directory locked; all of it ended afterwards.
 
     Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be used.
     """
@@ -68,6 +68,7 @@ def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
         ends.callback(console.close)
         lock = RunLock(directory.path)
         ends.callback(lock.release)
+        dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
         total_steps = _length(config, source, console)
         engines["actor"].set_total_steps(total_steps - config.algorithm.critic_warmup)
         if "critic" in engines:
@@ -82,18 +83,19 @@ def trainer_of(config: PPOConfig) -> Iterator[tuple[Trainer, RunLock]]:
             ends.callback(sampler.close)
         stop = ends.enter_context(StopSignal())
         collector = Collector(
-            source, rollouts, scores, prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
+            lambda count: take_together(source, count, dispatch), rollouts, scores,
+            prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
             rounds=config.algorithm.max_sampling_rounds if recipe.dynamic_sampling else None,
             greedy_answers=recipe.needs_greedy_answer,
         )  # fmt: skip
         evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
         yield Trainer(
             config=config, recipe=recipe, total_steps=total_steps, folders=folders, dispatch=dispatch, source=source,
-            collector=collector, sampling=_sampling(sampler, dispatch), kl=kl_controller(recipe), evaluation=evaluation,
+            collector=collector, sampling=_sampling(config, sampler, dispatch), kl=kl_controller(recipe), evaluation=evaluation,
             directory=directory, console=console, stop=stop, exact_sampler=sampler is not None and sampler.exact,
             same_reference=_same_reference(config, folders),
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
-        ), lock  # fmt: skip
+        )  # fmt: skip
 
 
 def _model_folder(config: PPOConfig, role: str) -> str:
@@ -162,9 +164,11 @@ def _rollouts(
     return rollouts, sampler
 
 
-def _sampling(sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
+def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
     """A context in which `sampler` has the actor's weights after `step`, and the device's memory that it wants."""
     has_step: int | None = None
+    forgets = config.rollout.backend == "sglang" and config.rollout.server.sleep  # its weights, unless told otherwise
+    beside = config.rollout.backend != "native"
 
     @contextlib.contextmanager
     def sampling(step: int) -> Iterator[None]:
@@ -172,10 +176,14 @@ def _sampling(sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[in
         if sampler is None:
             yield
             return
+        if beside:
+            dispatch.put_away()
         sampler.wake()
         try:
-            if has_step != step:
+            if has_step != step or forgets:
                 sampler.update_weights(dispatch.hf_weights("actor"))
+                if beside:
+                    dispatch.put_away()
             has_step = step
             yield
         finally:
@@ -198,7 +206,7 @@ def _evaluation(
     return Evaluation(
         config, prompts, rollouts, scores,
         stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
-        seen=lambda step, trajectories, found: show_evaluation(config, dispatch, directory, step, trajectories, found),
+        seen=lambda *evaluated: show_evaluation(config, dispatch, directory, console, *evaluated),
     )  # fmt: skip
 
 

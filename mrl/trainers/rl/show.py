@@ -13,6 +13,7 @@ from mrl.rewards.scorer import Scores
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.samples import write_samples
+from mrl.trainers.console import Console
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience, epoch_order
@@ -49,9 +50,9 @@ def write_rollout(directory: RunDirectory, step: int, collected: Collected, adva
 
 
 def show_evaluation(
-    config: PPOConfig, dispatch: WorkerDispatch, directory: RunDirectory, step: int, trajectories: Sequence[Trajectory], scores: Scores
+    config: PPOConfig, dispatch: WorkerDispatch, directory: RunDirectory, console: Console, step: int, trajectories: Sequence[Trajectory], scores: Scores
 ) -> None:  # fmt: skip
-    """Writes the answers to held-out prompts after `step`."""
+    """Writes the answers to held-out prompts after `step`, and says which rewards failed on them."""
 
     def write() -> None:
         write_samples(
@@ -60,6 +61,8 @@ def show_evaluation(
 
     if config.log.samples:
         dispatch.on_main(write)
+    for fault in scores.faults:
+        console.say(fault)
 
 
 def mean_advantages(experience: Experience) -> Tensor:

@@ -129,8 +129,18 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     if not is_own(directory, start, state["config"], config.checkpoint):
         progress.run_id = dispatch.on_main(metrics.new_run_id)  # another run's page is not ours to write on
         progress.best = progress.best_step = None  # nor are its checkpoints here
+    if _best_changed(state["config"]["checkpoint"], config):
+        progress.best = progress.best_step = None
+    if progress.best_step is not None:  # a kill may have come between the save and the note
+        best = directory.checkpoints / step_name(progress.best_step)
+        dispatch.on_main(lambda: directory.name_best(str(best)) if best.exists() else None)
     saved = state["experience"]
     return progress, None if saved is None else Experience.from_state_dict(saved)
+
+
+def _best_changed(saved: Mapping[str, Any], config: PPOConfig) -> bool:
+    """Whether another metric than the checkpoint's says what is best now."""
+    return (saved["best"], saved["best_is"]) != (config.checkpoint.best, config.checkpoint.best_is)
 
 
 def _model_path(config: Mapping[str, Any], role: str) -> str:

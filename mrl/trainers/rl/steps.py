@@ -14,8 +14,7 @@ from mrl.algorithms.policy import largest_ratio
 from mrl.algorithms.recipes import actor_loss, critic_loss
 from mrl.algorithms.value import explained_variance
 from mrl.batch import Batch
-from mrl.data.prompts import Prompt
-from mrl.errors import DataError, TrainingError, UserError
+from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.rollout.batch import trajectories_to_batch
 from mrl.trainers.common import last_good, problems_in_words
@@ -29,20 +28,6 @@ NO_GRADIENT = "its gradient is zero"
 
 
 # -- a rollout ----------------------------------------------------------------------------------------------------------
-
-
-def take_prompts(trainer: Trainer) -> list[Prompt]:
-    """The prompts of an iteration; a row that cannot be read on one rank is an error on all, so that all can save together."""
-    prompts: list[Prompt] = []
-    error: UserError | None = None
-    try:
-        prompts = trainer.source.take(trainer.config.prompts_per_iteration)
-    except UserError as caught:
-        error = caught
-    (anywhere,) = trainer.dispatch.max_over_ranks(error is not None)
-    if anywhere:
-        raise error or DataError("another rank cannot read its rows of data.train")
-    return prompts
 
 
 def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple[Experience, dict[str, float]]:
