@@ -23,9 +23,9 @@ from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
-from mrl.engine.registry import build_engine
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
+from mrl.roles.roles import build_roles
 from mrl.rollout.base import Sampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
@@ -106,10 +106,10 @@ def _model_folder(config: PPOConfig, role: str) -> str:
 
 def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> dict[str, BaseEngine]:
     """The engines of the roles, none of which has a model yet."""
-    engines = {}
+    engines: dict[str, BaseEngine] = {}
     for role, role_config in role_configs(config, folders, recipe).items():
         with keys_of(config, role):
-            engines[role] = build_engine(role_config)
+            engines |= build_roles({role: role_config})
     return engines
 
 
