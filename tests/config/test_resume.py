@@ -103,7 +103,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         reference={"model": {"path": "moved too"}, "engine": engine}, data={"train": "moved", "eval": "rows"}, output_dir="else",
         train={"steps": 20, "offload_idle": "never", "eval_prompts": 3, "eval_samples": 4, "guards": False}, log={"table": 0},
         checkpoint={"best": "eval/accuracy"}, rollout={"cache_tokens": 10**6, "prefill_tokens": 9},
-        rewards={"workers": 1, "timeout_s": 30, "concurrency": 2},
+        rewards={"workers": 1, "timeout_s": 30, "concurrency": 2, "on_error": "zero"}, algorithm={"max_sampling_rounds": 20},
     )  # fmt: skip
     notes = check_resume(plain_ppo(), new)
     assert "train.steps: null at the save, 20 now (the learning-rate schedule follows the new length)" in notes
@@ -124,7 +124,6 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         ({"reference": {"update_every": 5}}, "reference.update_every"),
         ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
         ({"rewards": {"functions": [{"name": "math"}]}}, "rewards.functions"),
-        ({"rewards": {"on_error": "zero"}}, "rewards.on_error"),
         ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
         ({"algorithm": {"lam": 0.9}}, "algorithm.lam"),
         ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
