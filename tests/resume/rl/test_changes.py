@@ -101,7 +101,7 @@ def test_a_model_and_rows_that_moved_are_the_same_run(inputs, stopped, unharmed,
 @pytest.mark.parametrize(
     "layouts",
     [
-        {"actor": {"engine": {"parallel": {"tp": 1, "pp": 2}}}},
+        pytest.param({"actor": {"engine": {"parallel": {"tp": 1, "pp": 2}}}}, marks=pytest.mark.slow),
         pytest.param(
             {"actor": {"engine": {"micro_batch": {"size": 1}, "parallel": {"tp": 1}}}}, marks=pytest.mark.slow
         ),
