@@ -9,12 +9,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mrl.data.prompts import Prompt
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingKey, SamplingParams
+
+if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets
+    from mrl.data.prompts import Prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -200,7 +200,10 @@ def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
 
 def test_processes_do_not_load_torch(path):
     with make(path, names=("script",), workers=1) as pool:
-        assert pool.run([Task(0, "q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {})])[0].value == 0
+        assert (
+            pool.run([Task(0, "q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {})])[0].value
+            == 0
+        )
 
 
 SCRIPT = """
