@@ -1,5 +1,5 @@
 # make quickstart   a venv, the install, and a first training run: about five minutes
-# make test         the tests that run on every change (the long tier is `.venv/bin/python -m pytest -m slow`)
+# make test         the tests that run on every change (the long tier is `make test-slow`)
 # make lint         ruff, as CI runs it
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
@@ -8,6 +8,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Two tests at a time, those of a file in one process: its worlds and models are made once.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 
 # Versions are pinned by the file for the Python that makes the venv.
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -25,10 +28,10 @@ quickstart: $(STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest>=8", "pytest-timeout", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
+        "dev": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

@@ -23,6 +23,11 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     """The recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
     made, algorithm = configured_recipe(config.algorithm), config.algorithm
     _check_parts(made)
+    if made.objective == "policy_gradient" and config.steps_per_iteration > 1:
+        raise ConfigError(
+            f'algorithm.objective: value "policy_gradient" is right for one step on a rollout, and algorithm.epochs and mini_batch_size '
+            f"make {config.steps_per_iteration} of it; use clip, or one epoch of one mini-batch"
+        )
     if made.needs_groups and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"rollout.samples_per_prompt: value {config.rollout.samples_per_prompt} leaves nothing to compare, and algorithm.name "

@@ -18,6 +18,7 @@ from mrl.config.schema import (
     LogConfig,
     ModelConfig,
     OptimizerConfig,
+    RowsConfig,
     key,
 )
 
@@ -68,7 +69,7 @@ class ServerConfig:
     weights_dir: str | None = key(
         None, "folder that trainer and servers share, for new weights; null is one in output_dir"
     )
-    bucket_mb: int = key(512, "weights that are handed over at once, in memory or as one file", minimum=1)
+    bucket_mb: int = key(512, "weights that are handed over at once: one file", minimum=1)
     concurrency: int = key(128, "requests at a time at each server", minimum=1)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
@@ -138,25 +139,11 @@ class AlgorithmConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptsConfig:
-    train: str = key(REQUIRED, "rows with prompts, in the forms of `mrl sft`")
-    eval: str | None = key(None, "held-out rows, in the same forms")
-    split: str | None = key(
-        None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
-    )
-    columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt}")
-    chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
+class PromptsConfig(RowsConfig):
     system: str | None = key(None, "a system message before every prompt")
     max_prompt_length: int = key(1024, "longest prompt in tokens", minimum=1)
     truncation: Literal["error", "left", "drop"] = key(
         "error", "what happens to a longer prompt: stop, cut its start, or leave it out; counted and reported"
-    )
-    packing: bool = key(
-        True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
-    )
-    shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
-    on_bad_row: Literal["stop", "skip"] = key(
-        "stop", "a row that cannot be read: stop with file and line, or skip, count and report"
     )
 
 

@@ -19,8 +19,10 @@ from mrl.metrics import PPO_METRICS
 from mrl.parallel import ParallelDims
 
 SERVERS = ("vllm", "sglang")
-NATIVE_ONLY = ("rollout.cache_tokens", "rollout.prefill_tokens")
-SAMPLING = ("rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.stop", "rollout.stop_tokens")
+IN_PROCESS_ONLY = ("memory_fraction",)
+SERVERS_ONLY = ("weights_dir", "bucket_mb", "concurrency", "timeout_s", "sleep")
+NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
+SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
 
@@ -177,39 +179,51 @@ def _check_rollout(config: PPOConfig) -> None:
             else f"rollout.path: value {show(rollout.path)} is not used by rollout.backend {rollout.backend}; set it to "
             "recorded, or leave this out"
         )
-    if rollout.backend not in SERVERS:
-        refuse_unread(
-            changed(rollout.server, "rollout.server"),
-            f"by rollout.backend {rollout.backend}",
-            f"set it to {' or '.join(SERVERS)}, or leave this out",
+    if rollout.backend != "native":
+        _refuse(rollout, NATIVE_ONLY, f"by rollout.backend {rollout.backend}", "set rollout.backend to native")
+    if rollout.backend == "recorded":
+        _refuse(rollout, SAMPLING, "by rollout.backend recorded, which samples nothing", "choose another backend")
+    _check_server(config)
+    _check_environment(config)
+
+
+def _check_server(config: PPOConfig) -> None:
+    backend, server = config.rollout.backend, config.rollout.server
+    given = changed(server, "rollout.server")
+    if backend not in SERVERS:
+        advice = f"set it to {' or '.join(SERVERS)}, or leave this out"
+        refuse_unread(given, f"by rollout.backend {backend}", advice)
+    elif server.urls:
+        _refuse(
+            server,
+            IN_PROCESS_ONLY,
+            "by servers, which have their own",
+            "leave out rollout.server.urls",
+            "rollout.server",
         )
-    if rollout.backend == "sglang" and not rollout.server.urls:
+    elif backend == "sglang":
         raise ConfigError(
             "rollout.server.urls: value [] leaves rollout.backend sglang no server; give their urls, as [http://host:30000]"
         )
-    if rollout.backend != "native":
-        refuse_unread(
-            (pair for pair in changed(rollout, "rollout") if pair[0].path in NATIVE_ONLY),
-            f"by rollout.backend {rollout.backend}",
-            "leave it out, or set rollout.backend to native",
-        )
-    if rollout.backend == "recorded":
-        refuse_unread(
-            (pair for pair in changed(rollout, "rollout") if pair[0].path in SAMPLING),
-            "by rollout.backend recorded, which samples nothing",
-            "leave it out",
-        )
-    for url in rollout.server.urls:
+    else:
+        _refuse(server, SERVERS_ONLY, "by vLLM inside the trainer", "give rollout.server.urls", "rollout.server")
+    for url in server.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"rollout.server.urls: value {show(url)} is no URL; write it as http://host:8000")
-    _check_environment(config)
+
+
+def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:
+    """Raises where the section at `path` sets one of the keys `names`, which nothing reads."""
+    given = (pair for pair in changed(section, path) if pair[0].path.removeprefix(f"{path}.") in names)
+    refuse_unread(given, reason, f"leave it out, or {instead}")
 
 
 def _check_environment(config: PPOConfig) -> None:
     rollout = config.rollout
     if rollout.environment is None:
-        own = (pair for pair in changed(rollout, "rollout") if pair[0].path in ("rollout.max_turns", "rollout.environment_timeout_s"))  # fmt: skip
-        refuse_unread(own, "without rollout.environment", "set rollout.environment, or leave it out")
+        _refuse(
+            rollout, ("max_turns", "environment_timeout_s"), "without rollout.environment", "set rollout.environment"
+        )
         return
     check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
     if rollout.backend == "recorded":

@@ -121,7 +121,9 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class RowsConfig:
+    """Where rows come from and in which order: what `data` of both commands has."""
+
     train: str = key(
         REQUIRED,
         "training rows: .jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id",
@@ -130,26 +132,28 @@ class DataConfig:
     split: str | None = key(
         None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
     )
-    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
-        "auto", "form of a row; auto detects it from the first row's fields"
-    )
-    columns: dict[str, str] = key(
-        dict, "rename fields before the format is read, as {question: prompt, answer: completion}"
-    )
+    columns: dict[str, str] = key(dict, "rename fields before a row is read, as {question: prompt, answer: completion}")
     chat_template: str | None = key(None, "file with a Jinja chat template to use instead of the tokenizer's")
-    loss_on: Literal["assistant", "last", "all"] = key(
-        "assistant", "tokens that train: every assistant turn, the last one, or everything"
-    )
-    max_length: int = key(2048, "longest sequence in tokens", minimum=2)
-    truncation: Literal["error", "right", "left", "drop"] = key(
-        "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"
-    )
     packing: bool = key(
         True, "lay sequences end to end without padding (best fit under the micro-batch's token budget); false pads"
     )
     shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
     on_bad_row: Literal["stop", "skip"] = key(
         "stop", "a row that cannot be read: stop with file and line, or skip, count and report"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(RowsConfig):
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "text", "tokenized"] = key(
+        "auto", "form of a row; auto detects it from the first row's fields"
+    )
+    loss_on: Literal["assistant", "last", "all"] = key(
+        "assistant", "tokens that train: every assistant turn, the last one, or everything"
+    )
+    max_length: int = key(2048, "longest sequence in tokens", minimum=2)
+    truncation: Literal["error", "right", "left", "drop"] = key(
+        "error", "what happens to a longer row: stop, cut an end, or leave it out; counted and reported"
     )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.batch import Batch
 from mrl.engine.checkpoint import Ranks
+from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import balanced_shards
 from mrl.errors import CheckpointError, UserError
 
@@ -41,6 +42,7 @@ def join_processes(device_type: str) -> None:
     """
     if dist.is_initialized():
         return
+    share_device()
     backend = "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

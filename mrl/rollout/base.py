@@ -18,6 +18,7 @@ from mrl.engine.sampling import SamplingKey, SamplingParams
 
 if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets
     from mrl.data.prompts import Prompt
+    from mrl.rollout.samples import Series
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +87,30 @@ class Sampler(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 (not every sampler has something to do)
         """Ends what was started. May be called twice."""
+
+
+class TrajectorySource(abc.ABC):
+    """Where the trajectories of prompts come from: sampled, or replayed."""
+
+    exact = False
+    """As `Sampler.exact`."""
+
+    @abc.abstractmethod
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        greedy: bool = False,
+        round: int = 0,
+        series: Series = "step",
+    ) -> list[Trajectory]:
+        """`samples` trajectories of each prompt, all of the first prompt first. Collective.
+
+        step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what was started."""

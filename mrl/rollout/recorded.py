@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from mrl.config.ppo import RolloutConfig
 from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, DataError
-from mrl.rollout.base import Trajectory
+from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
 from mrl.rollout.samples import SavedSample, Series, read_samples, samples_path
 
 
-class RecordedRollouts:
+class RecordedRollouts(TrajectorySource):
     """Gives the trajectories in the folder rollout.path. Raises ConfigError where that is none."""
 
     exact = False

@@ -21,7 +21,7 @@ from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
-from mrl.rollout.base import Sampler, SampleRequest, Trajectory
+from mrl.rollout.base import Sampler, SampleRequest, Trajectory, TrajectorySource
 from mrl.rollout.environment import KEY, Environments, Said, Step, load_environment
 from mrl.rollout.samples import SERIES_NAMES, Series
 
@@ -74,7 +74,7 @@ class _Talk:
         )
 
 
-class Rollouts:
+class Rollouts(TrajectorySource):
     """Samples trajectories as the config says.
 
     end_tokens: of the model (`mrl.rollout.stops.end_tokens`), beside rollout.stop_tokens. environment: a class for
@@ -125,7 +125,7 @@ class Rollouts:
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """`samples` trajectories of each prompt, all of the first prompt first. Collective.
+        """As `TrajectorySource.sample`.
 
         Noise follows from (seed, step, the prompt's index, sample), and from what they are for: the series, and the round of
         dynamic sampling, in which a prompt may come again. A prompt that is there twice gets other samples each time.

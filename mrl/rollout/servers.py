@@ -131,17 +131,17 @@ def checked(server: Server, request: SampleRequest, completion: Completion) -> C
 
 
 class ServerSampler(Sampler):
-    """Completions from `servers`. Collective as any sampler; constructing it is too.
+    """Completions from the servers of `config.urls`, of the kind `server`. Collective as any sampler; constructing it is too.
 
     weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`). max_length: tokens of the longest sequence
     that will be asked for. Raises ConfigError or ServerError where a server is not there or not set up for it.
     """
 
     exact = False
+    server: Callable[[Http], Server]
 
     def __init__(
         self,
-        servers: Sequence[Server],
         config: ServerConfig,
         *,
         is_main: bool,
@@ -150,7 +150,8 @@ class ServerSampler(Sampler):
         max_length: int | None = None,
         probe: Probe | None = None,
     ) -> None:
-        self._servers, self._config, self._probe = list(servers), config, probe
+        self._servers = [self.server(Http(url, timeout_s=config.timeout_s)) for url in config.urls]
+        self._config, self._probe = config, probe
         self._is_main, self._on_main = is_main, on_main
         self._folders: WeightFolders | None = None
         self._shapes: Shapes = {}

@@ -13,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.http import Http
-from mrl.rollout.servers import OnMain, Probe, Server, ServerSampler, answers_of, seed_of
+from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
@@ -128,23 +126,4 @@ class SGLangServer(Server):
 class SGLangServerSampler(ServerSampler):
     """Completions from the SGLang servers of `config.urls`; see ServerSampler for the arguments."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        *,
-        is_main: bool,
-        on_main: OnMain,
-        weights_dir: str,
-        max_length: int | None = None,
-        probe: Probe | None = None,
-    ) -> None:
-        servers = [SGLangServer(Http(url, timeout_s=config.timeout_s)) for url in config.urls]
-        super().__init__(
-            servers,
-            config,
-            is_main=is_main,
-            on_main=on_main,
-            weights_dir=weights_dir,
-            max_length=max_length,
-            probe=probe,
-        )
+    server = SGLangServer

@@ -5,19 +5,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.engine import checkpoint
+from mrl.data.tokenizer import write_chat_template
+from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has done so far; saved with a checkpoint.
+
+    step: optimizer steps made. tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while they are not
+    in the log, because its evaluation has yet to be done.
+    """
+
+    step: int = 0
+    tokens: float = 0.0
+    run_id: str = ""
+    unlogged: dict[str, float] | None = None
+
+    @property
+    def logged(self) -> int:
+        """Steps in the log."""
+        return self.step - bool(self.unlogged)
 
 
 class Ranks(Protocol):
@@ -79,6 +100,25 @@ def load_newest(
     if state is not None:
         ranks.on_main(lambda: copy_missed(directory, start, config.checkpoint))
     return start, state
+
+
+def check_outside(config: SFTConfig | PPOConfig) -> None:
+    """What the main process will need outside of this run: an account, a remote folder that can be written."""
+    metrics.check_login(config.log)
+    if config.checkpoint.remote is not None:
+        checkpoint_remote.probe(config.checkpoint.remote)
+
+
+def export(
+    ranks: Ranks, directory: RunDirectory, console: Console, write: Callable[[str], None], chat_template: str | None
+) -> None:
+    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. chat_template: the text
+    of data.chat_template, which takes the place of the tokenizer's."""
+    write(str(directory.partial_hf))
+    if chat_template is not None:
+        ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
+    ranks.on_main(directory.publish_export)
+    console.say(f"model: {directory.hf} (loadable with transformers)")
 
 
 def stopped(ranks: Ranks, stop: StopSignal, *, where: str, saved: str) -> Stopped:

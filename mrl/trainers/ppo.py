@@ -11,10 +11,8 @@ from __future__ import annotations
 from mrl import metrics
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.data.tokenizer import write_chat_template
-from mrl.engine import checkpoint_remote
 from mrl.errors import UserError
-from mrl.trainers.common import already_done, say_left_out
+from mrl.trainers.common import already_done, check_outside, export, say_left_out
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
@@ -41,13 +39,6 @@ def run(config: PPOConfig, command_line: str = "") -> None:
             train(trainer, start, command_line)
 
 
-def check_outside(config: PPOConfig) -> None:
-    """What the main process will need outside of this run: an account, a remote folder that can be written."""
-    metrics.check_login(config.log)
-    if config.checkpoint.remote is not None:
-        checkpoint_remote.probe(config.checkpoint.remote)
-
-
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
@@ -66,11 +57,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         console.close()
         say_left_out(console, "train", trainer.source.counts)
     if config.checkpoint.export_hf:
-        dispatch.save_hf_model("actor", str(directory.partial_hf))
-        if trainer.chat_template is not None:
-            dispatch.on_main(lambda: write_chat_template(directory.partial_hf, trainer.chat_template))
-        dispatch.on_main(directory.publish_export)
-        console.say(f"model: {directory.hf} (loadable with transformers)")
+        export(dispatch, directory, console, lambda path: dispatch.save_hf_model("actor", path), trainer.chat_template)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )

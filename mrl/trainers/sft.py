@@ -25,37 +25,27 @@ from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
-from mrl.data.tokenizer import load_tokenizer, write_chat_template
-from mrl.engine import checkpoint_remote
+from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
-from mrl.trainers.common import already_done, last_good, load_newest, problems_in_words, say_left_out, stopped
+from mrl.trainers.common import (
+    Progress,
+    already_done,
+    check_outside,
+    export,
+    last_good,
+    load_newest,
+    problems_in_words,
+    say_left_out,
+    stopped,
+)
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a run has done so far; saved with a checkpoint.
-
-    tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while they are not in the log, because its
-    evaluation has yet to be done.
-    """
-
-    step: int = 0
-    tokens: float = 0.0
-    run_id: str = ""
-    unlogged: dict[str, float] | None = None
-
-    @property
-    def logged(self) -> int:
-        """Steps in the log."""
-        return self.step - bool(self.unlogged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +103,6 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             lock.release()
 
 
-def check_outside(config: SFTConfig) -> None:
-    """What the main process will need outside of this run: an account, a remote folder that can be written."""
-    metrics.check_login(config.log)
-    if config.checkpoint.remote is not None:
-        checkpoint_remote.probe(config.checkpoint.remote)
-
-
 def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:
     """Steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are counted first.
 
@@ -174,11 +157,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         console.close()
         say_left_out(console, "train", trainer.source.counts)
     if config.checkpoint.export_hf:
-        engine.export_hf(str(directory.partial_hf))
-        if trainer.chat_template is not None:
-            engine.on_main(lambda: write_chat_template(directory.partial_hf, trainer.chat_template))
-        engine.on_main(directory.publish_export)
-        console.say(f"model: {directory.hf} (loadable with transformers)")
+        export(engine, directory, console, engine.export_hf, trainer.chat_template)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )

@@ -68,7 +68,7 @@ ALGORITHM = [
     Row("algorithm.mini_batch_size", iteration, [(DEFAULT, [1, 2]), (2, [1, 1])], TWICE),
     Row("algorithm.critic_warmup", looks.steps_with("actor/loss"), [(DEFAULT, [1, 2]), (1, [2])], PPO | TWICE),
     moves("algorithm.advantage", "group_mean", advantages),
-    moves("algorithm.objective", "policy_gradient", loss, AGAIN),
+    moves("algorithm.objective", "policy_gradient", loss),
     moves("algorithm.ratio", "sequence", metric("actor/ratio"), AGAIN),
     moves("algorithm.aggregation", "fixed_length", loss, AGAIN),
     moves("algorithm.whiten", True, advantages),

@@ -157,10 +157,13 @@ def _serve(rank: int, size: int, port: int, store: str, pipe) -> None:
     import torch
     import torch.distributed as dist
 
+    from mrl.engine.gloo import share_device
+
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({k: str(v) for k, v in ranks.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     torch.set_num_threads(1)
     timeout = timedelta(seconds=120)
+    share_device()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     while True:
         try:

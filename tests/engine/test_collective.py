@@ -31,6 +31,7 @@ def test_a_mini_batch_of_which_nothing_counts_divides_by_1():
 
 
 PROGRAM = """
+    import os
     import torch
     import torch.distributed as dist
     from mrl.engine import collective
@@ -52,12 +53,17 @@ PROGRAM = """
             parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(),
         ):
             assert timeout(group) == collective.TIMEOUT, timeout(group)
+    threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    assert threads.count("gloo_tcp_loop") == 1, threads
 """
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_every_group_waits_for_what_one_process_does_alone(joined):
-    """An upload or the checksums of a large save take longer than torch's own 30 or 10 minutes."""
+def test_every_group_waits_for_what_one_process_does_alone_and_none_polls_on_its_own(joined):
+    """An upload or the checksums of a large save take longer than torch's own 30 or 10 minutes.
+
+    And one thread polls for all groups: one for each took a third of two cores where layouts were many.
+    """
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"CUDA_VISIBLE_DEVICES": ""}
     if joined:
         environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from mrl.algorithms.shaping import groups_with_signal
 from mrl.data.prompts import Prompt, PromptSource
 from mrl.errors import DataError, TrainingError, UserError
 from mrl.rewards.scorer import Scores
-from mrl.rollout.base import Trajectory
+from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers.common import Ranks
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
@@ -74,14 +73,14 @@ class Collected:
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    rollouts: samples (mrl.rollout.rollouts, or a replay). take: the next prompts of the data. rounds: how often groups without
+    rollouts: give the trajectories. take: the next prompts of the data. rounds: how often groups without
     differences may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt.
     """
 
     def __init__(
         self,
         take: Callable[[int], list[Prompt]],
-        rollouts: Any,
+        rollouts: TrajectorySource,
         scores: Scoring,
         *,
         prompts: int,

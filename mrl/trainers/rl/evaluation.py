@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from mrl.config.ppo import PPOConfig
 from mrl.data.prompts import Prompt
 from mrl.rewards.scorer import Scores
-from mrl.rollout.base import Trajectory
+from mrl.rollout.base import Trajectory, TrajectorySource
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.scoring import Scoring
 
@@ -17,7 +16,7 @@ from mrl.trainers.rl.scoring import Scoring
 class Evaluation:
     """Evaluates on `prompts`, as often as it is asked for.
 
-    rollouts: samples (mrl.rollout.rollouts, or a replay). stop_requested: collective; asked between parts of the
+    rollouts: give the trajectories. stop_requested: collective; asked between parts of the
     evaluation. seen: called with (step, trajectories, scores) of a whole evaluation.
     """
 
@@ -25,7 +24,7 @@ class Evaluation:
         self,
         config: PPOConfig,
         prompts: Sequence[Prompt],
-        rollouts: Any,
+        rollouts: TrajectorySource,
         scores: Scoring,
         *,
         stop_requested: Callable[[], bool],

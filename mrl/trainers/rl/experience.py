@@ -11,7 +11,7 @@ trained on in a single step, that step's own forward gives the old log-probs, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -159,8 +159,3 @@ def mean_and_std(values_T: Tensor, mask_T: Tensor) -> tuple[float, float]:
     """Over the tokens that train; the population's std."""
     trained = values_T[mask_T != 0].double()
     return float(trained.mean()), float(trained.std(correction=0))
-
-
-def in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """`values` at the indices of `order`."""
-    return [values[i] for i in order]

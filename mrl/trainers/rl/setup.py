@@ -26,7 +26,7 @@ from mrl.engine.base import BaseEngine
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.roles.roles import build_roles
-from mrl.rollout.base import Sampler
+from mrl.rollout.base import Sampler, TrajectorySource
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
@@ -92,7 +92,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
         yield Trainer(
             config=config, recipe=recipe, total_steps=total_steps, folders=folders, dispatch=dispatch, source=source,
             collector=collector, sampling=_sampling(config, sampler, dispatch), kl=kl_controller(recipe), evaluation=evaluation,
-            directory=directory, console=console, stop=stop, exact_sampler=sampler is not None and sampler.exact,
+            directory=directory, console=console, stop=stop, exact_sampler=rollouts.exact,
             same_reference=_same_reference(config, folders),
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def _rollouts(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     directory: RunDirectory,
-) -> tuple[Any, Sampler | None]:
+) -> tuple[TrajectorySource, Sampler | None]:
     """What samples trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
@@ -193,7 +193,7 @@ def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispat
 
 
 def _evaluation(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, rollouts: Any, scores: Scoring,
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, rollouts: TrajectorySource, scores: Scoring,
     dispatch: WorkerDispatch, console: Console, directory: RunDirectory, stop: StopSignal,
 ) -> Evaluation | None:  # fmt: skip
     """What evaluates on data.eval, whose prompts are all read now; None without."""

@@ -17,6 +17,7 @@ from mrl.data.prompts import PromptSource
 from mrl.engine.checkpoint import step_name
 from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
+from mrl.trainers import common
 from mrl.trainers.common import load_newest, stopped
 from mrl.trainers.console import Console
 from mrl.trainers.hub import check_same_model, model_fingerprint
@@ -28,29 +29,20 @@ from mrl.trainers.signals import StopSignal
 
 
 @dataclasses.dataclass
-class Progress:
-    """What a run has done so far; saved with a checkpoint.
+class Progress(common.Progress):
+    """What a run has done so far; saved with a checkpoint. A step is one mini-batch, by all roles that train.
 
-    step: optimizer steps made, each on one mini-batch by all roles that train. tokens: trained by the actor. best: the
-    best value yet of checkpoint.best, after step best_step. moved: roles that have made a step with a gradient. trained:
-    those whose every parameter has been seen to train. pending: metrics of a rollout that no step was made on yet.
-    unlogged: metrics of the step made last while they are not in the log, because its evaluation has yet to be done.
+    tokens: trained by the actor. best: the best value yet of checkpoint.best, after step best_step. moved: roles that have
+    made a step with a gradient. trained: those whose every parameter has been seen to train. exact: the guards have found
+    that the training forward gives the old log-probs to the bit. pending: metrics of a rollout that no step was made on yet.
     """
 
-    step: int = 0
-    tokens: float = 0.0
-    run_id: str = ""
     best: float | None = None
     best_step: int | None = None
     moved: list[str] = dataclasses.field(default_factory=list)
     trained: list[str] = dataclasses.field(default_factory=list)
+    exact: bool = False
     pending: dict[str, float] = dataclasses.field(default_factory=dict)
-    unlogged: dict[str, float] | None = None
-
-    @property
-    def logged(self) -> int:
-        """Steps in the log."""
-        return self.step - bool(self.unlogged)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,12 +66,9 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
 def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
     """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs them.
 
-    Only after the actor's first step, where the guards have found that both forwards agree to the bit (with dropout they
-    would not).
+    Only where the guards have found that both forwards agree to the bit (with dropout they would not).
     """
-    config = trainer.config
-    is_only_step = config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
-    return is_only_step and config.train.guards and progress.step > config.algorithm.critic_warmup
+    return progress.exact and trainer.config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
 
 
 def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:
@@ -182,6 +179,7 @@ def train_role(
     (predicted_T,) = (value for name, value in predictions.items() if name in ("log_probs", "values"))
     if watch and role == "actor" and is_first_of_actor(trainer, progress):
         guards.check_ratios(predicted_T, batch)
+        progress.exact = True
     guard = watch and role not in progress.trained
     result = dispatch.optim_step(role, guard=guard)
     norm = result.grad_norm
