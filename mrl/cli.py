@@ -6,12 +6,13 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -242,3 +243,141 @@ def show_config(command: str) -> None:
     from mrl.config.roots import ROOTS
 
     click.echo(text(ROOTS[command]), nl=False)
+
+
+@main.group(cls=_Commands)
+def convert() -> None:
+    """Convert weights between Hugging Face folders and mcore checkpoints, and compare them. No GPU is needed."""
+
+
+_VERIFY = click.option(
+    "--verify", "check", is_flag=True, help="Compare the result with the source at once, as `mrl convert verify` does."
+)
+_ALLOW_PICKLE = click.option(
+    "--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there is no safetensors (tensors only, no code)."
+)
+_MODEL = click.option(
+    "--model",
+    metavar="HF_DIR",
+    type=click.Path(),
+    help="Folder with the config.json and tokenizer of a checkpoint; default: what its run's config.yaml names.",
+)
+_ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpoint of `mrl ppo`; default: actor.")  # fmt: skip
+
+
+@convert.command("import")
+@click.argument("hf_dir", type=click.Path())
+@click.argument("out", type=click.Path())
+@_ALLOW_PICKLE
+@_VERIFY
+def convert_import(hf_dir: str, out: str, allow_pickle: bool, check: bool) -> None:
+    """Make an mcore distributed checkpoint OUT of the Hugging Face folder HF_DIR.
+
+    Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
+    """
+    with _conversion(out):
+        from mrl.convert.importing import import_hf
+        from mrl.convert.progress import ProgressBar
+
+        with ProgressBar("imported") as bar:
+            done = import_hf(hf_dir, out, allow_pickle=allow_pickle, progress=bar)
+    for note in done.notes:
+        click.echo(note)
+    click.echo(f"{out}: {done.tensors} tensors of {hf_dir} are {done.parameters} of the checkpoint, all accounted for")
+    if check:
+        _verify_result(hf_dir, out, model=None, role=None, allow_pickle=allow_pickle)
+
+
+@convert.command("export")
+@click.argument("ckpt", type=click.Path())
+@click.argument("out", type=click.Path())
+@_MODEL
+@_ROLE
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Cut files at this size, as in 5GB; default: files as in the Hugging Face folder that the model comes from.",
+)
+@_VERIFY
+def convert_export(
+    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, check: bool
+) -> None:
+    """Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir."""
+    with _conversion(out):
+        from mrl.convert.exporting import export_hf
+        from mrl.convert.progress import ProgressBar
+
+        with ProgressBar("exported") as bar:
+            done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+    files = f"{done.files} file{'s' * (done.files != 1)}"
+    click.echo(
+        f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
+    )
+    if check:
+        _verify_result(ckpt, out, model=model, role=role, allow_pickle=False)
+
+
+@convert.command("verify")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option(
+    "--prompt",
+    "prompts",
+    metavar="TEXT",
+    multiple=True,
+    help="Compare logits on this text; may be repeated. Default: four texts of ours.",
+)
+@click.option("--no-logits", is_flag=True, help="Compare tensors alone: no model is built, so any size fits in memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@_MODEL
+@_ROLE
+@_ALLOW_PICKLE
+def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> None:
+    """Compare A and B: Hugging Face folders, checkpoints, or runs, in any combination.
+
+    Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
+    """
+    if not _compare(a, b, prompts=prompts, logits=not no_logits, as_json=as_json, **given):
+        click.get_current_context().exit(EXIT_USER_ERROR)
+
+
+def _compare(
+    a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
+    logits: bool = True, as_json: bool = False,
+) -> bool:  # fmt: skip
+    """Prints how two models compare. Returns whether they are the same."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    import json
+
+    from mrl.launch.preflight import quiet
+
+    with quiet():
+        from mrl.convert.progress import ProgressBar
+        from mrl.convert.sources import open_any
+        from mrl.convert.verifying import compare, table
+
+        given = {"model": model, "role": role, "allow_pickle": allow_pickle}
+        with open_any(a, **given) as of_a, open_any(b, **given) as of_b, ProgressBar("compared") as bar:
+            found = compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+    click.echo(json.dumps(found.as_json()) if as_json else table(found))
+    return found.same
+
+
+def _verify_result(source: str, out: str, **given: Any) -> None:
+    """What `--verify` does: a result that differs loses its name."""
+    if not _compare(source, out, **given):
+        os.rename(out, f"{out}.different")
+        raise UserError(f"{out}: differs from {source}; it is now {out}.different, and not to be used")
+
+
+@contextlib.contextmanager
+def _conversion(out: str) -> Iterator[None]:
+    """Without the warnings of libraries; and Ctrl-C in words."""
+    from mrl.launch.preflight import quiet
+
+    try:
+        with quiet():
+            yield
+    except KeyboardInterrupt:
+        _say(f"interrupted: {out} is not there; the same command goes on where it was")
+        click.get_current_context().exit(EXIT_INTERRUPTED)

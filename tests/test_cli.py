@@ -70,7 +70,7 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    assert sorted(cli.main.commands) == ["config", "ppo", "sft"], "a command exists when it works"
+    assert sorted(cli.main.commands) == ["config", "convert", "ppo", "sft"], "a command exists when it works"
 
 
 def test_the_package_says_the_same_version():

@@ -14,6 +14,7 @@ import torch
 
 from mrl.converters.algebra import Shape
 from mrl.converters.fused import unstacked
+from mrl.converters.mcore_weights import is_imported, open_imported
 from mrl.converters.rules import expected_hf_names
 from mrl.converters.safetensors_io import HFReader, TensorInfo, some
 from mrl.converters.table import Family, HFConfig
@@ -115,9 +116,11 @@ def stored_weights(
 ) -> Iterator[Callable[[str], Any]]:
     """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
 
+    path: a Hugging Face folder, or one that `mrl convert import` made.
+
     trained: a value head that is going to be trained starts at zero where the folder has none.
     """
-    with HFReader(path) as stored:
+    with open_imported(path, family, hf_config) if is_imported(path) else HFReader(path) as stored:
         reader = unstacked(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,11 +69,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard."""
+    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard. start: its first byte there."""
 
     dtype: str
     shape: Shape
     file: str = ""
+    start: int = dataclasses.field(default=0, compare=False)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -87,8 +89,15 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-        infos = {name: TensorInfo(e["dtype"], tuple(e["shape"]), file.name) for name, e in header.items()}
-        end = max((high for _, high in spans.values()), default=0)
+        infos = {
+            name: TensorInfo(e["dtype"], tuple(e["shape"]), file.name, 8 + length + spans[name][0])
+            for name, e in header.items()
+        }
+        end = 0
+        for low, high in sorted(spans.values()):
+            if low != end or high < low:
+                raise ValueError(f"tensors overlap or leave a hole at byte {end}")
+            end = high
         for name, (low, high) in spans.items():
             info = infos[name]
             if info.dtype in DTYPES and high - low != math.prod(info.shape) * DTYPES[info.dtype].itemsize:
@@ -110,6 +119,11 @@ def _read_index(file: Path) -> dict[str, str]:
     if bad:
         raise ModelError(f"{file}: names {bad[0]!r}, which is not a file of this folder; get the file again")
     return weight_map
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    """Bytes of a tensor of a dtype that is known."""
+    return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
 def some(names: list[str], limit: int = 5) -> str:
@@ -241,7 +255,7 @@ def copy_companions(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
+class Shard:
     """One file to write: its header, and the byte offset in the file of each tensor."""
 
     header: bytes
@@ -249,21 +263,39 @@ class _Shard:
     size: int
 
 
-def _lay_out(tensors: Mapping[str, TensorInfo]) -> _Shard:
+def lay_out(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> Shard:
     """Header and offsets of a file of `tensors`, in their order."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     spans = {}
     for name, info in tensors.items():
         spans[name] = at
-        size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
+        size = tensor_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     header = len(text).to_bytes(8, "little") + text
-    return _Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+    return Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+
+
+def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
+    groups: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in tensors.items():
+        size = tensor_bytes(info)
+        if groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = info
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 class HFWriter:
@@ -288,7 +320,9 @@ class HFWriter:
         self.out = Path(out)
         self.tensors = dict(tensors)
         self._companions, self._changes = companions, config_changes
-        self._shards = {name: _lay_out(group) for name, group in self._cut(parse_size(max_shard_size)).items()}
+        self._shards = {
+            name: lay_out(group) for name, group in cut_shards(self.tensors, parse_size(max_shard_size)).items()
+        }
         self._shard_of = {name: file for file, shard in self._shards.items() for name in shard.offsets}
         self._waiting = set(self.tensors)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -306,21 +340,6 @@ class HFWriter:
         except OSError:
             self.abort()
             raise
-
-    def _cut(self, limit: int) -> dict[str, dict[str, TensorInfo]]:
-        """The tensors of each file; a tensor larger than `limit` has a file of its own."""
-        groups: list[dict[str, TensorInfo]] = [{}]
-        filled = 0
-        for name, info in self.tensors.items():
-            size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
-            if groups[-1] and filled + size > limit:
-                groups.append({})
-                filled = 0
-            groups[-1][name] = info
-            filled += size
-        if len(groups) == 1:
-            return {SINGLE: groups[0]}
-        return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
     def _part(self, name: str) -> Path:
         return self.out / f".{name}.part"

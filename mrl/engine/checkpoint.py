@@ -113,7 +113,7 @@ def writing(
     files = _settle(temporary, ranks)
     if ranks.rank == 0:
         serial = 1 + max((marker.serial for _, marker in _whole(root)), default=0)
-        _write_marker(temporary, files, step=step, serial=serial, backend=backend)
+        write_marker(temporary, files, step=step, serial=serial, backend=backend)
         _publish(root, name)
         if keep is not None:
             _prune(root, keep, protect)
@@ -293,7 +293,7 @@ def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
     return {file: everyone[i % ranks.size][file] for i, file in enumerate(files)}
 
 
-def _write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
+def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
     """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
     for folder, _, _ in os.walk(path):
         _fsync(folder)

@@ -93,7 +93,7 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
-    with _quiet():
+    with quiet():
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models import layout
         from mrl.mcore_models.families import fields_of
@@ -104,7 +104,7 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the warnings of libraries, which the run gives again where they belong."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -148,7 +148,8 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
-    if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
+    imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
+    if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{key}.path: value {model.path!r} has no *.safetensors weights; save the model with save_pretrained"
             + (f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else "")

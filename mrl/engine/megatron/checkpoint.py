@@ -50,6 +50,10 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
+    if engine.optimizer is not None and not saved["layout"]:
+        raise CheckpointError(
+            f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
+        )
     if engine.optimizer is not None and saved["optimizer_steps"] is None:
         raise CheckpointError(f"{found}: was saved without an optimizer; resume with the role that it was saved by")
     sharded = _sharded(engine, loading=True)

@@ -1,0 +1,277 @@
+"""What a path given to `mrl convert` holds: a Hugging Face folder, a checkpoint, or a run; its weights by Hugging Face name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.config.load import from_dict, read_yaml
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import ROLES as ROLE_NAMES
+from mrl.config.roles import model_of
+from mrl.config.schema import ModelConfig, SFTConfig
+from mrl.converters.accounting import EMBEDDING, LM_HEAD, check_model
+from mrl.converters.families import family_for
+from mrl.converters.fused import unstacked
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mcore_weights import MARKER, open_imported, read_description
+from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo
+from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
+from mrl.converters.table import Family
+from mrl.engine import checkpoint
+from mrl.engine.fsdp.stored import FSDPReader
+from mrl.errors import CheckpointError, ModelError
+from mrl.trainers.hub import model_folder
+
+SOURCE = "source.json"
+"""In a folder of `mrl convert import`: names, dtypes, shapes and files of the Hugging Face folder that it was made from."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class HFFiles:
+    """How a Hugging Face folder spreads its tensors over files. metadata: of each file's header. index: text of the index file."""
+
+    files: dict[str, list[tuple[str, TensorInfo]]]
+    metadata: dict[str, dict[str, str]]
+    index: str | None
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: info for held in self.files.values() for name, info in held}
+
+
+@dataclasses.dataclass
+class Source:
+    """A model to read. folder: what is read. kind: "hf", "megatron" or "fsdp". reader: weights by HF name; names that a Hugging
+    Face folder holds twice (a tied head) once. companions: the folder of config.json, tokenizer and so on. files: how the
+    Hugging Face folder that it comes from is laid out, where that is known. chat_template: what took the tokenizer's place.
+    """
+
+    folder: Path
+    kind: str
+    what: str
+    reader: HFReader
+    hf_config: dict[str, Any]
+    family: Family
+    head: str
+    companions: Path
+    files: HFFiles | None
+    chat_template: str | None = None
+
+    def close(self) -> None:
+        self.reader.close()
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
+    """The Hugging Face folder `path`, every tensor of it accounted for."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a Hugging Face model folder")
+    hf_config = read_hf_config(folder)
+    family = family_for(hf_config)
+    pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
+        (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
+    )
+    try:
+        stored: HFReader = PickleReader(folder) if pickled and allow_pickle else StreamReader(folder)
+    except ModelError as error:
+        if pickled:
+            raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
+        raise
+    files = None if pickled else hf_files(stored)
+    reader = unstacked(stored, family)
+    if reader is not stored:
+        files = None  # the table's names are written, one tensor an expert
+    head = "value" if "score.weight" in reader.tensors else "lm"
+    check_model(reader, family, hf_config, head=head)
+    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)
+
+
+def hf_files(reader: HFReader) -> HFFiles:
+    """How a safetensors folder is laid out: tensors in the order of their bytes."""
+    files: dict[str, list[tuple[str, TensorInfo]]] = {}
+    for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+        files.setdefault(info.file, []).append((name, info))
+    metadata = {}
+    for file in files:
+        with (reader.path / file).open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        metadata[file] = dict(header.get("__metadata__") or {"format": "pt"})
+    index = reader.path / INDEX
+    return HFFiles(files, metadata, index.read_text(encoding="utf-8") if index.is_file() else None)
+
+
+def files_as_json(files: HFFiles) -> dict[str, Any]:
+    held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
+    return {"files": held, "metadata": files.metadata, "index": files.index}
+
+
+def files_from_json(fields: Mapping[str, Any]) -> HFFiles:
+    files = {
+        file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
+        for file, held in fields["files"].items()
+    }
+    return HFFiles(files, fields["metadata"], fields["index"])
+
+
+def read_source_file(folder: Path) -> HFFiles | None:
+    """What `source.json` of an imported checkpoint says; None where its source was laid out in another way than ours."""
+    fields = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    return None if fields is None else files_from_json(fields)
+
+
+def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
+    """A checkpoint, imported or of a run, a folder of them, or a run; each file's checksum is compared first.
+
+    model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
+    weights, in a checkpoint of `mrl ppo`; the actor's by default.
+    """
+    folder = _checkpoint_folder(Path(path))
+    marker = checkpoint.verify(str(folder))
+    inside, backend = folder, marker.backend
+    if backend == checkpoint.ROLES:
+        roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
+        role = role or "actor"
+        if role not in roles:
+            raise CheckpointError(f"--role: value {role!r} is not in {folder}, which has {', '.join(roles)}")
+        inside, backend = folder / role, roles[role]
+    elif role is not None:
+        raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
+    imported = (folder / "config.json").is_file()
+    companions, config, template = (
+        (folder, None, None) if imported and model is None else _model_of(folder, model, role)
+    )
+    hf_config = read_hf_config(companions)
+    family = family_for(hf_config)
+    files = read_source_file(folder) if imported else None
+    what = (
+        "imported mcore checkpoint"
+        if imported
+        else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
+    )
+    if backend == "megatron":
+        _check_same_architecture(read_description(inside)["architecture"], hf_config, companions)
+        reader = open_imported(inside, family, hf_config)
+        head = read_description(inside)["architecture"]["head"]
+    else:
+        dtype = DTYPES[config.dtype] if config is not None else torch.float32
+        reader = FSDPReader(inside, family, hf_config, dtype)
+        head = reader.head
+    if files is None and head == "lm":
+        files = _files_of(companions, reader)
+    return Source(inside, backend, what, reader, hf_config, family, head, companions, files, template)
+
+
+def open_any(
+    path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
+) -> Source:
+    """What is at `path`, whichever it is."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint, or a run's output_dir")
+    if (folder / "config.json").is_file() and not (folder / MARKER).is_file():
+        return open_hf(folder, allow_pickle=allow_pickle)
+    return open_checkpoint(folder, model=model, role=role)
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    """The whole checkpoint that `path` is or holds."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+        )
+    if (path / MARKER).is_file():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = checkpoint.find_checkpoint(str(root))
+    if found is None:
+        wrong = checkpoint.damage(str(root))
+        if wrong:
+            raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
+        if (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"
+            )
+        raise CheckpointError(
+            f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+        )
+    return Path(found)
+
+
+def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, ModelConfig | None, str | None]:
+    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint."""
+    config, template = None, None
+    file = folder.parent.parent / "config.yaml"
+    if file.is_file():
+        plain = read_yaml(file)
+        run = from_dict(plain, PPOConfig if "actor" in plain else SFTConfig)
+        if isinstance(run, SFTConfig):
+            config = run.model
+        else:
+            assert role in ROLE_NAMES, role
+            config = model_of(run, role)
+        if run.data.chat_template is not None and os.path.isfile(run.data.chat_template):
+            template = Path(run.data.chat_template).read_text(encoding="utf-8")
+        elif run.data.chat_template is not None:
+            raise CheckpointError(
+                f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was started"
+            )
+    if model is None and config is None:
+        raise CheckpointError(
+            f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with --model"
+        )
+    if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
+        raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
+    found = Path(model_folder(model or config.path, weights=False))
+    if not found.is_dir():
+        raise ModelError(f"--model: value {model!r} is not a folder; give a Hugging Face model folder")
+    return found, config, template
+
+
+def _check_same_architecture(saved: Mapping[str, Any], hf_config: Mapping[str, Any], companions: Path) -> None:
+    differ = [
+        f"{name} is {value!r} in the checkpoint and {hf_config.get(name)!r} in config.json"
+        for name, value in saved.items()
+        if name not in ("head", "dtype", "layer_spec") and hf_config.get(name) != value
+    ]
+    if differ:
+        raise CheckpointError(f"{companions}: is another model: {'; '.join(differ)}; give the model that was trained")
+
+
+def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:
+    """The layout of the Hugging Face folder that training started from, where it has the same tensors."""
+    if (companions / SOURCE).is_file():
+        found = read_source_file(companions)
+    elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
+        with StreamReader(companions) as stored:
+            found = hf_files(stored)
+    else:
+        return None
+    if found is None or {n for n in found.tensors if not is_copy(n, reader)} != reader.tensors.keys():
+        return None
+    # the dtype is the run's, the files and their order those of the folder it began with
+    files = {
+        file: [
+            (name, dataclasses.replace(reader.tensors[name], file=file)) for name, _ in held if name in reader.tensors
+        ]
+        for file, held in found.files.items()
+    }
+    return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None)
+
+
+def is_copy(name: str, reader: HFReader) -> bool:
+    """Whether a folder's tensor is the tied embedding again."""
+    return name == LM_HEAD and LM_HEAD not in reader.tensors and EMBEDDING in reader.tensors

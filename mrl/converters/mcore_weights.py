@@ -1,0 +1,203 @@
+"""The model part of an mcore distributed checkpoint, shown under Hugging Face names: the tables, read the other way.
+
+In a distributed checkpoint every tensor is whole, whatever the layout that wrote it, and looks as on a single rank:
+`param_map` of that layout says which rows of it are which rows of which HF tensor. Keys are mcore's names, but for the
+experts of a layer: all of them are one tensor [experts, ...] at `mlp.experts.experts.linear_fcN.weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.rules import ChunkPlan, Rule, param_map
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
+from mrl.converters.table import Family, HFConfig
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.errors import CheckpointError
+from mrl.parallel import Coordinates, ParallelDims
+
+FOLDER = "mcore"
+MARKER = "COMPLETE"
+DESCRIPTION = "engine.pt"
+_LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
+_TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
+_NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
+
+
+def whole_rules(family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm") -> dict[str, Rule]:
+    """The rule of every parameter of the model on a single rank, by mcore name, in model order."""
+    layers = tuple(range(hf_config["num_hidden_layers"]))
+    plan = ChunkPlan(layers, has_embedding=True, has_output=True)
+    return param_map(
+        family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=plan, spec=spec, head=head
+    )  # fmt: skip
+
+
+def stored_key(rule: Rule) -> str:
+    """Under which key of a distributed checkpoint the parameter of `rule` is, alone or, an expert's, with the other experts."""
+    if rule.expert is None:
+        return rule.mcore
+    name = _TE_EXPERT.sub(r".mlp.experts.experts.\1", rule.mcore)
+    return _LOCAL_EXPERT.sub(".mlp.experts.experts.", name)
+
+
+def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the checkpoint by key, experts stacked, in model order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    experts: dict[str, int] = {}
+    for rule in rules:
+        key = stored_key(rule)
+        shapes[key] = rule.shape()
+        if rule.expert is not None:
+            experts[key] = experts.get(key, 0) + 1
+    return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
+
+
+def row_blocks(rule: Rule, read: Callable[[str], Any], *, limit: int = 2**24) -> Iterator[Tensor]:
+    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `limit` bytes, in order.
+
+    The same rows as `rule.load(read)`, without holding them at once.
+    """
+    assert rule.degree == 1, f"{rule.mcore}: rule of one of {rule.degree} shards"
+    for piece in rule.pieces(0):
+        assert piece.source is not None, f"{rule.mcore}: padding on a single rank"
+        shape = rule.hf_shapes[piece.source]
+        whole_rows = piece.dim == 0 or (piece.start, piece.length) == (0, shape[piece.dim])
+        assert whole_rows, f"{rule.mcore}: not made of whole rows"
+        first, count = (piece.start, piece.length) if piece.dim == 0 else (0, shape[0])
+        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count, limit=limit)
+
+
+def blocks_of_rows(source: Any, shape: Shape, first: int, last: int, *, limit: int = 2**24) -> Iterator[Tensor]:
+    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `limit` bytes."""
+    row = max(math.prod(shape[1:]), 1) * 4
+    step = max(limit // row, 1)
+    for start in range(first, last, step):
+        yield source[start : min(start + step, last)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of them."""
+
+    dim: int
+    start: int
+    length: int
+    at: int
+
+
+class McoreReader(HFReader):
+    """The weights of the distributed checkpoint `stored`, by Hugging Face name, in the dtype that they have there.
+
+    Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
+    another shape. spec, head: as the checkpoint was saved. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, stored: TorchDistReader, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
+    ) -> None:
+        self.path, self._open = stored.path, {}
+        self._stored = stored
+        self.rules = whole_rules(family, hf_config, spec=spec, head=head)
+        _account(stored, self.rules)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._where: dict[str, tuple[Rule, list[_Place]]] = {}
+        for rule in self.rules.values():
+            places: list[list[_Place]] = [[] for _ in rule.hf]
+            at = 0
+            for piece in rule.pieces(0):
+                if piece.source is not None:
+                    places[piece.source].append(_Place(piece.dim, piece.start, piece.length, at))
+                at += piece.length
+            dtype = NAMES[stored.tensors[stored_key(rule)].dtype]
+            for name, shape, of_name in zip(rule.hf, rule.hf_shapes, places, strict=True):
+                self.tensors[name] = TensorInfo(dtype, tuple(shape))
+                self._where[name] = rule, sorted(of_name, key=lambda place: place.start)
+
+    def __call__(self, name: str) -> LazySlice:
+        """A lazy slice of HF tensor `name`."""
+        return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
+
+    def tensor(self, name: str) -> Tensor:
+        return self(name).whole()
+
+    def _read(self, name: str, region: Region) -> Tensor:
+        rule, places = self._where[name]
+        key = stored_key(rule)
+        lead = [] if rule.expert is None else [(rule.expert, rule.expert + 1)]
+        parts = []
+        for place in places:
+            low, high = region[place.dim]
+            low, high = max(low, place.start), min(high, place.start + place.length)
+            if low < high:
+                shift = place.at - place.start
+                part = [*region[: place.dim], (low + shift, high + shift), *region[place.dim + 1 :]]
+                found = self._stored.read(key, [*lead, *part])
+                parts.append(found[0] if lead else found)
+        if not parts:
+            return torch.empty([stop - start for start, stop in region], dtype=self._stored.tensors[key].dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=places[0].dim)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def _account(stored: TorchDistReader, rules: dict[str, Rule]) -> None:
+    expected = stored_shapes(rules.values())
+    padded = {stored_key(rule) for rule in rules.values() if rule.kind == "vocab"}
+    missing = [key for key in expected if key not in stored.tensors]
+    left = [key for key in stored.tensors if key not in expected and not _NOT_WEIGHTS.search(key)]
+    shapes = []
+    for key, shape in expected.items():
+        if key in stored.tensors:
+            found = stored.tensors[key].shape
+            rows = len(found) > 0 and key in padded and found[0] >= shape[0]
+            if not (found == tuple(shape) or (rows and found[1:] == tuple(shape[1:]))):
+                shapes.append(f"{key} is {list(found)}, not {list(shape)}")
+    dtypes = [f"{key} is {stored.tensors[key].dtype}" for key in expected if key in stored.tensors
+              and stored.tensors[key].dtype not in NAMES]  # fmt: skip
+    parts = []
+    for what, found in (
+        ("missing", missing), ("left over", left), ("of another shape than config.json says", shapes),
+        ("of a dtype that cannot be written", dtypes),
+    ):  # fmt: skip
+        if found:
+            parts.append(f"{len(found)} {what} ({some(found)})")
+    if parts:
+        raise CheckpointError(
+            f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model "
+            "that was trained"
+        )
+
+
+def is_imported(path: str | Path) -> bool:
+    """Whether `path` is a whole folder of `mrl convert import`, which a model may start from."""
+    folder = Path(path)
+    return all((folder / name).exists() for name in (MARKER, FOLDER, "config.json"))
+
+
+def read_description(path: str | Path) -> dict:
+    """`engine.pt` of a checkpoint of the Megatron engine: layout, architecture, counts."""
+    file = Path(path) / DESCRIPTION
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no common class for what a file can have wrong
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file}: cannot be read ({reason}); use another checkpoint") from error
+
+
+def open_imported(path: str | Path, family: Family, hf_config: HFConfig) -> McoreReader:
+    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine."""
+    about = read_description(path)["architecture"]
+    stored = TorchDistReader(Path(path) / FOLDER)
+    return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])

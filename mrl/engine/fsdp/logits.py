@@ -1,0 +1,39 @@
+"""Logits of a model of transformers, on this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mrl.engine.fsdp.names import pieces, read_rows
+
+
+def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the Hugging Face folder `path`."""
+    transformers.utils.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+    )
+    return _run(model, prompts)
+
+
+@torch.no_grad()
+def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    for name, parameter in model.named_parameters():
+        of = pieces(name, parameter.shape, model_type=config.model_type, head="lm")
+        parameter.copy_(read_rows(of, read, 0, parameter.shape[0]))
+    return _run(model, prompts)
+
+
+@torch.no_grad()
+def _run(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    model.eval()
+    return [model(input_ids=torch.tensor([list(prompt)])).logits[0].float() for prompt in prompts]
