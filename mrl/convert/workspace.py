@@ -96,6 +96,8 @@ class Workspace:
         needed = sum(size for file, size in self._needed.items() if file not in self.done)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
+            if not self.done:
+                shutil.rmtree(self.folder)
             raise ModelError(
                 f"{self.out}: needs {in_words(needed)} and the disk has {in_words(free)} free; make room, or give another folder"
             )

@@ -73,12 +73,13 @@ class ItemFile:
         """Appends a part of a tensor. blocks: its rows in order, in `dtype`."""
         start, count = self.size, 0
         with zipfile.ZipFile(self, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("archive/data.pkl", _tensor_pickle(dtype, sizes))
-            archive.writestr("archive/byteorder", "little")
-            with archive.open("archive/data/0", "w", force_zip64=True) as entry:
+            # a ZipInfo has a fixed date: the same tensor gives the same bytes
+            archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _tensor_pickle(dtype, sizes))
+            archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
+            with archive.open(zipfile.ZipInfo("archive/data/0"), "w", force_zip64=True) as entry:
                 for block in blocks:
                     count += entry.write(as_bytes(block))
-            archive.writestr("archive/version", "3\n")
+            archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
         expected = torch.Size(sizes).numel() * dtype.itemsize
         assert count == expected, f"{key}: {count} bytes for shape {sizes} of {dtype}"
         return Item(key, tuple(offsets), tuple(sizes), start, self.size - start)

@@ -1,0 +1,256 @@
+"""What cannot be converted is refused with one line, before or without a folder that looks whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import struct
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from mrl import cli
+from mrl.convert.importing import import_hf
+from tests.convert import kit
+
+
+def run(*arguments: str):
+    """(exit code, what is on stderr) of `mrl convert ...`; a fault of ours fails the test with its traceback."""
+    done = CliRunner().invoke(cli.main, ["convert", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stderr
+
+
+@pytest.fixture
+def source(hf, tmp_path):
+    shutil.copytree(hf("llama", shard="30KB"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def imported(hf, tmp_path):
+    import_hf(hf("llama", shard="30KB"), tmp_path / "mcore")
+    return tmp_path / "mcore"
+
+
+def first_shard(folder: pathlib.Path) -> pathlib.Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def config(**fields):
+    def edit(folder: pathlib.Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return edit
+
+
+def weights(change):
+    def edit(folder: pathlib.Path) -> None:
+        """One file, its tensors changed."""
+        held = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+        for file in folder.glob("model*"):
+            file.unlink()
+        change(held)
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def truncated(folder: pathlib.Path) -> None:
+    os.truncate(first_shard(folder), first_shard(folder).stat().st_size - 1)
+
+
+def header(change):
+    def edit(folder: pathlib.Path) -> None:
+        file = first_shard(folder)
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        fields = json.loads(data[8 : 8 + length])
+        change(fields)
+        text = json.dumps(fields).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return edit
+
+
+def overlapping(fields) -> None:
+    """The first tensor twice, at the same bytes."""
+    name = next(name for name in fields if name != "__metadata__")
+    fields["model.norm.weight"] = fields[name] | {"data_offsets": [0, 16], "shape": [4]}
+
+
+def index(change):
+    def edit(folder: pathlib.Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        fields = json.loads(file.read_text())
+        change(fields)
+        file.write_text(json.dumps(fields))
+
+    return edit
+
+
+def moved(fields) -> None:
+    name, file = next(iter(fields["weight_map"].items()))
+    fields["weight_map"][name] = next(f for f in fields["weight_map"].values() if f != file)
+
+
+def pickled(folder: pathlib.Path) -> None:
+    held = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(held, folder / "pytorch_model.bin")
+
+
+SOURCES = {
+    "unknown field": (config(logit_softcap=30.0), "logit_softcap = 30.0 may change the maths"),
+    "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "unsupported value": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
+    "unknown tensor": (weights(lambda w: w.update({"model.extra": torch.zeros(2)})), "1 left over (model.extra)"),
+    "lost tensor": (weights(lambda w: w.pop("model.norm.weight")), "1 missing (model.norm.weight)"),
+    "other shape": (config(intermediate_size=64), "of another shape than config.json says"),
+    "missing shard": (lambda f: first_shard(f).unlink(), "get the missing files"),
+    "truncated": (truncated, "its header promises"),
+    "empty file": (lambda f: first_shard(f).write_bytes(b""), "truncated or not a safetensors file"),
+    "not safetensors": (lambda f: first_shard(f).write_bytes(b"\xff" * 4000), "truncated or not a safetensors file"),
+    "overlapping tensors": (header(overlapping), "not a safetensors header"),
+    "lying index": (index(moved), "does not agree with"),
+    "index without a map": (index(lambda fields: fields.pop("weight_map")), "not a safetensors index"),
+    "index that leaves the folder": (
+        index(lambda fields: fields["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"})),
+        "is not a file of this folder",
+    ),
+    "pickle": (pickled, "--allow-pickle"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_import_refuses(source, tmp_path, name):
+    edit, words = SOURCES[name]
+    edit(source)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2
+    assert words in said and said.startswith("mrl: ") and said.count("\n") == 1, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
+    pickled(source)
+    assert run("import", source, tmp_path / "out", "--allow-pickle")[0] == 0
+    assert run("export", tmp_path / "out", tmp_path / "back")[0] == 0
+    assert kit.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
+
+
+class Evil:
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("allow", [True, False])
+def test_a_pickle_runs_no_code(source, tmp_path, allow):
+    pickled(source)
+    with (source / "pytorch_model.bin").open("wb") as out:
+        pickle.dump({"model.norm.weight": Evil(tmp_path / "ran")}, out)
+    code, said = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
+    assert code == 2 and said.count("\n") == 1
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_metadata_that_is_a_foreign_pickle_runs_no_code(imported, tmp_path):
+    from mrl.converters.torch_dist import TorchDistReader
+    from mrl.errors import CheckpointError
+
+    with (imported / "mcore/.metadata").open("wb") as out:
+        pickle.dump(Evil(tmp_path / "ran"), out)
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir, which is no part of the format"):
+        TorchDistReader(imported / "mcore")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_export_refuses_flipped_and_cut_bytes(imported, tmp_path, seed):
+    rng = random.Random(seed)
+    files = sorted(
+        p for p in imported.rglob("*") if p.is_file() and p.suffix != ".jinja" and p.name != "generation_config.json"
+    )
+    file = files[seed % len(files)]
+    data = bytearray(file.read_bytes())
+    at = rng.randrange(len(data))
+    if rng.random() < 0.5:
+        data[at] ^= 1 << rng.randrange(8)
+        if file.name == "COMPLETE" and not _marker_changed(file, data):
+            data[0] ^= 1
+    else:
+        del data[at:]
+    file.write_bytes(data)
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+def _marker_changed(file: pathlib.Path, data: bytes) -> bool:
+    """Whether a flip in COMPLETE is one that it can show: of what it says of the files."""
+    try:
+        return json.loads(bytes(data))["files"] != json.loads(file.read_bytes())["files"]
+    except ValueError:
+        return True
+
+
+@pytest.mark.parametrize("lost", ["mcore/__0_0.distcp", "mcore/.metadata", "engine.pt", "COMPLETE", "config.json"])
+def test_export_refuses_a_checkpoint_that_lacks_a_file(imported, tmp_path, lost):
+    (imported / lost).unlink()
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_starts_from_no_half_import(imported, hf):
+    from mrl.converters.accounting import stored_weights
+    from mrl.converters.families import family_for
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.errors import UserError
+
+    about = read_hf_config(imported)
+    (imported / "COMPLETE").unlink()
+    with (
+        pytest.raises(UserError),
+        stored_weights(str(imported), family_for(about), about, head="lm", trained=True) as read,
+    ):
+        read("model.norm.weight")
+
+
+def test_another_model_and_wrong_uses(imported, hf, tmp_path):
+    code, said = run("export", imported, tmp_path / "out", "--model", hf("qwen3"))
+    assert code == 2 and "is another model: model_type is 'llama' in the checkpoint and 'qwen3' in config.json" in said
+    assert "no effect" in run("export", imported, tmp_path / "out", "--role", "actor")[1]
+    assert "holds no whole checkpoint" in run("export", tmp_path, tmp_path / "out")[1]
+    assert "is a Hugging Face folder" in run("export", hf("llama", shard="30KB"), tmp_path / "out")[1]
+    assert "no such folder" in run("export", tmp_path / "nothing", tmp_path / "out")[1]
+    assert "is not a size" in run("export", imported, tmp_path / "out", "--max-shard-size", "5 bananas")[1]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").touch()
+    assert "is not an empty folder" in run("import", hf("llama", shard="30KB"), tmp_path / "out")[1]
+    assert "is not an empty folder" in run("export", imported, tmp_path / "out")[1]
+    assert os.listdir(tmp_path / "out") == ["precious"]
+
+
+def test_too_little_room_is_found_before(source, tmp_path, monkeypatch):
+    import mrl.convert.workspace as workspace
+
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: free)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and "the disk has 1.0 KB free" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
