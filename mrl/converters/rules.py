@@ -157,6 +157,7 @@ def param_map(
     Raises ConfigError when the layout does not fit the model's sizes.
     """
     sizes = sizes_of(hf_config, padded_vocab(hf_config["vocab_size"], layout.tp, vocab_multiple))
+    sizes |= family.sizes(hf_config)
     if sizes["experts"] % layout.ep:
         raise ConfigError(
             f"engine.parallel.ep: {layout.ep} does not divide the model's {sizes['experts']} experts; "

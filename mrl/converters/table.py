@@ -44,15 +44,33 @@ def _never(config: HFConfig, layer: int) -> bool:
     return False
 
 
+def every_layer(config: HFConfig, layer: int) -> bool:
+    """`is_sparse` of a family whose layers all have experts."""
+    return True
+
+
+def no_sizes(config: HFConfig) -> dict[str, int]:
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family. layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`."""
+    """A model family: what its tensors are called, and what its config.json means.
+
+    layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`.
+    reads: the fields of config.json that `fields` takes into account. fields: from a config of `read_hf_config` to
+    keyword arguments of megatron's TransformerConfig; ModelError where a value is not supported.
+    sizes: words for shapes beyond those of `sizes_of`.
+    """
 
     model_type: str
     layer: tuple[Entry, ...]
+    reads: frozenset[str]
+    fields: Callable[[dict[str, Any]], dict[str, Any]]
     dense: tuple[Entry, ...] = ()
     sparse: tuple[Entry, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = _never
+    sizes: Callable[[HFConfig], dict[str, int]] = no_sizes
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """What global layer number `layer` holds in a model with this config."""

@@ -17,10 +17,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
-from mrl.mcore_models.families import fields_of
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers

@@ -13,8 +13,8 @@ from mrl.mcore_models import platform
 
 platform.prepare()
 
+from mrl.converters.families import FAMILIES, fields_of  # noqa: E402
 from mrl.mcore_models.build import transformer_config  # noqa: E402
-from mrl.mcore_models.families import FAMILIES, fields_of  # noqa: E402
 from mrl.mcore_models.layers import inverse_frequencies  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 

@@ -1,4 +1,7 @@
-"""What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths."""
+"""Words of a family's config mapping: Hugging Face config -> fields of megatron's TransformerConfig. Plain data, no megatron.
+
+What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +82,9 @@ DENSE = frozenset(
     ]
 )
 """Fields that `dense_fields` reads."""
+
+EXPERTS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
+"""Fields that `moe_fields` reads."""
 
 LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
 """Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
