@@ -55,6 +55,7 @@ class Rule:
     degree, rank: size of that group and this rank's place in it (1 and 0 when axis is None).
     expert: global number of its expert, else None. layer: global number of its layer, else None.
     copy: a second copy of tied embeddings on the last pipeline stage: loaded, never exported.
+    buffer: no parameter; fp32 and untrained.
     """
 
     mcore: str
@@ -68,6 +69,7 @@ class Rule:
     expert: int | None = None
     layer: int | None = None
     copy: bool = False
+    buffer: bool = False
 
     def pieces(self, rank: int) -> list[Piece]:
         """What the shard of `rank` of the axis is made of, in order."""
@@ -203,6 +205,7 @@ def _rule(
         expert=expert,
         layer=layer,
         copy=entry is TIED_HEAD,
+        buffer=entry.buffer,
     )
 
 
@@ -259,6 +262,13 @@ def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") 
     whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
     return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+
+
+def buffer_names(family: Family, hf_config: HFConfig) -> set[str]:
+    """HF names of what is no parameter: fp32 in every export."""
+    layers = range(hf_config["num_hidden_layers"])
+    entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
+    return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Entry:
     mcore: name in the local spec. te: name in the transformer-engine spec, where it differs.
     hf: pairs of HF name and shape, the shape as words of `sizes_of`. kind: a key of `algebra.KINDS`.
     needs: a config key; the entry exists where that key is true.
+    buffer: it is no parameter: nothing trains it, and it is fp32 whatever the model's dtype.
     """
 
     mcore: str
@@ -28,6 +29,7 @@ class Entry:
     kind: str
     te: str | None = None
     needs: str | None = None
+    buffer: bool = False
 
     @property
     def of_expert(self) -> bool:
@@ -126,6 +128,11 @@ ATTENTION = (
 )
 
 
+def where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The same entries, which exist where the config key is true."""
+    return tuple(dataclasses.replace(entry, needs=key) for entry in entries)
+
+
 def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
     """Biases on q, k and v."""
     names = ("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv")
@@ -146,6 +153,17 @@ QK_NORM = tuple(
         "replicated",
     )
     for x in "qk"
+)
+
+
+# a norm over all query heads, and one over all key heads
+QK_NORM_OVER_HEADS = tuple(
+    Entry(
+        _MCORE + f"self_attention.{x}_layernorm.weight",
+        ((_HF + f"self_attn.{x}_norm.weight", (size,)),),
+        "replicated",
+    )
+    for x, size in (("q", "q"), ("k", "kv"))
 )
 
 
@@ -202,3 +220,39 @@ def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
             te=_MCORE + "mlp.experts.linear_fc2.weight{e}",
         ),
     )
+
+
+def shared_mlp(block: str) -> tuple[Entry, ...]:
+    """The expert of every token, HF names `{block}.{gate|up|down}_proj`; the family's sizes have `shared_ffn`."""
+    shared, hf = _MCORE + "mlp.shared_experts.", _HF + block
+    return (
+        Entry(
+            shared + "linear_fc1.weight",
+            (
+                (hf + ".gate_proj.weight", ("shared_ffn", "hidden")),
+                (hf + ".up_proj.weight", ("shared_ffn", "hidden")),
+            ),
+            "gate_up",
+        ),
+        Entry(shared + "linear_fc2.weight", ((hf + ".down_proj.weight", ("hidden", "shared_ffn")),), "row"),
+    )
+
+
+# a factor in (0, 1) on what the shared expert gives
+SHARED_GATE = (
+    Entry(
+        _MCORE + "mlp.shared_experts.gate_weight",
+        ((_HF + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        "replicated",
+    ),
+)
+
+# what is added to an expert's score when experts are chosen, and to nothing else
+EXPERT_BIAS = (
+    Entry(
+        _MCORE + "mlp.router.expert_bias",
+        ((_HF + "mlp.gate.e_score_correction_bias", ("experts",)),),
+        "replicated",
+        buffer=True,
+    ),
+)

@@ -14,13 +14,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
+from mrl.mcore_models.config import Config
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
@@ -52,7 +52,7 @@ def transformer_config(
     recompute: Literal["none", "selective", "full"] = "none",
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
-) -> TransformerConfig:
+) -> Config:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -64,7 +64,7 @@ def transformer_config(
             "moe_z_loss_coeff": z_loss or None,
             "moe_grouped_gemm": platform.has_transformer_engine(),
         }
-    return TransformerConfig(
+    return Config(
         **fields,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -115,7 +115,7 @@ def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> di
 
 
 def build_chunks(
-    config: TransformerConfig,
+    config: Config,
     hf: Mapping[str, Any],
     *,
     dims: ParallelDims,
@@ -125,7 +125,8 @@ def build_chunks(
 ) -> list[Model]:
     """This rank's model chunks, with weights as megatron initialises them, on the device."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    inverse = layers.inverse_frequencies(config.kv_channels, float(hf["rope_theta"]), hf.get("rope_scaling"))
+    turning = int(config.kv_channels * config.rotary_percent)
+    inverse = layers.inverse_frequencies(turning, float(hf["rope_theta"]), hf.get("rope_scaling"))
     tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
     models = []
     with _no_deprecation_notice():

@@ -13,7 +13,9 @@ import inspect
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from mrl.mcore_models import elementwise, platform
 from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.config import Config
 from mrl.mcore_models.router import Router
 
 
@@ -43,6 +46,61 @@ class RMSNorm(torch.nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class NormOverHeads(RMSNorm):
+    """RMSNorm over all heads of a query or key together, though each tensor-parallel rank has some of them.
+
+    Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in part.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+        super().__init__(config, self.count(config) * hidden_size, eps)
+        self.group = parallel_state.get_tensor_model_parallel_group()
+
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        """Heads of the whole model that the norm is over."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, 1, heads of this rank, D]; returns the same."""
+        tp, flat = self.group.size(), x.flatten(2)
+        if tp == 1:
+            return super().forward(flat).view_as(x)
+        whole, here = self.weight.numel(), flat.shape[-1]
+        copies = here * tp // whole  # ranks that hold the same heads
+        start = self.group.rank() // copies * here
+        squares = _SumOverRanks.apply(flat.float().square().sum(-1, keepdim=True) / copies, self.group)
+        normed = flat.float() * torch.rsqrt(squares / whole + self.eps)
+        return (self.weight[start : start + here] * normed.to(x.dtype)).view_as(x)
+
+
+class QueryNormOverHeads(NormOverHeads):
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+
+class KeyNormOverHeads(NormOverHeads):
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        return config.num_query_groups
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group, every rank of which goes on from it: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(x := x.clone(), group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dist.all_reduce(grad := grad.clone(), group=ctx.group)
+        return grad, None
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
@@ -82,7 +140,7 @@ class Rotary(RotaryEmbedding):
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+def block_spec(config: Config, layers: list[int]) -> TransformerBlockSubmodules:
     """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
     if platform.has_transformer_engine():
         return _te_block_spec(config, layers)
@@ -93,17 +151,22 @@ def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlock
     )
 
 
-def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+def _local_layer(config: Config, experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     attention = spec.submodules.self_attention
-    norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
+    norms = _over_heads(config) or ({"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {})
     attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
     return _with_our_router(spec)
+
+
+def _over_heads(config: Config) -> dict[str, type]:
+    """The norms of queries and keys where they are over all heads."""
+    return {"q_layernorm": QueryNormOverHeads, "k_layernorm": KeyNormOverHeads} if config.qk_norm_over_heads else {}
 
 
 def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
@@ -115,7 +178,7 @@ def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+def _te_block_spec(config: Config, layers: list[int]) -> TransformerBlockSubmodules:
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 
@@ -123,7 +186,10 @@ def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerB
 
     def layer(experts: int | None) -> ModuleSpec:
         wanted = {"num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm}
-        return _with_our_router(te_layer(**{k: v for k, v in wanted.items() if k in known}))
+        spec = te_layer(**{k: v for k, v in wanted.items() if k in known})
+        attention = spec.submodules.self_attention
+        attention.submodules = dataclasses.replace(attention.submodules, **_over_heads(config))
+        return _with_our_router(spec)
 
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(

@@ -38,6 +38,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8},
     ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+            "head_dim": 16,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
@@ -81,6 +97,9 @@ def make_model(
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
 
@@ -176,7 +195,8 @@ def hf_reference(
             group["lr"] = optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps
         adamw.step()
         losses.append(loss), norms.append(norm)
-    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()})
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()} | buffers)
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
