@@ -37,6 +37,27 @@ MODELS = {
         "decoder_sparse_step": 2,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},  # its norms are as wide as the hidden size
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "use_qk_norm": True,
+    },
+    "glm4_moe_bias": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "attention_bias": True,
+    },
 }
 MOE = tuple(name for name in MODELS if "moe" in name or name == "mixtral")
 
@@ -75,7 +96,7 @@ def save(folder: Path, name: str, *, tied: bool, dtype: torch.dtype = torch.floa
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n in model.state_dict())):
             parameter.normal_()
     model.to(dtype).save_pretrained(folder, **options)
     return folder

@@ -6,6 +6,7 @@ denominator, and reports gradients and weights under the names of the files that
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -87,7 +88,9 @@ def make_model(
         "initializer_range": 0.15, "tie_word_embeddings": tied, "rope_parameters": DEFAULT_ROPE,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **{**common, **fields, **overrides})
+    config = AutoConfig.for_model(
+        model_type, **copy.deepcopy({**common, **fields, **overrides})
+    )  # it edits its arguments
     torch.manual_seed(seed)
     if head == "value":
         config.num_labels = 1

@@ -110,6 +110,17 @@ def test_sparse_layers_and_routing(read):
     assert mixtral["moe_router_dtype"] == "fp32"
 
 
+def test_a_router_of_sigmoids(read):
+    fields = fields_of(read("glm4_moe", n_group=4, topk_group=2, num_experts_per_tok=5, routed_scaling_factor=2.5))
+    assert fields["moe_router_score_function"] == "sigmoid" and fields["moe_router_topk_scaling_factor"] == 2.5
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 2)
+    assert fields["moe_router_enable_expert_bias"] and fields["moe_router_bias_update_rate"] == 0.0
+    assert "moe_router_num_groups" not in fields_of(read("glm4_moe", n_group=4, topk_group=4))  # limits nothing
+    assert fields["moe_layer_freq"] == [0, 1, 1, 1] and fields["rotary_percent"] == 0.5
+    assert fields_of(read("glm4_moe", partial_rotary_factor=0.25))["rotary_percent"] == 0.25
+    assert fields["moe_shared_expert_intermediate_size"] == 1408
+
+
 def test_biases_and_head_norms(read):
     assert fields_of(read("qwen2"))["add_qkv_bias"] and not fields_of(read("qwen2"))["qk_layernorm"]
     for model_type in ("qwen3", "qwen3_moe"):
@@ -146,6 +157,15 @@ REFUSED = {
     "layer types of mistral": ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
     "top 1, normalised": ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+    "clipped projections": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    "attention bias, olmoe": ("olmoe", {"attention_bias": True}, "attention_bias = True"),
+    "heads of another size, olmoe": ("olmoe", {"head_dim": 16}, "head_dim = 16"),
+    "experts not normalised, glm4_moe": ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    "groups that megatron would rank otherwise": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 8},
+        "num_experts_per_tok = 8 with topk_group = 2",
+    ),
     "another family": ("gemma2", {}, "model_type 'gemma2'"),
 }
 
