@@ -96,14 +96,19 @@ def harmless(value: Any) -> bool:
 
 
 def dense_fields(
-    hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False, partial_rotary: bool = False
+    hf: dict[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    partial_rotary: bool = False,
+    yarn: bool = False,
 ) -> dict[str, Any]:
     """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not supported."""
     require(hf, "hidden_act", ("silu",))
     require(hf, "mlp_bias", (False, None))
     if not qkv_bias:
         require(hf, "attention_bias", (False, None))
-    check_rope(hf, partial_supported=partial_rotary)
+    check_rope(hf, partial_supported=partial_rotary, yarn_supported=yarn)
     heads = hf["num_attention_heads"]
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -212,7 +217,7 @@ def rotary_percent(hf: dict[str, Any]) -> float:
     return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
 
 
-def check_rope(hf: dict[str, Any], *, partial_supported: bool = False) -> None:
+def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
     partial = rotary_percent(hf)
     if partial != 1 and not partial_supported:
@@ -226,6 +231,8 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False) -> None:
         "linear": ["factor"],
         "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
     }
+    if yarn_supported:
+        needed["yarn"] = ["factor", "original_max_position_embeddings"]
     kind = scaling.get("rope_type")
     if kind not in needed:
         raise ModelError(

@@ -20,7 +20,7 @@ class Entry:
 
     mcore: name in the local spec. te: name in the transformer-engine spec, where it differs.
     hf: pairs of HF name and shape, the shape as words of `sizes_of`. kind: a key of `algebra.KINDS`.
-    needs: a config key; the entry exists where that key is true.
+    needs, unless: a config key; the entry exists where that key is true, and where it is false.
     buffer: it is no parameter: nothing trains it, and it is fp32 whatever the model's dtype.
     """
 
@@ -29,6 +29,7 @@ class Entry:
     kind: str
     te: str | None = None
     needs: str | None = None
+    unless: str | None = None
     buffer: bool = False
 
     @property
@@ -77,7 +78,12 @@ class Family:
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """What global layer number `layer` holds in a model with this config."""
         entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
-        return tuple(entry for entry in entries if entry.needs is None or config.get(entry.needs))
+        return tuple(
+            entry
+            for entry in entries
+            if (entry.needs is None or config.get(entry.needs))
+            and (entry.unless is None or not config.get(entry.unless))
+        )
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
@@ -165,6 +171,33 @@ QK_NORM_OVER_HEADS = tuple(
     )
     for x, size in (("q", "q"), ("k", "kv"))
 )
+
+
+def _latent(mcore: str, hf: str, shape: tuple[str, ...], kind: str, **options: Any) -> Entry:
+    attention = _MCORE + "self_attention."
+    te = options.pop("te", None)
+    return Entry(attention + mcore, ((_HF + "self_attn." + hf, shape),), kind, te=te and attention + te, **options)
+
+
+_LOW = "q_lora_rank"
+LATENT_ATTENTION = (
+    Entry(_MCORE + "input_layernorm.weight", ((_HF + "input_layernorm.weight", ("hidden",)),), "replicated"),
+    _latent("linear_q_proj.weight", "q_proj.weight", ("latent_q", "hidden"), "column", unless=_LOW),
+    _latent("linear_q_down_proj.weight", "q_a_proj.weight", ("q_rank", "hidden"), "replicated", needs=_LOW),
+    _latent(
+        "q_layernorm.weight", "q_a_layernorm.weight", ("q_rank",), "replicated", needs=_LOW,
+        te="linear_q_up_proj.layer_norm_weight",
+    ),
+    _latent("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_q", "q_rank"), "column", needs=_LOW),
+    _latent("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("kv_down", "hidden"), "replicated"),
+    _latent(
+        "kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_rank",), "replicated",
+        te="linear_kv_up_proj.layer_norm_weight",
+    ),
+    _latent("linear_kv_up_proj.weight", "kv_b_proj.weight", ("latent_kv", "kv_rank"), "column"),
+    _latent("linear_proj.weight", "o_proj.weight", ("hidden", "latent_out"), "row"),
+)  # fmt: skip
+"""Multi-head latent attention (DeepSeek-V2), with and without a latent of queries."""
 
 
 def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:

@@ -20,7 +20,7 @@ from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
-from mrl.mcore_models.config import Config
+from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
@@ -52,7 +52,7 @@ def transformer_config(
     recompute: Literal["none", "selective", "full"] = "none",
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
-) -> Config:
+) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -64,7 +64,7 @@ def transformer_config(
             "moe_z_loss_coeff": z_loss or None,
             "moe_grouped_gemm": platform.has_transformer_engine(),
         }
-    return Config(
+    return config_class(fields)(
         **fields,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -115,7 +115,7 @@ def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> di
 
 
 def build_chunks(
-    config: Config,
+    config: Config | LatentConfig,
     hf: Mapping[str, Any],
     *,
     dims: ParallelDims,
@@ -127,6 +127,7 @@ def build_chunks(
     groups = ProcessGroupCollection.use_mpu_process_groups()
     turning = int(config.kv_channels * config.rotary_percent)
     inverse = layers.inverse_frequencies(turning, float(hf["rope_theta"]), hf.get("rope_scaling"))
+    scale = layers.rotary_scale(hf.get("rope_scaling"))
     tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
     models = []
     with _no_deprecation_notice():
@@ -140,6 +141,10 @@ def build_chunks(
                 pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
+            for layer in model.decoder.layers:
+                if config.multi_latent_attention:
+                    layer.self_attention.turning = inverse.to(platform.device())
+                    layer.self_attention.rotary_scale = scale
             if chunk.has_output:
                 replaced = (
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 @dataclasses.dataclass
@@ -14,3 +14,18 @@ class Config(TransformerConfig):
 
     qk_norm_over_heads: bool = False
     rotary_percent: float = 1.0
+
+
+@dataclasses.dataclass
+class LatentConfig(MLATransformerConfig):
+    """With multi-head latent attention. rope_interleave: channels that turn together are neighbours. latent_scale: of the
+    products of queries and keys."""
+
+    qk_norm_over_heads: bool = False
+    rope_interleave: bool = True
+    latent_scale: float = 1.0
+
+
+def config_class(fields: dict) -> type[Config] | type[LatentConfig]:
+    """The class that takes these fields."""
+    return LatentConfig if fields.get("multi_latent_attention") else Config

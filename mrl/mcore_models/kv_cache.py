@@ -22,11 +22,12 @@ class KVCache:
         self.rows, self.length = rows, length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """like: new keys [T, G, D]."""
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key, value: new ones [T, G, D]; a value's D may be another."""
         if layer not in self.layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[2])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            self.layers[layer] = tuple(
+                new.new_zeros(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)
+            )
         return self.layers[layer]
 
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
@@ -118,12 +119,13 @@ class CachedStep:
     ) -> Tensor:
         """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 
-        window: how many tokens a query sees, itself included; None for all. Returns what query's shape is, zeros for padding.
+        window: how many tokens a query sees, itself included; None for all. Returns query's shape with the D of a value,
+        zeros for padding.
         """
-        keys, values = self.cache.of_layer(layer, key)
-        groups, size = key.shape[1:]
-        where = self.slots(groups)
+        keys, values = self.cache.of_layer(layer, key, value)
+        where = self.slots(key.shape[1])
         for cached, new in ((keys, key), (values, value)):
+            size = new.shape[2]
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
         count, padded = self.decoding, query.shape[0] > self.tokens
         if count:
@@ -133,7 +135,8 @@ class CachedStep:
             decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
             if count == len(self.new_lengths) and not padded:
                 return decoded
-        out = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
+        shape = (*query.shape[:-1], value.shape[-1])
+        out = query.new_zeros(shape) if padded else query.new_empty(shape)
         if count:
             out[:count] = decoded
         start = count

@@ -52,6 +52,21 @@ MODELS = {
         "n_shared_experts": 2,
         "use_qk_norm": True,
     },
+    "deepseek_v3_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+    },
     "glm4_moe_bias": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -59,6 +74,7 @@ MODELS = {
         "attention_bias": True,
     },
 }
+MODELS["deepseek_v3_moe_q"] = MODELS["deepseek_v3_moe"] | {"q_lora_rank": None}
 MOE = tuple(name for name in MODELS if "moe" in name or name == "mixtral")
 
 DENSE_LAYOUTS = {
@@ -91,7 +107,7 @@ class Saved:
 
 def save(folder: Path, name: str, *, tied: bool, dtype: torch.dtype = torch.float32, **options: object) -> Path:
     """Save the random model `name` into `folder`; every weight random, norms and biases too."""
-    model_type = name.removesuffix("_bias").removesuffix("_step")
+    model_type = "deepseek_v3" if name.startswith("deepseek") else name.removesuffix("_bias").removesuffix("_step")
     config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name], tie_word_embeddings=tied)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)

@@ -84,6 +84,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
         },
     ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 yarn": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }

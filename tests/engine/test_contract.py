@@ -115,7 +115,9 @@ def test_dropout(folder, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder("llama", attention_dropout=0.5), path=str(tmp_path))
 
 
-@pytest.mark.parametrize(("layout", "family"), [("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe"), ("megatron tp2", "deepseek_v3")]
+)
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
     model = folder(family)

@@ -55,6 +55,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
         },
     ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 20,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 

@@ -65,7 +65,8 @@ def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
     attentions = [layer.self_attention for model in engine.models for layer in model.decoder.layers]
     replaced = [attention.core_attention for attention in attentions]
     for attention in attentions:
-        own = SdpaAttention(engine.model_config, attention.layer_number, pg_collection=groups)
+        scale = engine.model_config.latent_scale if engine.model_config.multi_latent_attention else None
+        own = SdpaAttention(engine.model_config, attention.layer_number, softmax_scale=scale, pg_collection=groups)
         attention.core_attention = own.eval()
     try:
         yield
