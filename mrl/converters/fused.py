@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.stacks import StackReader
 from mrl.converters.table import Family
 
 _STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -76,6 +77,8 @@ class UnstackedReader(HFReader):
 
 def unstacked(reader: HFReader, family: Family) -> HFReader:
     """`reader` itself, or a view of it where it holds stacked experts and the family's tables do not."""
+    if family.stacks:
+        return StackReader(reader, family)
     if family.sparse and any(_STACKED.fullmatch(name) for name in reader.tensors):
         return UnstackedReader(reader, family)
     return reader

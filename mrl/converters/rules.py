@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import KINDS, Cut, Piece, Shape, padded_vocab
+from mrl.converters.stacks import stored_shapes
 from mrl.converters.table import (
     EMBEDDING,
     FINAL_NORM,
@@ -261,7 +262,8 @@ def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") 
     """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied."""
     whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
-    return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    return stored_shapes(family, shapes)
 
 
 def buffer_names(family: Family, hf_config: HFConfig) -> set[str]:

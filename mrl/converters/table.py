@@ -57,13 +57,27 @@ def no_sizes(config: HFConfig) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stack:
+    """A tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`.
+
+    stored: its name, with `{l}`. parts: what the table calls the tensors of one expert, whose rows take turns.
+    transposed: the rows of an expert are columns of the file. bias: an expert's tensor has one dimension.
+    """
+
+    stored: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """A model family: what its tensors are called, and what its config.json means.
 
     layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`.
     reads: the fields of config.json that `fields` takes into account. fields: from a config of `read_hf_config` to
     keyword arguments of megatron's TransformerConfig; ModelError where a value is not supported.
-    sizes: words for shapes beyond those of `sizes_of`.
+    sizes: words for shapes beyond those of `sizes_of`. stacks: experts that the files hold stacked.
     """
 
     model_type: str
@@ -74,6 +88,7 @@ class Family:
     sparse: tuple[Entry, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = _never
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes
+    stacks: tuple[Stack, ...] = ()
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """What global layer number `layer` holds in a model with this config."""

@@ -67,6 +67,7 @@ MODELS = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 10,
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "glm4_moe_bias": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -75,7 +76,7 @@ MODELS = {
     },
 }
 MODELS["deepseek_v3_moe_q"] = MODELS["deepseek_v3_moe"] | {"q_lora_rank": None}
-MOE = tuple(name for name in MODELS if "moe" in name or name == "mixtral")
+MOE = tuple(name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss"))
 
 DENSE_LAYOUTS = {
     "tp1": ParallelDims(),

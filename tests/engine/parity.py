@@ -104,6 +104,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }

@@ -36,6 +36,8 @@ LAYOUTS = {
     "megatron glm4_moe ep2": (2, "megatron", {"ep": 2}, "glm4_moe", 2),
     "megatron deepseek_v3 tp2": (2, "megatron", {"tp": 2}, "deepseek_v3", 2),
     "megatron deepseek_v3 pp2": (2, "megatron", {"pp": 2}, "deepseek_v3", 2),
+    "megatron gpt_oss": (1, "megatron", {}, "gpt_oss", 2),
+    "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
 }

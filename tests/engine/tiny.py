@@ -63,6 +63,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+                "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+            },
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
@@ -105,8 +116,8 @@ def make_model(
     model = HEADS[head].from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim < 2:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or name.endswith("bias"):
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
@@ -190,8 +201,9 @@ def hf_reference(
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
     model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    # stacked biases of experts have two dimensions, and are biases
+    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
     losses, norms, first = [], [], None

@@ -196,6 +196,9 @@ REFUSED = {
         {"quantization_config": {"quant_method": "fp8"}, "num_key_value_heads": 4},
         "quantization_config",
     ),
+    "a bias that is left out": ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
+    "dropout beside sinks": ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    "quantized, gpt_oss": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     "another family": ("gemma2", {}, "model_type 'gemma2'"),
 }
 
@@ -235,6 +238,8 @@ LAYOUTS = {
     "experts": ({"model_type": "mixtral", "num_local_experts": 6}, {"ep": 4, "dp": 4}, "engine.parallel.ep: value 4 does not divide"),
     "expert channels": ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 9}, {"tp": 2, "etp": 2, "sp": True},
                         "engine.parallel.etp: value 2 does not divide the model's 9 expert channels"),
+    "split experts with biases": ({"model_type": "gpt_oss", "num_local_experts": 4}, {"tp": 2, "etp": 2, "sp": True},
+                                  "engine.parallel.etp: value 2 does not work for experts with biases"),
     "no sp": ({"model_type": "mixtral", "num_local_experts": 4}, {"tp": 2}, "engine.parallel.sp: value false does not work for experts with tp 2"),
 }  # fmt: skip
 

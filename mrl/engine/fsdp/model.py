@@ -49,9 +49,11 @@ class Model:
         self.hf_config = read_hf_config(config.model.path)
         self.family = family_for(self.hf_config)
         self.head = config.head
-        if buffer_names(self.family, self.hf_config):
+        odd = "a router bias" if buffer_names(self.family, self.hf_config) else ""
+        odd = "attention sinks" if self.family.stacks else odd
+        if odd:
             raise ModelError(
-                f"config.json: model_type {self.family.model_type!r} has a router bias that the fsdp engine does not carry; use "
+                f"config.json: model_type {self.family.model_type!r} has {odd}, which the fsdp engine does not carry; use "
                 "engine.backend=megatron"
             )
         self.file_shapes = expected_hf_names(self.family, self.hf_config, head=config.head)

@@ -19,6 +19,7 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab, value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -136,7 +137,8 @@ class MegatronEngine(BaseEngine):
         """Where weights start from: Hugging Face name -> tensor or lazy slice."""
         if self.config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-            yield RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            random = RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            yield reading(random, self.family)
             return
         trained = self.config.optimizer is not None
         with stored_weights(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
+from mrl.converters.stacks import restacked
 from mrl.converters.table import Family
 from mrl.engine.megatron.optim import shards
 from mrl.mcore_models.build import Model
@@ -79,6 +80,23 @@ def stream(
     `value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time.
     buffers: with the stored buffers, which have data and no gradient.
     """
+    pairs = _by_rule(models, value, family, hf, dims, coords, spec=spec, head=head, buffers=buffers)
+    return restacked(pairs, family, hf)
+
+
+def _by_rule(
+    models: Sequence[Model],
+    value: Callable[[torch.nn.Parameter], Tensor],
+    family: Family,
+    hf: Mapping[str, Any],
+    dims: ParallelDims,
+    coords: Coordinates,
+    *,
+    spec: str,
+    head: str,
+    buffers: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name of the tables, whole tensor) as `stream` says."""
     parameters = [tensors_of(model) for model in models]
     for owned in export_order(
         family, hf, layout=dims, chunks=chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp), spec=spec, head=head
