@@ -127,6 +127,14 @@ def _fp8_block(path: Path) -> tuple[int, int]:
     return tuple(block)
 
 
+def is_readable(quantization: dict[str, Any] | None) -> bool:
+    """Whether `quantization_config` of a config.json is one that `dequantised` undoes."""
+    if not quantization:
+        return True
+    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    return method == "mxfp4" or (method == "fp8" and fmt == "e4m3" and bool(quantization.get("weight_block_size")))
+
+
 def dequantised(reader: HFReader) -> HFReader:
     """`reader` itself, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
     quantised = any(name.endswith(("_scale_inv", "_blocks")) for name in reader.tensors)

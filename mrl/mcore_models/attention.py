@@ -124,7 +124,7 @@ class SdpaAttention(MegatronModule):
                 torch.zeros(heads, dtype=config.params_dtype, device=platform.device())
             )
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        self.tp_group = pg_collection.tp
+            self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
         self.cp, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
 
@@ -171,6 +171,8 @@ class SdpaAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""
+        if self.softmax_offset is None:
+            return {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
             tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],

@@ -193,12 +193,12 @@ REFUSED = {
     ),
     "quantized, deepseek_v3": (
         "deepseek_v3",
-        {"quantization_config": {"quant_method": "fp8"}, "num_key_value_heads": 4},
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}, "num_key_value_heads": 4},
         "quantization_config",
     ),
     "a bias that is left out": ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
     "dropout beside sinks": ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
-    "quantized, gpt_oss": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+    "quantized, gpt_oss": ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "another family": ("gemma2", {}, "model_type 'gemma2'"),
 }
 
