@@ -19,7 +19,7 @@ from mrl.convert.sources import HFFiles, Source, is_copy, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING, account
 from mrl.converters.mcore_weights import blocks_of_rows
-from mrl.converters.rules import expected_hf_names, value_head_config
+from mrl.converters.rules import buffer_names, expected_hf_names, value_head_config
 from mrl.converters.safetensors_io import (
     DTYPES,
     INDEX,
@@ -163,8 +163,12 @@ def _write(
 
 
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
-    dtypes = {info.dtype for info in files.tensors.values()}
-    changes = value_head_config(source.hf_config) if source.head == "value" else None
+    exact = buffer_names(source.family, source.hf_config)  # fp32, whatever the model's dtype
+    dtypes = {info.dtype for name, info in files.tensors.items() if name not in exact}
+    # what is written is not quantised, whatever training began with
+    changes = {"quantization_config": None}
+    if source.head == "value":
+        changes |= value_head_config(source.hf_config)
     trained = source.files is None or source.kind == "fsdp" or not (source.folder / "config.json").is_file()
     dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 and trained else None
     copy_companions(source.companions, folder, dtype=dtype, changes=changes)

@@ -27,19 +27,24 @@ import mrl
 from mrl.convert.sources import SOURCE, Source, files_as_json, open_hf
 from mrl.convert.workspace import Facts, Workspace, check_free, crc32_of, no_progress
 from mrl.converters.accounting import EMBEDDING
-from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, row_blocks, stored_key, stored_shapes, whole_rules
+from mrl.converters.families import fields_of
+from mrl.converters.mcore_weights import (
+    ARCHITECTURE,
+    DESCRIPTION,
+    FOLDER,
+    row_blocks,
+    stored_key,
+    stored_shapes,
+    whole_rules,
+)
 from mrl.converters.rules import Rule
 from mrl.converters.safetensors_io import DTYPES, copy_companions
+from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
 from mrl.engine.torch_dist_files import Item, ItemFile, extra_state_keys, write_metadata
-from mrl.mcore_models.families import fields_of
 
 FILE_BYTES = 2**29
 """Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
-ARCHITECTURE = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,9 @@ def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
     """What is written, in model order. All parts of one tensor have one dtype, that holds each of its sources exactly."""
     dtypes: dict[str, torch.dtype] = {}
     for rule in rules.values():
-        of_rule = [DTYPES[model.reader.tensors[name].dtype] for name in rule.hf]
+        places = {name: place_of(model.family, name) for name in rule.hf}
+        files = [name if place is None else place.stored for name, place in places.items()]
+        of_rule = [DTYPES[model.reader.tensors[name].dtype] for name in files]
         key = stored_key(rule)
         dtypes[key] = functools.reduce(torch.promote_types, of_rule, dtypes.get(key, of_rule[0]))
     for rule in rules.values():
@@ -173,7 +180,7 @@ def _finish(
     torch.save(_description(model), folder / DESCRIPTION)
     source = None if model.files is None else files_as_json(model.files)
     (folder / SOURCE).write_text(json.dumps(source), encoding="utf-8")
-    copy_companions(model.companions, folder)
+    copy_companions(model.companions, folder, changes={"quantization_config": None})  # the weights here are not
     files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
     for name in [*small, DESCRIPTION, SOURCE, "config.json"]:
         files[name] = {"size": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
@@ -195,7 +202,8 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """What tells this source from any other, and from itself after a change."""
-    files = sorted({info.file for info in model.reader.tensors.values()} | {"config.json"})
+    weights = {info.file for info in model.reader.tensors.values()}
+    files = sorted(weights | {path.name for path in model.folder.glob("*.safetensors")} | {"config.json"})
     stats = {name: (model.folder / name).stat() for name in files if name and (model.folder / name).is_file()}
     config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
     return {
@@ -205,7 +213,12 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 
 def _notes(model: Source) -> list[str]:
-    """What of the folder is not in the checkpoint as a tensor of its own."""
+    """What of the folder is not in the checkpoint as it was."""
+    if model.quantised:
+        method = model.hf_config["quantization_config"].get("quant_method")
+        return [
+            f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
+        ]
     if model.files is None:
         return []
     copies = [name for name in model.files.tensors if name not in model.reader.tensors]

@@ -65,6 +65,11 @@ class Source:
     files: HFFiles | None
     chat_template: str | None = None
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the reader gives as bf16 what its files hold in fewer bits."""
+        return self.kind == "hf" and bool(self.hf_config.get("quantization_config"))
+
     def close(self) -> None:
         self.reader.close()
 
@@ -93,8 +98,8 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
         raise
     files = None if pickled else hf_files(stored)
     reader = unstacked(stored, family)
-    if reader is not stored:
-        files = None  # the table's names are written, one tensor an expert
+    if reader.tensors is not stored.tensors:
+        files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
     head = "value" if "score.weight" in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head)
     return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)

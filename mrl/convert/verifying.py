@@ -87,6 +87,8 @@ def compare(
         why = "a value head has none"
     elif a.hf_config["vocab_size"] != b.hf_config["vocab_size"]:
         why = "the vocabularies differ"
+    elif a.quantised or b.quantised:
+        why = f"{(a if a.quantised else b).folder} is quantised, and transformers computes such a model in another way"
     else:
         rows = _logits(a, b, prompts)
     names = a.reader.tensors.keys() | b.reader.tensors.keys()

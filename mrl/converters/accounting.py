@@ -120,8 +120,9 @@ def stored_weights(
 
     trained: a value head that is going to be trained starts at zero where the folder has none.
     """
-    with open_imported(path, family, hf_config) if is_imported(path) else HFReader(path) as stored:
-        reader = unstacked(stored, family)
+    imported = is_imported(path)
+    with open_imported(path, family, hf_config) if imported else HFReader(path) as stored:
+        reader = stored if imported else unstacked(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
         zeros = torch.zeros(1, hf_config["hidden_size"])

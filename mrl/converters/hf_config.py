@@ -56,7 +56,8 @@ def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     if heads:
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-    config["num_experts"] = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    config["num_experts"] = next(filter(None, experts), 0)
     dtype = config.get("dtype") or config.get("torch_dtype")
     config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))

@@ -21,7 +21,9 @@ from mrl.converters.algebra import Shape
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
-from mrl.converters.table import Family, HFConfig
+from mrl.converters.stacks import place_of, stacking
+from mrl.converters.stacks import stored_shapes as files_shapes
+from mrl.converters.table import Family, HFConfig, Stack
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.errors import CheckpointError
 from mrl.parallel import Coordinates, ParallelDims
@@ -29,6 +31,11 @@ from mrl.parallel import Coordinates, ParallelDims
 FOLDER = "mcore"
 MARKER = "COMPLETE"
 DESCRIPTION = "engine.pt"
+ARCHITECTURE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
+)  # fmt: skip
+"""Fields of config.json that `engine.pt` tells a model by."""
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
 _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
@@ -99,6 +106,7 @@ class _Place:
 class McoreReader(HFReader):
     """The weights of the distributed checkpoint `stored`, by Hugging Face name, in the dtype that they have there.
 
+    `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
     Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
     another shape. spec, head: as the checkpoint was saved. Safe to use from several threads.
     """
@@ -110,8 +118,10 @@ class McoreReader(HFReader):
         self._stored = stored
         self.rules = whole_rules(family, hf_config, spec=spec, head=head)
         _account(stored, self.rules)
-        self.tensors: dict[str, TensorInfo] = {}
         self._where: dict[str, tuple[Rule, list[_Place]]] = {}
+        self._stacks: dict[str, tuple[Stack, dict[tuple[int, int], str]]] = {}
+        shapes: dict[str, Shape] = {}
+        dtypes: dict[str, str] = {}
         for rule in self.rules.values():
             places: list[list[_Place]] = [[] for _ in rule.hf]
             at = 0
@@ -121,12 +131,21 @@ class McoreReader(HFReader):
                 at += piece.length
             dtype = NAMES[stored.tensors[stored_key(rule)].dtype]
             for name, shape, of_name in zip(rule.hf, rule.hf_shapes, places, strict=True):
-                self.tensors[name] = TensorInfo(dtype, tuple(shape))
+                shapes[name] = tuple(shape)
                 self._where[name] = rule, sorted(of_name, key=lambda place: place.start)
+                place = place_of(family, name)
+                dtypes[name if place is None else place.stored] = dtype
+                if place is not None:
+                    _, parts = self._stacks.setdefault(place.stored, (place.stack, {}))
+                    parts[place.expert, place.part] = name
+        self._shapes = shapes
+        self.tensors = {n: TensorInfo(dtypes[n], tuple(s)) for n, s in files_shapes(family, shapes).items()}
 
     def __call__(self, name: str) -> LazySlice:
         """A lazy slice of HF tensor `name`."""
-        return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
+        if name in self._stacks:
+            return stacking(self, *self._stacks[name], self.tensors[name].shape)
+        return LazySlice(self._shapes[name], lambda region: self._read(name, region))
 
     def tensor(self, name: str) -> Tensor:
         return self(name).whole()

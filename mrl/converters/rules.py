@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import KINDS, Cut, Piece, Shape, padded_vocab
+from mrl.converters.stacks import stored_shapes
 from mrl.converters.table import (
     EMBEDDING,
     FINAL_NORM,
@@ -55,6 +56,7 @@ class Rule:
     degree, rank: size of that group and this rank's place in it (1 and 0 when axis is None).
     expert: global number of its expert, else None. layer: global number of its layer, else None.
     copy: a second copy of tied embeddings on the last pipeline stage: loaded, never exported.
+    buffer: no parameter; fp32 and untrained.
     """
 
     mcore: str
@@ -68,6 +70,7 @@ class Rule:
     expert: int | None = None
     layer: int | None = None
     copy: bool = False
+    buffer: bool = False
 
     def pieces(self, rank: int) -> list[Piece]:
         """What the shard of `rank` of the axis is made of, in order."""
@@ -157,6 +160,7 @@ def param_map(
     Raises ConfigError when the layout does not fit the model's sizes.
     """
     sizes = sizes_of(hf_config, padded_vocab(hf_config["vocab_size"], layout.tp, vocab_multiple))
+    sizes |= family.sizes(hf_config)
     if sizes["experts"] % layout.ep:
         raise ConfigError(
             f"engine.parallel.ep: {layout.ep} does not divide the model's {sizes['experts']} experts; "
@@ -202,6 +206,7 @@ def _rule(
         expert=expert,
         layer=layer,
         copy=entry is TIED_HEAD,
+        buffer=entry.buffer,
     )
 
 
@@ -257,7 +262,15 @@ def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") 
     """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied."""
     whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
-    return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    return stored_shapes(family, shapes)
+
+
+def buffer_names(family: Family, hf_config: HFConfig) -> set[str]:
+    """HF names of what is no parameter: fp32 in every export."""
+    layers = range(hf_config["num_hidden_layers"])
+    entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
+    return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def copy_companions(
     """Copy what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
 
     Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
-    (in the spelling it has) when the weights are written in another one, and the keys of `changes`.
+    (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
     Returns the names of the files copied.
     """
     source, out = Path(source), Path(out)
@@ -250,7 +250,8 @@ def copy_companions(
         if dtype is not None:
             wanted |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
         if any(config.get(key) != value for key, value in wanted.items()):
-            config_file.write_text(json.dumps(config | wanted, indent=2) + "\n", encoding="utf-8")
+            edited = {k: v for k, v in (config | wanted).items() if v is not None or k not in wanted}
+            config_file.write_text(json.dumps(edited, indent=2) + "\n", encoding="utf-8")
     return [str(file.relative_to(source)) for file in files]
 
 
@@ -381,7 +382,9 @@ class HFWriter:
         if self._companions is not None:
             dtypes = {info.dtype for info in self.tensors.values()}
             dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
-            copy_companions(self._companions, self.out, dtype=dtype, changes=self._changes)
+            # what is written is not quantised, whatever it was made from
+            changes = {"quantization_config": None} | dict(self._changes or {})
+            copy_companions(self._companions, self.out, dtype=dtype, changes=changes)
         for name in self._shards:
             os.replace(self._part(name), self.out / name)
         if len(self._shards) > 1:

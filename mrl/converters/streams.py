@@ -7,12 +7,14 @@ that it is made of has come, and nothing is kept of tensors that are not this ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
+from mrl.converters.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
 from mrl.converters.safetensors_io import some
+from mrl.converters.stacks import place_of, reading, restacked
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
@@ -33,18 +35,21 @@ def hf_to_mcore(
 
     hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the dtype and
     the device of its tensors. `lm_head.weight` of a tied model is passed over. Raises ModelError on a name that the model
-    does not have, one that comes twice, another shape, and where the stream ends before all came.
+    does not have, one that comes twice, another shape, and where the stream ends before all came. Names are those of files,
+    also where these hold experts stacked.
     """
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     coords = layout.coordinates(rank)
     options = {"layout": layout, "spec": spec, "head": head, "vocab_multiple": vocab_multiple}
-    users: dict[str, list[tuple[int, Rule]]] = {}
+    users: dict[str, dict[str, list[tuple[int, Rule]]]] = {}  # name in files, name in the tables
     for chunk in range(layout.vpp):
         rules = param_map(family, hf_config, coords=coords, chunk=plans[coords.pp_rank, chunk], **options)
         for rule in rules.values():
             for name in set(rule.hf):
-                users.setdefault(name, []).append((chunk, rule))
-    shapes = {n: s for r in _whole(family, hf_config, head).values() for n, s in zip(r.hf, r.hf_shapes, strict=True)}
+                place = place_of(family, name)
+                of_file = users.setdefault(name if place is None else place.stored, {})
+                of_file.setdefault(name, []).append((chunk, rule))
+    shapes = expected_hf_names(family, hf_config, head=head)
     waiting: dict[tuple[int, str], dict[str, Tensor]] = {}
     missing = set(shapes)
     for name, tensor in weights:
@@ -52,11 +57,14 @@ def hf_to_mcore(
             continue
         _check(name, tensor, shapes, missing)
         missing.remove(name)
-        for chunk, rule in users.get(name, ()):
-            held = waiting.setdefault((chunk, rule.mcore), {})
-            held[name] = _own_rows(rule, name, tensor)
-            if len(held) == len(set(rule.hf)):
-                yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
+        read = reading({name: tensor}.__getitem__, family)
+        for part, of_part in users.get(name, {}).items():
+            source = tensor if part == name else read(part)[:]
+            for chunk, rule in of_part:
+                held = waiting.setdefault((chunk, rule.mcore), {})
+                held[part] = _own_rows(rule, part, source)
+                if len(held) == len(set(rule.hf)):
+                    yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
     if missing:
         raise ModelError(
             f"the stream ended with {len(missing)} tensors missing ({some(sorted(missing))}); send the whole model"
@@ -77,10 +85,24 @@ def mcore_to_hf(
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the first one
     counts. Padding of the vocabulary is cut off. Raises ModelError on a name that the rank does not have, another shape, and
-    where the stream ends before all came.
+    where the stream ends before all came. Names are those of files, also where these hold experts stacked; such a tensor comes
+    when all experts of its layer came.
     """
+    pairs = _merged(
+        shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}
+    )  # fmt: skip
+    yield from restacked(pairs, family, hf_config)
+
+
+def _merged(
+    shards: Iterable[tuple[int, int, str, Tensor]],
+    family: Family,
+    layout: ParallelDims,
+    hf_config: HFConfig,
+    options: dict[str, Any],
+) -> Iterator[tuple[str, Tensor]]:
+    """(name of the tables, tensor) as `mcore_to_hf` says."""
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
-    options = {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}
     owned = {
         (o.pp_rank, o.chunk, o.ep_rank, o.rule.mcore): o.rule
         for o in export_order(family, hf_config, layout=layout, chunks=plans, **options)
@@ -114,12 +136,6 @@ def mcore_to_hf(
         raise ModelError(
             f"the stream ended with {len(names)} tensors missing ({some(names)}); send the shards of all ranks"
         )
-
-
-def _whole(family: Family, hf_config: HFConfig, head: str) -> dict[str, Rule]:
-    layers = tuple(range(hf_config["num_hidden_layers"]))
-    plan, one = ChunkPlan(layers, has_embedding=True, has_output=True), ParallelDims()
-    return param_map(family, hf_config, layout=one, coords=one.coordinates(0), chunk=plan, head=head)
 
 
 def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missing: set[str]) -> None:

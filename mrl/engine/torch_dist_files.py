@@ -136,12 +136,16 @@ def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
 
 
 def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
-    """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them."""
+    """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them.
+
+    The down-projections of latent attention are torch's own modules under the local layer spec, and have none.
+    """
     keys = []
     for key, shape in tensors.items():
         module, _, kind = key.rpartition(".")
         name = module.rpartition(".")[2]
-        if kind == "weight" and (name.startswith("linear_") or name == "eh_proj"):
+        linear = name.startswith("linear_") and not name.endswith("_down_proj")
+        if kind == "weight" and (linear or name == "eh_proj"):
             experts = shape[0] if ".experts.experts." in key else 1
             keys += [f"{module}._extra_state/shard_{e}_{experts}" for e in range(experts)]
     return keys

@@ -94,9 +94,9 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
     with quiet():
+        from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models import layout
-        from mrl.mcore_models.families import fields_of
 
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
         if part.engine.backend == "megatron":

@@ -11,6 +11,7 @@ import torch
 
 from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from mrl.converters.rules import chunk_plans, param_map
+from mrl.converters.stacks import reading
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MOE, save
@@ -20,6 +21,10 @@ CASES = [
     for model in ("llama", "qwen2", "qwen3_moe", "mixtral")
     for layout in (LAYOUTS if model in MOE else DENSE_LAYOUTS)
     for tied in (False, True)
+] + [
+    (model, layout, False)
+    for model in ("olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3_moe", "gpt_oss")
+    for layout in ("tp2", "tp2xpp2xvpp2xep4")
 ]
 
 
@@ -59,8 +64,9 @@ def test_shards_are_those_of_the_rules_and_merge_again(model, name, layout, tied
             assert (chunk, mcore) not in got
             got[chunk, mcore] = shard
             shards.append((rank, chunk, mcore, shard))
+        read = reading(weights.__getitem__, family)
         expected = {
-            (chunk, n): rule.load(weights.__getitem__)
+            (chunk, n): rule.load(read)
             for chunk in range(layout.vpp)
             for n, rule in param_map(
                 family, config, layout=layout, coords=coords, chunk=plans[coords.pp_rank, chunk]

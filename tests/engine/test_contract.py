@@ -115,6 +115,17 @@ def test_dropout(folder, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder("llama", attention_dropout=0.5), path=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("layout", "family"), [("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe"), ("megatron tp2", "deepseek_v3")]
+)
+def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
+    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
+    model = folder(family)
+    run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
+    run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
+    run(layout, "guards_find_nothing_on_a_right_step", model)
+
+
 def test_random_numbers_go_on(folder, tmp_path):
     run("fsdp dp2", "random_numbers_go_on", folder("llama"), path=str(tmp_path))
 

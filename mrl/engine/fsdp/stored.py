@@ -36,7 +36,7 @@ class FSDPReader(HFReader):
         for key, tensor in self._stored.tensors.items():
             if key.startswith(PREFIX):
                 name = key.removeprefix(PREFIX)
-                for piece in pieces(name, tensor.shape, model_type=hf_config["model_type"], head=self.head):
+                for piece in pieces(name, tensor.shape, family=family, head=self.head):
                     found[piece.name] = TensorInfo(NAMES[dtype], _shape(piece, tensor.shape))
                     self._where[piece.name] = key, piece
         missing = [name for name in expected if name not in found]

@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from mrl.converters.mcore_weights import ARCHITECTURE
 from mrl.engine import collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
@@ -92,11 +93,7 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
 
 
 def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
-    names = (
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
-    )  # fmt: skip
-    return {name: engine.hf.get(name) for name in names} | {
+    return {name: engine.hf.get(name) for name in ARCHITECTURE} | {
         "head": engine.config.head,
         "dtype": engine.config.model.dtype,
         "layer_spec": engine.spec,

@@ -17,8 +17,9 @@ from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names, padded_vocab, value_head_config
+from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab, value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -136,7 +137,8 @@ class MegatronEngine(BaseEngine):
         """Where weights start from: Hugging Face name -> tensor or lazy slice."""
         if self.config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-            yield RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            random = RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            yield reading(random, self.family)
             return
         trained = self.config.optimizer is not None
         with stored_weights(
@@ -315,11 +317,12 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode():
             return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
 
-    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], *kinds: str) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed(), self.offload.used(*kinds):
+    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed(), self.offload.used(kind):
             yield from weights.stream(
-                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec, head=self.config.head
-            )
+                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec,
+                head=self.config.head, buffers=kind == "parameters",
+            )  # fmt: skip
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream(lambda parameter: parameter.data, "parameters")
@@ -337,7 +340,8 @@ class MegatronEngine(BaseEngine):
                 pass
         else:
             changes = value_head_config(self.hf) if self.config.head == "value" else None
-            infos = tensor_infos(shapes, self.dtype)
+            exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
+            infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
             with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
                 for name, tensor in self.hf_weights():
                     writer.add(name, tensor)
