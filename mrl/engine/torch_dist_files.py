@@ -138,7 +138,7 @@ def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
 def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
     """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them.
 
-    The down-projections of latent attention are torch's own modules under the local layer spec, and have none.
+    The down-projections of latent attention are modules of ours (mrl/mcore_models/latent.py), and have none.
     """
     keys = []
     for key, shape in tensors.items():
