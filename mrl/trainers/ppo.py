@@ -11,6 +11,7 @@ from __future__ import annotations
 from mrl import metrics
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
+from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
 from mrl.trainers.common import already_done, check_outside, export, say_left_out
 from mrl.trainers.rl.experience import Experience
@@ -165,7 +166,7 @@ def finish_step(trainer: Trainer, progress: Progress, experience: Experience | N
         log.sync()
         saved = save(trainer, progress, experience)
         if is_best:
-            dispatch.on_main(lambda: trainer.directory.name_best(saved))
+            dispatch.on_main(lambda: trainer.directory.name_best(step_name(progress.step), config.checkpoint.remote))
         if stop_requested:
             raise stopped_at(trainer, progress, experience, saved=saved)
 

@@ -124,8 +124,7 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     if _best_changed(state["config"]["checkpoint"], config):
         progress.best = progress.best_step = None
     if progress.best_step is not None:  # a kill may have come between the save and the note
-        best = directory.checkpoints / step_name(progress.best_step)
-        dispatch.on_main(lambda: directory.name_best(str(best)) if best.exists() else None)
+        dispatch.on_main(lambda: directory.name_best(step_name(progress.best_step), config.checkpoint.remote))
     saved = state["experience"]
     return progress, None if saved is None else Experience.from_state_dict(saved)
 
