@@ -109,7 +109,7 @@ def test_messages_without_a_chat_template(path):
 def test_a_call_that_takes_too_long(path, name):
     start = time.monotonic()
     message = answer(path, {"answer": "hang"}, name, environment_timeout_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     what = "row train.jsonl:2: step" if name == "Answers" else "row train.jsonl:1: reset"
     assert f"{what} took more than 0.3 s; make it faster, or raise rollout.environment_timeout_s" in message
 
@@ -122,7 +122,7 @@ def test_calls_of_a_round_run_at_the_same_time(path, name):
         start = time.monotonic()
         environments.reset(prompts)
         assert environments.step([(i, "dog") for i in range(20)]) == [Step("fox", 0.5, True)] * 20
-        assert time.monotonic() - start < 2, "20 calls of 0.2 s, twice, one after the other take 8 s"
+        assert time.monotonic() - start < 6, "20 calls of 0.2 s, twice, one after the other take 8 s"
     environments.close()
 
 

@@ -57,7 +57,7 @@ def test_a_second_run_is_refused_with_who_has_it_and_goes_on_after_a_kill(tmp_pa
     lock = RunLock(output_dir)
     started = time.monotonic()
     lock.acquire()
-    assert time.monotonic() - started < 1, "the kernel has released it"
+    assert time.monotonic() - started < 10, "the kernel has released it"
     assert (output_dir / NAME).read_text().startswith(f"process {os.getpid()} on ")
     lock.release()
     assert list(output_dir.iterdir()) == []
