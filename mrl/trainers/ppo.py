@@ -9,6 +9,7 @@ scored (rl/scoring.py).
 from __future__ import annotations
 
 from mrl import metrics
+from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
@@ -45,7 +46,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     dispatch.init_model()
     progress, experience = restore(trainer, start)
-    dispatch.on_main(lambda: directory.prepare(config, command_line))
+    dispatch.on_main(lambda: directory.prepare(config, command_line, [f"algorithm: {in_words(trainer.recipe)}"]))
     log = metrics.open_metrics(
         directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
         run_id=progress.run_id, enabled=dispatch.is_main,

@@ -64,11 +64,15 @@ class RunDirectory:
         """What a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
-    def prepare(self, config: Config, command_line: str) -> None:
-        """Makes the directory and writes config.yaml, at once or not at all."""
+    def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
+        """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
-        header = HEADER.format(command=command_of(config)) + _provenance(command_line)
+        header = (
+            HEADER.format(command=command_of(config))
+            + _provenance(command_line)
+            + "".join(f"# {note}\n" for note in notes)
+        )
         temporary.write_text(header + dump_config(config), encoding="utf-8")
         os.replace(temporary, self.config)
 

@@ -161,7 +161,8 @@ def start_of(output_dir: pathlib.Path, **section):
 def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, command):
     config = from_dict(raw | {"output_dir": str(tmp_path)}, root)
     run = RunDirectory(tmp_path)
-    run.prepare(config, f"mrl {command} c.yaml")
+    run.prepare(config, f"mrl {command} c.yaml", ["algorithm: clip_low=0.2"])
+    assert "\n# algorithm: clip_low=0.2\n" in run.config.read_text()
     assert f"`mrl {command}` takes this file" in run.config.read_text().splitlines()[0]
     assert load_config(run.config, root=root) == config
     make_checkpoint(run.checkpoints, 3)
