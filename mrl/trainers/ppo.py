@@ -14,6 +14,7 @@ from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
+from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import already_done, check_outside, export, say_left_out
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
@@ -109,7 +110,8 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         raise saved_before(trainer, progress, None, error, log) from error
     experience, progress.pending = prepare(trainer, progress, collected)
     show_rollout(trainer, progress.step + 1, collected, experience)
-    for note in (*trainer.source.take_notes(), *collected.scores.faults, *collected.greedy[1].faults):
+    faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
+    for note in (*trainer.source.take_notes(), *faults):
         trainer.console.say(note)
     if trainer.stop_requested:
         log.sync()

@@ -81,6 +81,22 @@ def test_the_live_bar_shows_values_and_ends_twice(monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------------------- signals
 
 
+def test_the_first_signal_is_answered_at_once_and_a_gone_terminal_is_no_error(capfd):
+    with StopSignal("it ends soon") as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr() == ("received SIGUSR1: it ends soon\n", "")
+    terminal = os.dup(1)
+    os.close(1)
+    try:
+        with StopSignal("it ends soon") as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+    finally:
+        os.dup2(terminal, 1)
+        os.close(terminal)
+
+
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_signals_are_remembered_and_handlers_put_back(signum):
     before = signal.getsignal(signum)

@@ -63,6 +63,11 @@ def test_a_second_run_is_refused_with_who_has_it_and_goes_on_after_a_kill(tmp_pa
     assert list(output_dir.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_no_other_run():
+    with pytest.raises(ConfigError, match="^output_dir: value '/proc/x' cannot be written .*; give a folder that can$"):
+        RunLock(pathlib.Path("/proc/x"), wait_s=0.2).acquire()
+
+
 def test_it_waits_for_a_run_that_is_about_to_end_and_leaves_nothing(tmp_path):
     output_dir = tmp_path / "runs" / "demo"
     first, second = RunLock(output_dir), RunLock(output_dir)
