@@ -114,9 +114,8 @@ class EqualRewards:
 
     def note(self, batch: Batch, scores_S: Tensor, recipe: Recipe) -> str | None:
         """What to say of a rollout, of the first such one and of each 10th in a row. scores_S: in the order of `batch`."""
-        small = (
-            float(batch.token_fields["advantages"].abs().max()) < 1e-6
-        )  # a KL or a length in the rewards makes them larger
+        # A KL or a length in the rewards makes advantages of equal rewards larger.
+        small = float(batch.token_fields["advantages"].abs().max()) < 1e-6
         groups_S = batch.sequence_fields["groups"]
         grouped = ESTIMATORS[recipe.advantage].needs == "groups_S"
         if not (grouped and small and not bool(groups_with_signal(scores_S, groups_S).any())):
@@ -127,9 +126,8 @@ class EqualRewards:
             return None
         self._said = True
         count = f" ({self._in_a_row} rollouts in a row)" if self._in_a_row > 1 else ""
-        beside = [
-            what for what, coef in (("the KL", recipe.kl_in == "loss"), ("the entropy", recipe.entropy_coef)) if coef
-        ]
+        terms = (("the KL", recipe.kl_in == "loss"), ("the entropy", recipe.entropy_coef != 0))
+        beside = [what for what, is_there in terms if is_there]
         nothing = "nothing but " + " and ".join(beside) if beside else "nothing"
         return (
             f"every group's rewards are equal{count}: this rollout trains {nothing}; if it stays so, give prompts of another "
