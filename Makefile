@@ -1,4 +1,4 @@
-# make quickstart   a venv, the install, and a first training run: about five minutes
+# make quickstart   a venv, the install, and first training runs: about ten minutes
 # make test         the tests that run on every change (the long tier is `make test-slow`)
 # make lint         ruff, as CI runs it
 # make parity       the table of layouts against Hugging Face

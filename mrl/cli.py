@@ -207,12 +207,16 @@ def _sft_comments(config: SFTConfig, dims: ParallelDims) -> list[str]:
 
 
 def _ppo_comments(config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+    from mrl.algorithms.configured import configured_recipe
+    from mrl.algorithms.recipes import in_words
+
     train, per_iteration = config.train, config.steps_per_iteration
     lines = [
         f"{part.role}: {part.engine.backend} {dims.describe()} on {_processes(dims)}, micro-batches of "
         f"{_micro_batch(part.engine, config.max_length)}"
         for part, dims in zip(parts, layouts, strict=True)
     ]
+    lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
     lines.append(
         f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained on in "
         f"{per_iteration} steps of {config.mini_batch_size} sequences"

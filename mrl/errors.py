@@ -13,6 +13,13 @@ class ConfigError(UserError):
     """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; what would work`."""
 
 
+def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
+    """The line on an output_dir that cannot be made or written. at: the file or folder that `error` is about."""
+    return ConfigError(
+        f"output_dir: value {output_dir!r} cannot be written ({at}: {error.strerror or error}); give a folder that can"
+    )
+
+
 class DataError(UserError):
     """A data file or row is wrong: `file:line: what is wrong; what would work`."""
 

@@ -113,13 +113,16 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
         "# actor: megatron tp2+spxdp3 on 6 processes, micro-batches of up to 4096 tokens",
         "# critic: fsdp dp6 on 6 processes, micro-batches of up to 4096 tokens",
         "# reference: megatron pp3xdp2 on 6 processes, micro-batches of 2 sequences",
+        "# algorithm: advantage=gae, objective=clip, ratio=token, aggregation=token_mean, whiten=true, gamma=1.0, lam=0.95, "
+        "clip_low=0.2, clip_high=0.2, dual_clip=0.0, value_clip=0.2, kl_in=reward, kl_estimator=k1, kl_coef=0.02, "
+        "kl_target=0.0, entropy_coef=0.0, correction=none, dynamic_sampling=false, overlong_fraction=0.0",
         "# iteration: 2 prompts x 4 samples, trained on in 3 steps of 8 sequences",
         "# length: 12 steps, 4 iterations",
     ]
     assert workspace.snapshot() == before
     epochs = invoke("ppo", "ppo.yaml", "train.steps=null", "--dry-run").stdout.splitlines()
-    assert epochs[-3:] == [
-        "# reference: megatron dp1 on 1 process, micro-batches of up to 4096 tokens",
+    assert epochs[-4] == "# reference: megatron dp1 on 1 process, micro-batches of up to 4096 tokens"
+    assert epochs[-2:] == [
         "# iteration: 2 prompts x 4 samples, trained on in 2 steps of 4 sequences",
         "# length: 1 epochs of the prompts, in whole iterations",
     ]

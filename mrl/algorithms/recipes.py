@@ -156,6 +156,13 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     return made
 
 
+def in_words(recipe: Recipe) -> str:
+    """Every part that is read, as "advantage=grpo, objective=clip, ...": what a name and null keys come to."""
+    unread = {key for key, (_, is_read) in READ_WITH.items() if not is_read(recipe)}
+    parts = ((name, value) for name, value in dataclasses.asdict(recipe).items() if name not in unread)
+    return ", ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in parts)
+
+
 def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(str(value), choices, n=1)
     return (

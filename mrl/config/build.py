@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mrl.config.aliases import ALIASES
 from mrl.config.keys import Key, expected, kind, nearest, section_keys, show, walk
 from mrl.errors import ConfigError
 
@@ -53,6 +54,9 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
         dotted = f"{dotted}.{below}"
         if f"{guess}.{below}" in {key.path for key in walk(root)}:
             guess = f"{guess}.{below}"
+    elsewhere = ALIASES.get(dotted, ())
+    if elsewhere and {key.path for key in walk(root)}.issuperset(elsewhere):
+        guess = " and ".join(elsewhere)
     known = ", ".join(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     return ConfigError(f"{dotted}: value {show(value)} is given to an unknown key; {advice}")

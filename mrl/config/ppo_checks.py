@@ -252,7 +252,8 @@ def _check_best(config: PPOConfig) -> None:
         )
     written = written_metrics(config)
     if checkpoint.best not in written:
-        close = difflib.get_close_matches(checkpoint.best, written, n=1)
+        same_name = [name for name in written if name.rsplit("/", 1)[-1] == checkpoint.best.rsplit("/", 1)[-1]]
+        close = same_name if len(same_name) == 1 else difflib.get_close_matches(checkpoint.best, written, n=1)
         advice = f"did you mean {close[0]}?" if close else f"give one of {', '.join(written)}"
         raise ConfigError(
             f"checkpoint.best: value {show(checkpoint.best)} is no metric that the run can be best at; {advice}"

@@ -89,13 +89,33 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     }
     breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}
     if breaking:
-        key, (before, after) = next(iter(breaking.items()))
-        rest = "".join(f"; {k} was {show(b)} and is {show(a)}" for k, (b, a) in list(breaking.items())[1:])
+        (key, before, after), *others = (_innermost(key, *pair) for key, pair in breaking.items())
+        rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
         raise ConfigError(
-            f"{key}: value {show(after)} is not the {show(before)} that the checkpoint was saved with{rest}; "
+            f"{key}: value {_short(after)} is not the {_short(before)} that the checkpoint was saved with{rest}; "
             "set the saved values again, or start anew with another output_dir"
         )
     return [_note(key, *pair) for key, pair in differing.items()]
+
+
+def _innermost(key: str, before: Any, after: Any) -> tuple[str, Any, Any]:
+    """The first key, entry of a list or both below `key` that differs, with its values: a list of mappings is too long to
+    show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        entries = enumerate(zip(before, after, strict=True))
+        pairs = [(f"{key}[{i}]", b, a) for i, (b, a) in entries if isinstance(b, Mapping) and isinstance(a, Mapping)]
+    elif isinstance(before, Mapping) and isinstance(after, Mapping) and key not in _WHOLE:
+        names = [*before, *(name for name in after if name not in before)]
+        pairs = [(f"{key}.{name}", *(_plain(data.get(name, ABSENT)) for data in (before, after))) for name in names]
+    return next((_innermost(*pair) for pair in pairs if pair[1] != pair[2]), (key, before, after))
+
+
+def _short(value: Any) -> str:
+    """As `show`, but a list of mappings by its length: those of two would be cut before they differ."""
+    if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        return f"[{len(value)} {'entry' if len(value) == 1 else 'entries'}]"
+    return show(value)
 
 
 def _note(key: str, before: Any, after: Any) -> str:

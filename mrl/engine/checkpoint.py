@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 LATEST = "latest"
+BEST = "best"
 FORMAT = "mrl-checkpoint"
 FORMAT_VERSION = 2
 ROLES = "roles"

@@ -11,16 +11,19 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import fsspec
 import fsspec.exceptions
 
 from mrl.engine import checkpoint
-from mrl.engine.checkpoint import LATEST, MARKER, PREFIX, Marker
+from mrl.engine.checkpoint import BEST, LATEST, MARKER, PREFIX, Marker
 from mrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_SYSTEM_ERRORS = (OSError, fsspec.exceptions.FSTimeoutError)
 PAUSES_S = (1.0, 10.0, 30.0)
@@ -49,17 +52,36 @@ def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[
     names of folders that stay as well. After an error of the file system the copy is begun again after each of PAUSES_S;
     then CheckpointError.
     """
+    return _persist(
+        lambda: _upload(path, url, keep, protect),
+        f"{path} cannot be copied to {url}",
+        f"the checkpoint in {path} is whole: when {url} can be written again, the same command copies it and goes on",
+    )
+
+
+def name_best(url: str, name: str) -> None:
+    """Writes `url/best`, the name of the best checkpoint yet, where that one is at the URL. Tried again as an upload is."""
+
+    def write() -> None:
+        files, base = _open(url)
+        if files.exists(f"{base}/{name}/{MARKER}"):
+            files.pipe_file(f"{base}/{BEST}", f"{name}\n".encode())
+
+    _persist(write, f"the name of the best checkpoint, {name}, cannot be written at {url}", "the same command goes on")
+
+
+def _persist(write: Callable[[], T], failure: str, advice: str) -> T:
+    """Calls `write` until the file system does not refuse, at most len(PAUSES_S) + 1 times; then CheckpointError."""
     for pause_s in (*PAUSES_S, None):
         try:
-            return _upload(path, url, keep, protect)
+            return write()
         except FILE_SYSTEM_ERRORS as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if pause_s is None:
                 raise CheckpointError(
-                    f"checkpoint.remote: {path} cannot be copied to {url} ({what}; tried {len(PAUSES_S) + 1} times); the checkpoint "
-                    f"in {path} is whole: when {url} can be written again, the same command copies it and goes on"
+                    f"checkpoint.remote: {failure} ({what}; tried {len(PAUSES_S) + 1} times); {advice}"
                 ) from error
-            logger.warning("%s: copying to %s failed (%s); again in %g s", path, url, what, pause_s)
+            logger.warning("%s (%s); again in %g s", failure, what, pause_s)
             time.sleep(pause_s)
     raise AssertionError("unreachable")
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
 from mrl.config.load import to_dict
 from mrl.config.roots import Config, command_of
-from mrl.errors import Stopped, UserError
+from mrl.errors import Stopped, UserError, unwritable
 from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
 
 GRACE_S = 5.0
@@ -57,7 +57,10 @@ def launch(target: str, config: Config, command_line: str, nproc: int) -> None:
     KeyboardInterrupt after Ctrl-C. No process is left in any case. Call it in the main thread.
     """
     log_dir = pathlib.Path(config.output_dir).absolute() / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(config.output_dir, log_dir, error) from None
     with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name:
         folder = pathlib.Path(name)
         task = Task(target, command_of(config), to_dict(config), command_line, str(log_dir), os.getpid())

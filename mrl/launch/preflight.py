@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import pathlib
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from mrl.config.rewards import FunctionReward
 from mrl.config.roles import ROLES, engine_of, keys_of, model_of, roles_of
 from mrl.config.roots import Config
 from mrl.config.schema import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, SFTConfig
-from mrl.errors import ConfigError, DataError, ModelError
+from mrl.errors import ConfigError, DataError, ModelError, unwritable
 from mrl.parallel import ParallelDims
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
@@ -206,12 +207,14 @@ def _is_missing(path: str) -> bool:
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
         raise ConfigError('output_dir: value "" is empty; give a folder, as in runs/demo')
-    folder = pathlib.Path(output_dir).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir: value {output_dir!r} is a file; give a folder")
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(f"output_dir: value {output_dir!r} cannot be written ({existing}); give a folder that can")
+    folder = existing = pathlib.Path(output_dir).absolute()
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"output_dir: value {output_dir!r} is a file; give a folder")
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
+    except OSError as error:
+        raise unwritable(output_dir, existing, error) from None
 
 
 def _check_rollout(config: PPOConfig) -> None:

@@ -94,6 +94,14 @@ def _completion_decides_time(reward: Reward) -> bool:
     return isinstance(reward, RegexReward | MathReward)
 
 
+def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
+    """Lines for the console: the first faults, and how many more there were."""
+    rest = len(faults) - most
+    what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
+    more = [f"and {rest:,} more {what}"] if rest > 0 else []
+    return [*faults[:most], *more]
+
+
 def metrics(scores: Scores) -> dict[str, float]:
     """`reward/mean` and `reward/std` of the totals, the same by label (`reward/gsm8k/mean`), `reward/faults`: how many
     counted as 0. std is the population's. Of all samples of a step; empty without samples."""

@@ -64,17 +64,20 @@ class Answer:
     timed_out: bool = False
 
 
-def as_float(value: Any) -> float:
-    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names others."""
+def as_float(value: Any, what: str = "") -> float:
+    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names others.
+
+    what: said after the value, as " as the reward".
+    """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise ValueError(f"returned {shown} ({type(value).__name__}), which is no number")
+        raise ValueError(f"returned {shown} ({type(value).__name__}){what}, which is no number")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, which is not finite")
+        raise ValueError(f"returned {number}{what}, which is not finite")
     return number
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.engine import collective
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, ModelError
 from mrl.roles import checkpoint
 
 T = TypeVar("T")
@@ -100,9 +100,17 @@ class WorkerDispatch:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        """Builds every role, one after the other; those that are built wait on the host where idle ones do."""
-        for engine in self.engines.values():
-            engine.init_model()
+        """Builds every role, one after the other; those that are built wait on the host where idle ones do.
+
+        A ModelError names the folder; of a role beside the actor it names its key too.
+        """
+        for role, engine in self.engines.items():
+            try:
+                engine.init_model()
+            except ModelError as error:
+                if role == "actor":
+                    raise
+                raise ModelError(f"{role}.model.path: {error}") from None
             if self.offload_idle:
                 engine.to("host")
 

@@ -51,15 +51,15 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
             raise ConfigError(f"{key}: {spec}: {name} has no method {method}; write def {method}(self, ...)")
-    for what, call, arguments in (
-        (f"{name}()", environment, ()),
-        ("reset(row)", environment.reset, (None, {})),
-        ("step(text)", environment.step, (None, "text")),
+    for what, written, call, arguments in (
+        (f"{name}()", "__init__(self)", environment, ()),
+        ("reset(row)", "reset(self, row)", environment.reset, (None, {})),
+        ("step(text)", "step(self, text)", environment.step, (None, "text")),
     ):
         try:
             inspect.signature(call).bind(*arguments)
         except TypeError as error:
-            raise ConfigError(f"{key}: {spec}: cannot be called as {what}: {error}") from None
+            raise ConfigError(f"{key}: {spec}: cannot be called as {what}: {error}; write def {written}") from None
     return environment
 
 
@@ -200,7 +200,7 @@ class Environments:
         if not isinstance(value, tuple | list) or len(value) != 3:
             raise ValueError(f"returned {_shown(value)}, which is not (observation, reward, done)")
         observation, reward, done = value
-        reward = as_float(reward)
+        reward = as_float(reward, " as the reward")
         if hasattr(done, "item"):  # NumPy's
             done = done.item()
         if not isinstance(done, bool):

@@ -38,6 +38,8 @@ LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
 class Console:
     """Says nothing: what every process but the main one has, and `log.console: none`."""
 
+    shows = False
+
     def say(self, line: str) -> None:
         """Shows one line."""
 
@@ -56,6 +58,8 @@ class Console:
 
 class PlainConsole(Console):
     """A line per step."""
+
+    shows = True
 
     def __init__(self) -> None:
         self._clock = _Clock(0, 0)
@@ -76,6 +80,8 @@ class PlainConsole(Console):
 
 class LiveConsole(Console):
     """A progress bar at the bottom of the terminal; lines scroll above it."""
+
+    shows = True
 
     def __init__(self) -> None:
         self._terminal = RichTerminal(highlight=False, soft_wrap=True)

@@ -9,9 +9,12 @@ scored (rl/scoring.py).
 from __future__ import annotations
 
 from mrl import metrics
+from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
+from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
+from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import already_done, check_outside, export, say_left_out
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
@@ -44,7 +47,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     dispatch.init_model()
     progress, experience = restore(trainer, start)
-    dispatch.on_main(lambda: directory.prepare(config, command_line))
+    dispatch.on_main(lambda: directory.prepare(config, command_line, [f"algorithm: {in_words(trainer.recipe)}"]))
     log = metrics.open_metrics(
         directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
         run_id=progress.run_id, enabled=dispatch.is_main,
@@ -107,7 +110,8 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         raise saved_before(trainer, progress, None, error, log) from error
     experience, progress.pending = prepare(trainer, progress, collected)
     show_rollout(trainer, progress.step + 1, collected, experience)
-    for note in (*trainer.source.take_notes(), *collected.scores.faults, *collected.greedy[1].faults):
+    faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
+    for note in (*trainer.source.take_notes(), *faults):
         trainer.console.say(note)
     if trainer.stop_requested:
         log.sync()
@@ -165,7 +169,7 @@ def finish_step(trainer: Trainer, progress: Progress, experience: Experience | N
         log.sync()
         saved = save(trainer, progress, experience)
         if is_best:
-            dispatch.on_main(lambda: trainer.directory.name_best(saved))
+            dispatch.on_main(lambda: trainer.directory.name_best(step_name(progress.step), config.checkpoint.remote))
         if stop_requested:
             raise stopped_at(trainer, progress, experience, saved=saved)
 

@@ -64,11 +64,15 @@ class RunDirectory:
         """What a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
-    def prepare(self, config: Config, command_line: str) -> None:
-        """Makes the directory and writes config.yaml, at once or not at all."""
+    def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
+        """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
-        header = HEADER.format(command=command_of(config)) + _provenance(command_line)
+        header = (
+            HEADER.format(command=command_of(config))
+            + _provenance(command_line)
+            + "".join(f"# {note}\n" for note in notes)
+        )
         temporary.write_text(header + dump_config(config), encoding="utf-8")
         os.replace(temporary, self.config)
 
@@ -80,15 +84,18 @@ class RunDirectory:
         torch.save({"step": step, "rows": list(rows), **tensors}, path)
         return path
 
-    def name_best(self, checkpoint: str) -> None:
-        """Writes checkpoints/best, the name of the best checkpoint yet, as `latest` has that of the newest."""
-        temporary = self.checkpoints / "best.tmp"
-        temporary.write_text(os.path.basename(checkpoint) + "\n", encoding="utf-8")
-        os.replace(temporary, self.checkpoints / "best")
+    def name_best(self, name: str, remote: str | None) -> None:
+        """Writes the name of the best checkpoint yet where that one is: to checkpoints/best, and beside the copies at `remote`."""
+        if (self.checkpoints / name).exists():
+            temporary = self.checkpoints / f"{checkpoint.BEST}.tmp"
+            temporary.write_text(f"{name}\n", encoding="utf-8")
+            os.replace(temporary, self.checkpoints / checkpoint.BEST)
+        if remote is not None:
+            checkpoint_remote.name_best(remote, name)
 
     def best(self) -> tuple[str, ...]:
         """The name of the best checkpoint, where there is one."""
-        named = self.checkpoints / "best"
+        named = self.checkpoints / checkpoint.BEST
         return (named.read_text(encoding="utf-8").strip(),) if named.exists() else ()
 
     def forget_export(self) -> None:

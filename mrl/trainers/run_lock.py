@@ -10,7 +10,7 @@ import pathlib
 import socket
 import time
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,16 @@ class RunLock:
         self.output_dir, self.wait_s = output_dir, wait_s
         self._descriptor: int | None = None
         self._made: list[pathlib.Path] = []
+        self._gone: FileNotFoundError | None = None
 
     def acquire(self) -> None:
-        """Takes the lock; raises ConfigError where another run still has it after `wait_s`."""
+        """Takes the lock; raises ConfigError where another run still has it after `wait_s`, or there can be no folder."""
         self._made = [folder for folder in (self.output_dir, *self.output_dir.parents) if not folder.exists()]
         deadline = time.monotonic() + self.wait_s
         while not self._try():
             if time.monotonic() > deadline:
+                if self._gone is not None:
+                    raise unwritable(str(self.output_dir), self.output_dir, self._gone)
                 raise ConfigError(
                     f"output_dir: value {str(self.output_dir)!r} is in use by another run ({self._holder()}); "
                     "wait for it, stop it, or give another output_dir"
@@ -60,12 +63,14 @@ class RunLock:
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # a run that ended has just removed the folder
+        except FileNotFoundError as error:  # a run that ended has just removed the folder; or none can be made there
+            self._gone = error
             return False
         except OSError as error:
             raise ConfigError(
                 f"output_dir: value {str(self.output_dir)!r} cannot be locked ({error}); give a folder that can be written"
             ) from error
+        self._gone = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

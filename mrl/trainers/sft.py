@@ -85,7 +85,8 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     source = BatchSource(
         train_set, global_batch_size=config.train.global_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
-    with StopSignal() as stop:
+    says = "the run saves and stops at the end of the step at hand" if console.shows else None
+    with StopSignal(says) as stop:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
         trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop, template)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import types
 
@@ -9,12 +11,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Inside `with`, SIGTERM and SIGUSR1 set `name` and do nothing else, however often they come.
+    """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so, and do nothing else, however often they come.
 
+    says: what follows, in words: the first one is answered at once with that line on standard output; None: with nothing.
     SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit (`--signal=USR1@60`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: str | None = None) -> None:
+        self.says = says
         self.name: str | None = None
         self._before: dict[int, object] = {}
 
@@ -36,7 +40,14 @@ class StopSignal:
             signal.signal(signum, handler)
 
     def _remember(self, signum: int, frame: types.FrameType | None) -> None:
-        self.name = self.name or signal.Signals(signum).name
+        if self.name is not None:
+            return
+        self.name = signal.Signals(signum).name
+        if self.says is not None:
+            with contextlib.suppress(OSError):  # a terminal that is gone must not keep the run from saving
+                clear = "\r\x1b[2K" if os.isatty(1) else ""  # of a progress bar, which is drawn again below
+                # Not by print: the signal may have come in the middle of one.
+                os.write(1, f"{clear}received {self.name}: {self.says}\n".encode())
 
 
 def signal_name(number: float) -> str:

@@ -7,6 +7,11 @@ from tests.bad_input.kit import MOE, Case, set_model, set_other_model
 CASES = [
     # Keys.
     Case("key of mrl sft", "model.path", ("unknown key", "did you mean actor.model.path?"), ("model.path=x",)),
+    Case("TRL's name of a key", "algorithm.beta", ("did you mean algorithm.kl_coef?",), ("algorithm.beta=0.1",)),
+    Case("TRL's name of two keys", "algorithm.epsilon", ("did you mean algorithm.clip_low and algorithm.clip_high?",), ("algorithm.epsilon=0.1",)),
+    Case("TRL's name of another section's key", "algorithm.num_generations", ("did you mean rollout.samples_per_prompt?",), ("algorithm.num_generations=4",)),
+    Case("verl's name of a key", "rollout.n", ("did you mean rollout.samples_per_prompt?",), ("rollout.n=4",)),
+    Case("a metric of another kind", "checkpoint.best", ("did you mean eval/accuracy?",), ("checkpoint.best=reward/accuracy", "data.eval=rows.jsonl")),
     Case("missing algorithm", "algorithm.name", ("is missing",), ("algorithm=null",)),
     Case("unknown key of a role", "critic.engine.backed", ("did you mean critic.engine.backend?",), ("critic.engine.backed=fsdp",)),
     Case("unknown key of an engine that may be null", "reference.engine.tp", ("did you mean",), ("reference.engine={tp: 2}",)),

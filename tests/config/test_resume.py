@@ -123,7 +123,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         ({"critic": {"optimizer": {"lr": 1.0}}}, "critic.optimizer.lr"),
         ({"reference": {"update_every": 5}}, "reference.update_every"),
         ({"reward": {"model": {"path": "judge"}}}, "reward.model.path"),
-        ({"rewards": {"functions": [{"name": "math"}]}}, "rewards.functions"),
+        ({"rewards": {"functions": [{"name": "math"}]}}, r"rewards.functions\[0\].name"),
         ({"rewards": None, "rollout": {"environment": "e.py:E"}}, "rewards"),
         ({"algorithm": {"lam": 0.9}}, "algorithm.lam"),
         ({"rollout": {"temperature": 0.5}}, "rollout.temperature"),
@@ -134,6 +134,19 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
 def test_ppo_what_breaks_the_run_is_refused(sections, key):
     with pytest.raises(ConfigError, match=f"^{key}: value .* is not the .* that the checkpoint was saved with"):
         check_resume(plain_ppo(), plain_ppo(**sections))
+
+
+@pytest.mark.parametrize(
+    ("functions", "says"),
+    [
+        ([{"name": "gsm8k", "strict": True}], r"rewards.functions\[0\].strict: value true is not the false that"),
+        ([{"name": "gsm8k", "weight": 2}], r"rewards.functions\[0\].weight: value 2.0 is not the 1.0 that"),
+        ([{"name": "gsm8k"}, {"name": "math"}], r"rewards.functions: value \[2 entries\] is not the \[1 entry\] that"),
+    ],
+)
+def test_ppo_of_rewards_the_innermost_key_that_differs_is_named(functions, says):
+    with pytest.raises(ConfigError, match=f"^{says} the checkpoint was saved with; set the saved"):
+        check_resume(plain_ppo(rewards={"functions": [{"name": "gsm8k"}]}), plain_ppo(rewards={"functions": functions}))
 
 
 def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():

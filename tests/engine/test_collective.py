@@ -31,7 +31,7 @@ def test_a_mini_batch_of_which_nothing_counts_divides_by_1():
 
 
 PROGRAM = """
-    import os
+    import glob
     import torch
     import torch.distributed as dist
     from mrl.engine import collective
@@ -53,8 +53,8 @@ PROGRAM = """
             parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(),
         ):
             assert timeout(group) == collective.TIMEOUT, timeout(group)
-    threads = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-    assert threads.count("gloo_tcp_loop") == 1, threads
+    threads = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+    assert threads.count("gloo_tcp_loop") <= 1, threads  # 0 before the thread has named itself
 """
 
 

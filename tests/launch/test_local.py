@@ -17,6 +17,7 @@ from mrl import cli
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
+from mrl.errors import ConfigError
 from mrl.launch import local
 from tests.config.test_load import BASE, PPO_BASE
 
@@ -173,6 +174,12 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
 def test_ranks_get_the_config_of_their_command(tmp_path, root, raw):
     local.launch("tests.launch.targets:root", from_dict(raw | {"output_dir": str(tmp_path)}, root), "mrl x c.yaml", 1)
     assert notes(tmp_path, "root") == [f"{root.__name__} mrl x c.yaml"]
+
+
+def test_logs_that_cannot_be_made_are_the_users_mistake():
+    config = from_dict(BASE | {"output_dir": "/proc/x"})
+    with pytest.raises(ConfigError, match="^output_dir: value '/proc/x' cannot be written"):
+        local.launch("tests.launch.targets:root", config, "mrl sft c.yaml", 1)
 
 
 def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path, monkeypatch):

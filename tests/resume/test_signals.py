@@ -26,11 +26,16 @@ def start_and_signal(run, signum, to, *, after_steps):
         pids = processes(process.pid)
         assert len(pids) == run.world + (run.world > 1), "a single process needs no launcher"
         os.kill(pids[{"launcher": 0, "rank 0": min(1, len(pids) - 1), "last rank": -1}[to]], signum)
-        code, _, err = run.finish(process)
+        code, out, err = run.finish(process)
     finally:
         process.kill()
         process.wait()
     assert are_gone(pids, within_s=5), "processes are left"
+    answer = f"received {signum.name}: the run saves and stops at the end of the step at hand"
+    told = signum != signal.SIGINT and (
+        to != "last rank" or run.world == 1
+    )  # the launcher and rank 0 reach the main process
+    assert out.splitlines().count(answer) == int(told), out
     return code, err
 
 

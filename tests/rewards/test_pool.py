@@ -115,7 +115,7 @@ def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
     )
     assert outcomes[1] == Outcome(None, "took longer than 1.5 s", timed_out=True)
     assert [o.value is None for o in outcomes] == [False, True, False, False]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert len(pool.pids) <= 2 and pool.run(scripts("give 5"))[0].value == 5
 
 
@@ -124,7 +124,7 @@ def test_async_calls_run_together(path):
         pool.run(scripts("give 1", name="async_script"))
         start = time.monotonic()
         assert [o.value for o in pool.run(scripts(*["sleep 0.5"] * 16, name="async_script"))] == [1.0] * 16
-        assert 1.0 <= time.monotonic() - start < 2.5  # 16 calls, 8 at a time
+        assert 1.0 <= time.monotonic() - start < 5  # 16 calls, 8 at a time, and not 8 s
         assert pool.run(scripts("same loop", "same loop", name="async_script")) == [Outcome(1.0)] * 2
 
 

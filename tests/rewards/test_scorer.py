@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mrl.config.rewards import parse_rewards
 from mrl.errors import RewardError, UserError
-from mrl.rewards.scorer import Sample, Scorer, Scores, metrics
+from mrl.rewards.scorer import Sample, Scorer, Scores, faults_in_words, metrics
 from tests.rewards.kit import write_functions
 
 ANSWER = "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 10"
@@ -67,6 +67,13 @@ def test_a_fault_stops_or_counts_as_zero(path, completion, fault):
     assert scores.parts["script"] == (1.0, 10.0, 0.0, 0.0) and scores.totals == (1.0, 11.0, 0.0, 0.0)
     assert len(scores.faults) == 2 and re.fullmatch(f"{expected}; counts as 0", scores.faults[0])
     assert issubclass(RewardError, UserError)
+
+
+def test_many_faults_are_three_lines_and_a_count():
+    faults = [f"row {i}: bad; counts as 0" for i in range(1024)]
+    assert faults_in_words(faults[:3]) == faults[:3] and faults_in_words(()) == []
+    assert faults_in_words(faults[:4])[3] == "and 1 more fault of rewards, which counts as 0"
+    assert faults_in_words(faults) == [*faults[:3], "and 1,021 more faults of rewards, which count as 0"]
 
 
 def test_a_named_reward_with_a_bad_row_names_both():

@@ -41,6 +41,11 @@ def test_exact_match_names_the_fields_of_a_row_without_its_own():
         exact_match("q", "a", {"answer": "a", "id": 1}, ExactMatchReward(field="target"))
 
 
+def test_exact_match_says_that_a_field_is_null():
+    with pytest.raises(ValueError, match="^the row's field 'answer' is null; give it a value$"):
+        exact_match("q", "a", {"prompt": "q", "answer": None}, ExactMatchReward())
+
+
 @given(st.text())
 def test_normalize_changes_nothing_the_second_time(text):
     once = normalize(text)

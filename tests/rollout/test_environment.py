@@ -23,7 +23,7 @@ def path(tmp_path):
         ("Counts", "Counts does not exist in {path}; its classes are Answers, Count, Guess"),
         ("function", "function is no class in {path}; its classes are"),
         ("NoStep", "NoStep has no method step; write def step(self, ...)"),
-        ("WrongStep", "cannot be called as step(text): too many positional arguments"),
+        ("WrongStep", "cannot be called as step(text): too many positional arguments; write def step(self, text)"),
         ("Needs", "cannot be called as Needs(): missing a required argument: 'what'"),
     ],
 )
@@ -32,6 +32,13 @@ def test_what_is_no_environment(path, name, message):
         make_rollouts(Says(TOKENIZER, "fox"), environment=f"{path}:{name}")
     assert str(error.value).startswith(f"rollout.environment: {path}:{name}: ")
     assert message.format(path=path) in str(error.value)
+
+
+def test_a_reset_without_the_row_is_told_how_to_be_written(tmp_path):
+    file = tmp_path / "no_row.py"
+    file.write_text("class Env:\n    def reset(self): ...\n    def step(self, text): ...\n")
+    with pytest.raises(ConfigError, match=r"cannot be called as reset\(row\): .*; write def reset\(self, row\)$"):
+        load_environment(f"{file}:Env")
 
 
 def test_a_file_that_is_not_there(tmp_path):
@@ -56,11 +63,11 @@ def answer(path, row, name="Answers", **keys):
     [
         ("raise", "step raised ValueError: no such fox (envs.py:58); correct the environment"),
         ("exit", "step raised SystemExit: 3 (envs.py:60); correct the environment"),
-        ("nan", "step returned nan, which is not finite"),
+        ("nan", "step returned nan as the reward, which is not finite"),
         ("object", "step returned the observation with something that is no plain data (Object of type Answers"),
         (None, "step returned None (NoneType), which is not (observation, reward, done)"),
         (["fox", 1], "step returned ['fox', 1] (list), which is not (observation, reward, done)"),
-        (["fox", "1", False], "step returned '1' (str), which is no number"),
+        (["fox", "1", False], "step returned '1' (str) as the reward, which is no number"),
         (["fox", 1, 1], "step returned 1 (int) as done, which is not True or False"),
         ([None, 1, False], "step returned no observation, and done is False"),
         ([5, 1, False], "step returned 5 (int) as the observation; give text, a message or a list of messages"),
@@ -109,7 +116,7 @@ def test_messages_without_a_chat_template(path):
 def test_a_call_that_takes_too_long(path, name):
     start = time.monotonic()
     message = answer(path, {"answer": "hang"}, name, environment_timeout_s=0.3)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     what = "row train.jsonl:2: step" if name == "Answers" else "row train.jsonl:1: reset"
     assert f"{what} took more than 0.3 s; make it faster, or raise rollout.environment_timeout_s" in message
 
@@ -122,7 +129,7 @@ def test_calls_of_a_round_run_at_the_same_time(path, name):
         start = time.monotonic()
         environments.reset(prompts)
         assert environments.step([(i, "dog") for i in range(20)]) == [Step("fox", 0.5, True)] * 20
-        assert time.monotonic() - start < 2, "20 calls of 0.2 s, twice, one after the other take 8 s"
+        assert time.monotonic() - start < 6, "20 calls of 0.2 s, twice, one after the other take 8 s"
     environments.close()
 
 

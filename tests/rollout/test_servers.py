@@ -120,7 +120,7 @@ def test_a_dead_server_is_one_line_and_ends_the_others(two):
         match=rf"^rollout.server.urls: {servers[1].url} \S+ cannot be reached \(.*\), after 4 tries; [^\n]*$",
     ):
         sampler.sample(asked())
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
     servers[0].faults.clear()
     assert servers[0].version == sampler._version

@@ -81,6 +81,22 @@ def test_the_live_bar_shows_values_and_ends_twice(monkeypatch, capsys):
 # ------------------------------------------------------------------------------------------------------------- signals
 
 
+def test_the_first_signal_is_answered_at_once_and_a_gone_terminal_is_no_error(capfd):
+    with StopSignal("it ends soon") as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr() == ("received SIGUSR1: it ends soon\n", "")
+    terminal = os.dup(1)
+    os.close(1)
+    try:
+        with StopSignal("it ends soon") as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+    finally:
+        os.dup2(terminal, 1)
+        os.close(terminal)
+
+
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_signals_are_remembered_and_handlers_put_back(signum):
     before = signal.getsignal(signum)
@@ -161,7 +177,8 @@ def start_of(output_dir: pathlib.Path, **section):
 def test_config_yaml_names_its_command_and_loads_again(tmp_path, root, raw, command):
     config = from_dict(raw | {"output_dir": str(tmp_path)}, root)
     run = RunDirectory(tmp_path)
-    run.prepare(config, f"mrl {command} c.yaml")
+    run.prepare(config, f"mrl {command} c.yaml", ["algorithm: clip_low=0.2"])
+    assert "\n# algorithm: clip_low=0.2\n" in run.config.read_text()
     assert f"`mrl {command}` takes this file" in run.config.read_text().splitlines()[0]
     assert load_config(run.config, root=root) == config
     make_checkpoint(run.checkpoints, 3)

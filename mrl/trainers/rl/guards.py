@@ -12,6 +12,7 @@ from torch import Tensor
 from mrl.algorithms.advantages import ESTIMATORS
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.algorithms.recipes import Recipe
+from mrl.algorithms.shaping import groups_with_signal
 from mrl.batch import Batch
 from mrl.errors import TrainingError
 
@@ -100,3 +101,35 @@ def check_groups(batch: Batch, scores_S: Tensor, recipe: Recipe) -> None:
         return
     if abs(total) > 1e-5 * max(size, 1e-3):  # they are kept in fp32
         raise TrainingError(f"the advantages {where} add up to {total:.3g}, not to 0; report this")
+
+
+class EqualRewards:
+    """Notices rollouts from which an algorithm of group differences learns nothing. They are allowed: a task may be too hard
+    at first, and such a step leaves the policy about where it is. But a run of them is a mistake that a person should see."""
+
+    EVERY = 10
+
+    def __init__(self) -> None:
+        self._in_a_row, self._said = 0, False
+
+    def note(self, batch: Batch, scores_S: Tensor, recipe: Recipe) -> str | None:
+        """What to say of a rollout, of the first such one and of each 10th in a row. scores_S: in the order of `batch`."""
+        # A KL or a length in the rewards makes advantages of equal rewards larger.
+        small = float(batch.token_fields["advantages"].abs().max()) < 1e-6
+        groups_S = batch.sequence_fields["groups"]
+        grouped = ESTIMATORS[recipe.advantage].needs == "groups_S"
+        if not (grouped and small and not bool(groups_with_signal(scores_S, groups_S).any())):
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        if self._said and self._in_a_row % self.EVERY:
+            return None
+        self._said = True
+        count = f" ({self._in_a_row} rollouts in a row)" if self._in_a_row > 1 else ""
+        terms = (("the KL", recipe.kl_in == "loss"), ("the entropy", recipe.entropy_coef != 0))
+        beside = [what for what, is_there in terms if is_there]
+        nothing = "nothing but " + " and ".join(beside) if beside else "nothing"
+        return (
+            f"every group's rewards are equal{count}: this rollout trains {nothing}; if it stays so, give prompts of another "
+            "difficulty, more rollout.samples_per_prompt, or rewards that tell completions apart"
+        )

@@ -81,7 +81,8 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
         ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
-        stop = ends.enter_context(StopSignal())
+        says = "the run saves and stops at the end of the rollout or step at hand" if console.shows else None
+        stop = ends.enter_context(StopSignal(says))
         collector = Collector(
             lambda count: take_together(source, count, dispatch), rollouts, scores,
             prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,

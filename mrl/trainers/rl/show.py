@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.config.ppo import PPOConfig
-from mrl.rewards.scorer import Scores
+from mrl.rewards.scorer import Scores, faults_in_words
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
 from mrl.rollout.samples import write_samples
@@ -61,8 +61,8 @@ def show_evaluation(
 
     if config.log.samples:
         dispatch.on_main(write)
-    for fault in scores.faults:
-        console.say(fault)
+    for line in faults_in_words(scores.faults):
+        console.say(line)
 
 
 def mean_advantages(experience: Experience) -> Tensor:

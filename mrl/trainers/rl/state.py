@@ -24,6 +24,7 @@ from mrl.trainers.hub import check_same_model, model_fingerprint
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
+from mrl.trainers.rl.guards import EqualRewards
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
 from mrl.trainers.signals import StopSignal
 
@@ -70,6 +71,7 @@ class Trainer:
     exact_sampler: bool
     same_reference: bool | None
     chat_template: str | None
+    equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
 
     def position(self, step: int) -> tuple[int, int]:
         """(iteration, its steps that are made), both from 0, after `step` steps."""
@@ -124,8 +126,7 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
     if _best_changed(state["config"]["checkpoint"], config):
         progress.best = progress.best_step = None
     if progress.best_step is not None:  # a kill may have come between the save and the note
-        best = directory.checkpoints / step_name(progress.best_step)
-        dispatch.on_main(lambda: directory.name_best(str(best)) if best.exists() else None)
+        dispatch.on_main(lambda: directory.name_best(step_name(progress.best_step), config.checkpoint.remote))
     saved = state["experience"]
     return progress, None if saved is None else Experience.from_state_dict(saved)
 

@@ -47,6 +47,8 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
     )  # fmt: skip
     if progress.step == 0 and config.train.guards:
         check_first(trainer, experience.batch, scores_S)
+    if note := trainer.equal_rewards.note(experience.batch, scores_S, recipe):
+        trainer.console.say(f"step {progress.step + 1}: {note}")
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
     row = {
         **collected.metrics(),

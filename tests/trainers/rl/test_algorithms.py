@@ -238,7 +238,8 @@ def test_the_best_checkpoint_is_kept(inputs, tmp_path, best_is):
     folder = tmp_path / "run"
     config = kit.make_config(
         inputs, folder, "dr_grpo", data={"eval": str(inputs / "eval.jsonl")}, train={"steps": 8, "eval_every": 2},
-        checkpoint={"best": "eval/response_length", "best_is": best_is, "keep": 1}, actor={"optimizer": {"lr": 2e-2}},
+        checkpoint={"best": "eval/response_length", "best_is": best_is, "keep": 1, "remote": f"file://{tmp_path}/remote"},
+        actor={"optimizer": {"lr": 2e-2}},
     )  # fmt: skip
     train(config)
     found = {
@@ -246,7 +247,7 @@ def test_the_best_checkpoint_is_kept(inputs, tmp_path, best_is):
     }
     del found[0]  # nothing is saved before the first step
     best = (max if best_is == "highest" else min)(found, key=found.get)  # the first of equal ones
-    name = (folder / "checkpoints" / "best").read_text().strip()
-    assert name == f"step_{best:08d}"
-    kept = {path.name for path in (folder / "checkpoints").glob("step_*")}
-    assert kept == {name, "step_00000008"}
+    for checkpoints in (folder / "checkpoints", tmp_path / "remote"):
+        name = (checkpoints / "best").read_text().strip()
+        assert name == f"step_{best:08d}"
+        assert {path.name for path in checkpoints.glob("step_*")} == {name, "step_00000008"}

@@ -11,7 +11,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from mrl.algorithms.recipes import RECIPES
+from mrl.batch import Batch
+from mrl.trainers.rl.guards import EqualRewards
 from tests.engine.harness import run_case
 from tests.trainers.kit import write_config
 from tests.trainers.rl import kit
@@ -93,6 +97,13 @@ def with_dropout(inputs, tmp_path):
     return folder
 
 
+def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_path):
+    config = kit.make_config(inputs, tmp_path / "run", reward={"model": {"path": str(inputs / "other")}})
+    ended, message, _ = train(config)
+    assert (ended, message.count("\n")) == ("ModelError", 0), message
+    assert message.startswith(f"reward.model.path: {inputs / 'other'}: ") and "score.weight" in message
+
+
 # -- the first update ------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +178,26 @@ def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = kit.make_config(
         inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
     )
-    assert train(config)[:2] == ("done", "")
+    ended, message, said = train(config)
+    assert (ended, message) == ("done", "")
+    beside = {"grpo": "nothing but the KL", "dr_grpo": "nothing", "rloo": "nothing"}.get(
+        name
+    )  # rloo: before there is a KL
+    lines = [line for line in said.splitlines() if "rewards are equal" in line]
+    expected = f"step 1: every group's rewards are equal: this rollout trains {beside}; if it stays so, "
+    assert len(lines) == bool(beside) and all(line.startswith(expected) for line in lines), said
+
+
+def test_equal_rewards_are_said_once_and_of_every_tenth_rollout_in_a_row():
+    fields = {"sequence_fields": {"groups": torch.tensor([0, 0])}}
+    tokens, zeros = torch.ones(4, dtype=torch.int64), torch.zeros(4)
+    batch = Batch(tokens, tokens, torch.ones(4), torch.tensor([2, 2]), {"advantages": zeros}, **fields)
+    notices, scores_S = EqualRewards(), torch.tensor([0.1, 0.1], dtype=torch.float64)
+    said = [bool(notices.note(batch, scores_S, RECIPES["dr_grpo"])) for _ in range(21)]
+    assert [i for i, line in enumerate(said) if line] == [0, 9, 19]
+    assert notices.note(batch, torch.tensor([0.1, 0.2]), RECIPES["dr_grpo"]) is None
+    assert not any(notices.note(batch, scores_S, RECIPES["dr_grpo"]) for _ in range(9)), "ten in a row begin anew"
+    assert "(10 rollouts in a row)" in notices.note(batch, scores_S, RECIPES["dr_grpo"])
 
 
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
