@@ -44,6 +44,18 @@ def test_reinforcement_learning_shows_what_it_is_about(capsys):
     assert line.startswith(f"step 5/10  {shown}  eta "), line
 
 
+def test_a_long_generation_says_how_far_it_is(capsys, monkeypatch):
+    plain = console.open_console("plain", enabled=True)
+    now_s = iter([0.0, 29.0, 31.0, 60.0, 62.0, 100.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
+    waiting = console.Waiting(plain)
+    for done in (1, 2, 5, 6, 8):
+        waiting(done, 8)
+    assert capsys.readouterr().out.splitlines() == [
+        "generating: 25% of the completions are whole after 31 s", "generating: 75% of the completions are whole after 62 s",
+    ]  # fmt: skip
+
+
 def test_rows_left_out_are_counted_out_loud(capsys):
     plain = console.open_console("plain", enabled=True)
     sft.say_left_out(plain, "train", {"skipped": 2, "dropped": 0, "truncated": 31})
