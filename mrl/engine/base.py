@@ -29,7 +29,7 @@ LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
 data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]:
-"log_probs" and "entropy" (lm head) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
+"log_probs" and "entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
 mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches and
 data-parallel ranks and divided by the same denominator as the loss.
 """

@@ -353,4 +353,5 @@ class FlopsMeter:
         """`perf/mfu` of a step, or nothing."""
         if self.peak is None:
             return {}
-        return {"perf/mfu": training_flops(self.hf, batch.lengths) / (step_s * self.peak)}
+        labels = int((batch.loss_mask != 0).sum())
+        return {"perf/mfu": training_flops(self.hf, batch.lengths, labels) / (step_s * self.peak)}
