@@ -141,6 +141,7 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     world_size = nproc if joined is None else joined.world_size
     layouts = preflight.check_layout(config, parts, world_size)
     if dry_run:
+        preflight.check_code(config)
         _describe(command, config, parts, layouts)
         return
     command_line = shlex.join(["mrl", *sys.argv[1:]])

@@ -128,6 +128,19 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
     ]
 
 
+def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
+    (workspace.root / "mine.py").write_text("def good(prompt, completion, row):\n    return 1.0\n")
+    reward = "rewards.functions=[{{function: 'mine.py:{}'}}]"
+    assert invoke("ppo", "ppo.yaml", reward.format("good"), "--dry-run").exit_code == 0
+    bad = invoke("ppo", "ppo.yaml", reward.format("bad"), "--dry-run")
+    assert bad.exit_code == 2
+    assert bad.stderr == (
+        "mrl: rewards.functions[0].function: mine.py:bad: bad does not exist in mine.py; its functions are good\n"
+    )
+    world = invoke("ppo", "ppo.yaml", "rollout.environment=mine.py:World", "--dry-run")
+    assert world.exit_code == 2 and "rollout.environment: mine.py:World: World does not exist" in world.stderr
+
+
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):
     seen, calls = [], []
     monkeypatch.setattr(cli, "_target", lambda command: lambda *given: seen.append((command, *given)))

@@ -29,10 +29,14 @@ LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
 data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]:
-"log_probs" and "entropy" (lm head) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
+"log_probs" and "entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
 mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches and
 data-parallel ranks and divided by the same denominator as the loss.
 """
+
+
+def tell_nobody(done: int, of: int) -> None:
+    """What `BaseEngine.generate` tells of its progress to one who does not ask."""
 
 
 class GradNorm(float):
@@ -269,12 +273,14 @@ class BaseEngine(abc.ABC):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
+        told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         """Completions of the prompts in their order, the same on every rank and layout (fp32). Every rank passes all requests.
 
         A completion depends on its request and the weights alone. cache_tokens: tokens whose keys and values each
         replica keeps at once, which bounds how many sequences run together; each has room for the longest request.
-        prefill_tokens: prompt tokens in one forward at most. Raises ConfigError where a request alone does not fit.
+        prefill_tokens: prompt tokens in one forward at most. told: called after each forward with how many of this replica's
+        requests are complete, and how many it has. Raises ConfigError where a request alone does not fit.
         """
 
     @abc.abstractmethod

@@ -219,5 +219,10 @@ class Schedule:
             step.sequences[i].add(token, log_prob)
         self.running = [s for s in step.sequences if not s.done]
 
+    @property
+    def completed(self) -> int:
+        """Requests whose completion is whole."""
+        return len(self.sequences) - len(self.waiting) - len(self.running)
+
     def completions(self) -> list[tuple[int, Completion]]:
         return [(s.index, Completion(s.tokens, s.log_probs, s.finished)) for s in self.sequences]

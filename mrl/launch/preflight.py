@@ -61,6 +61,20 @@ def check_files(config: Config) -> list[Part]:
     return parts
 
 
+def check_code(config: Config) -> None:
+    """Loads the user's reward functions and environment, as a run does when it starts. Raises ConfigError where one is none."""
+    if isinstance(config, SFTConfig):
+        return
+    from mrl.rewards.functions import load_reward
+    from mrl.rollout.environment import load_environment
+
+    with _quiet():
+        for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
+            load_reward(reward, f"rewards.functions[{i}]")
+        if config.rollout.environment is not None:
+            load_environment(config.rollout.environment)
+
+
 def _roles(config: PPOConfig) -> tuple[str, ...]:
     """The roles of the run, whose algorithm is checked. It imports torch, and so waits until now."""
     from mrl.algorithms.configured import check_algorithm

@@ -203,10 +203,10 @@ class WorkerDispatch:
         problems = engine.guard_after_step(before) if guard else []
         return StepResult(grad_norm, engine.lr_scheduler_step(), problems)
 
-    def generate(self, role: str, requests: Sequence[GenerateRequest], **limits: int) -> list[Completion]:
-        """Completions in the order of the requests, the same on every rank. limits: as `BaseEngine.generate` names them."""
+    def generate(self, role: str, requests: Sequence[GenerateRequest], **how: Any) -> list[Completion]:
+        """Completions in the order of the requests, the same on every rank. how: options of `BaseEngine.generate`."""
         engine = self._use(role)
-        return pass_through(engine, requests, lambda every: engine.generate(every, **limits))
+        return pass_through(engine, requests, lambda every: engine.generate(every, **how))
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

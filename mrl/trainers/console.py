@@ -33,6 +33,8 @@ SampleRow = tuple[str, str, float, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
+WAIT_S = 30.0
+"""Seconds without a word that a user is left with while completions are generated."""
 
 
 class Console:
@@ -134,6 +136,23 @@ def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool) -> Co
     if kind == "none" or not enabled:
         return Console()
     return LiveConsole() if kind == "rich" and sys.stdout.isatty() else PlainConsole()
+
+
+class Waiting:
+    """Says every `WAIT_S` seconds how far a generation is; one that is shorter says nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._began_s = console, time.monotonic()
+        self._said_s = self._began_s
+
+    def __call__(self, done: int, of: int) -> None:
+        """`done` of `of` completions are whole: those of the main process's replica, of which others do like shares."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= WAIT_S and done < of:
+            self._said_s = now_s
+            self._console.say(
+                f"generating: {done / of:.0%} of the completions are whole after {now_s - self._began_s:.0f} s"
+            )
 
 
 class _Clock:

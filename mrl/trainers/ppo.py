@@ -59,6 +59,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         log.close()
         console.close()
         say_left_out(console, "train", trainer.source.counts)
+    trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
         export(dispatch, directory, console, lambda path: dispatch.save_hf_model("actor", path), trainer.chat_template)
     console.say(

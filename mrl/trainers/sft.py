@@ -157,6 +157,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         log.close()
         console.close()
         say_left_out(console, "train", trainer.source.counts)
+    trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
         export(engine, directory, console, engine.export_hf, trainer.chat_template)
     console.say(
@@ -352,4 +353,5 @@ class FlopsMeter:
         """`perf/mfu` of a step, or nothing."""
         if self.peak is None:
             return {}
-        return {"perf/mfu": training_flops(self.hf, batch.lengths) / (step_s * self.peak)}
+        labels = int((batch.loss_mask != 0).sum())
+        return {"perf/mfu": training_flops(self.hf, batch.lengths, labels) / (step_s * self.peak)}

@@ -37,10 +37,11 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_BF16_FLOPS if f" {part} " in words), None)
 
 
-def training_flops(hf: Mapping[str, Any], lengths_S: Tensor) -> float:
+def training_flops(hf: Mapping[str, Any], lengths_S: Tensor, labels: int) -> float:
     """FLOPs of the matrix products in one forward and backward pass over sequences of these lengths.
 
-    hf: the content of config.json. 2 FLOPs per weight and token, causal attention at half the full square, and a
+    hf: the content of config.json. labels: how many tokens train; the output layer computes no others (docs/loss.md).
+    2 FLOPs per weight and token, causal attention at half the full square, and a
     backward pass twice the forward; recomputation is not counted, nor is a sliding window (Narayanan et al., "Efficient
     Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
     """
@@ -48,11 +49,11 @@ def training_flops(hf: Mapping[str, Any], lengths_S: Tensor) -> float:
     groups = hf.get("num_key_value_heads") or heads
     head_dim = hf.get("head_dim") or hidden // heads
     attention = hidden * head_dim * (2 * heads + 2 * groups)
-    weights = layers * attention + hidden * hf["vocab_size"]
-    weights += sum(_mlp_weights(hf, layer) for layer in range(layers))
+    weights = layers * attention + sum(_mlp_weights(hf, layer) for layer in range(layers))
+    output = hidden * hf["vocab_size"]
     lengths = lengths_S.double()
     scores = 2 * layers * heads * head_dim * float((lengths * lengths).sum())
-    return 3 * (2 * weights * float(lengths.sum()) + scores)
+    return 3 * (2 * weights * float(lengths.sum()) + 2 * output * labels + scores)
 
 
 def _mlp_weights(hf: Mapping[str, Any], layer: int) -> int:

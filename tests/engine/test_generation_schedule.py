@@ -50,7 +50,10 @@ def complete(requests, *, cache_tokens, prefill_tokens):
             assert row in step.sampled or row == len(step.new) - 1, "only the last prompt is fed in part"
         chosen = [next_token(cache[row]) for row in step.sampled]
         steps.append(step)
+        whole = schedule.completed
         schedule.take(step, chosen, [float(t) for t in chosen])
+        assert whole <= schedule.completed <= len(requests)
+    assert schedule.completed == len(requests)
     return [completion for _, completion in schedule.completions()], steps
 
 

@@ -233,13 +233,13 @@ def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
-    """(token mean loss, log-probs or values [T]); gradients of the loss are left on the model."""
+    """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
     total, log_probs = 0.0, []
     split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
     for tokens, labels, mask in split:
         if head == "lm":
             logits = model(input_ids=tokens[None]).logits[0].float()
-            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
+            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:
             log_probs.append(model.score(model.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])

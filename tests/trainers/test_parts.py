@@ -44,6 +44,18 @@ def test_reinforcement_learning_shows_what_it_is_about(capsys):
     assert line.startswith(f"step 5/10  {shown}  eta "), line
 
 
+def test_a_long_generation_says_how_far_it_is(capsys, monkeypatch):
+    plain = console.open_console("plain", enabled=True)
+    now_s = iter([0.0, 29.0, 31.0, 60.0, 62.0, 100.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
+    waiting = console.Waiting(plain)
+    for done in (1, 2, 5, 6, 8):
+        waiting(done, 8)
+    assert capsys.readouterr().out.splitlines() == [
+        "generating: 25% of the completions are whole after 31 s", "generating: 75% of the completions are whole after 62 s",
+    ]  # fmt: skip
+
+
 def test_rows_left_out_are_counted_out_loud(capsys):
     plain = console.open_console("plain", enabled=True)
     sft.say_left_out(plain, "train", {"skipped": 2, "dropped": 0, "truncated": 31})
@@ -119,14 +131,16 @@ DENSE = {
 
 def test_flops_of_a_dense_model_counted_by_hand():
     per_layer = 8 * 12 + 2 * (8 * 6) + 12 * 8 + 3 * 8 * 10  # q, k and v, output, gated MLP
-    weights = 2 * per_layer + 8 * 16
+    weights, output = 2 * per_layer, 8 * 16
     scores = 2 * (5 * 5 + 3 * 3) * 4 * 3 * 2  # two products, over half the square, 2 FLOPs, 4 heads of 3, 2 layers
-    assert throughput.training_flops(DENSE, torch.tensor([5, 3])) == 3 * (2 * weights * 8 + scores)
+    assert throughput.training_flops(DENSE, torch.tensor([5, 3]), 6) == 3 * (2 * weights * 8 + 2 * output * 6 + scores)
 
 
 def test_flops_of_experts_count_the_chosen_ones_and_the_router():
     moe = DENSE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
-    difference = throughput.training_flops(moe, torch.tensor([4])) - throughput.training_flops(DENSE, torch.tensor([4]))
+    difference = throughput.training_flops(moe, torch.tensor([4]), 4) - throughput.training_flops(
+        DENSE, torch.tensor([4]), 4
+    )
     assert difference == 6 * 4 * (2 * 3 * 8 * 7 + 8 * 6 - 3 * 8 * 10)
 
 

@@ -27,6 +27,7 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Predictions,
+    tell_nobody,
 )
 from mrl.engine.fsdp import checkpoint, generate, step
 from mrl.engine.fsdp.model import Model
@@ -248,6 +249,7 @@ class FSDPEngine(BaseEngine):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
+        told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         check_room(requests, cache_tokens)
@@ -260,6 +262,7 @@ class FSDPEngine(BaseEngine):
                 any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
+                told=told,
             )
         everyone: list[dict[int, Completion]] = [{}] * self.dp_size
         dist.all_gather_object(everyone, found, group=self.group)

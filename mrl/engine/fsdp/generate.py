@@ -27,6 +27,7 @@ def generate(
     any_rank: Callable[[bool], bool],
     cache_tokens: int,
     prefill_tokens: int,
+    told: Callable[[int, int], None],
 ) -> dict[int, Completion]:
     """Completes `requests`, each with its index, by which the completions come back. Every rank calls this together.
 
@@ -39,6 +40,7 @@ def generate(
         step = DUMMY if schedule.done else schedule.next()
         cache.arrange(step.copies, step.shape)
         schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device)))
+        told(schedule.completed, len(requests))
     return dict(schedule.completions())
 
 

@@ -30,6 +30,7 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Predictions,
+    tell_nobody,
 )
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -312,10 +313,11 @@ class MegatronEngine(BaseEngine):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
+        told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
-            return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+            return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, told=told)
 
     def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.state.installed(), self.offload.used(kind):

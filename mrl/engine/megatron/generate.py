@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    engine: "MegatronEngine", requests: Sequence[GenerateRequest], *, cache_tokens: int, prefill_tokens: int
+    engine: "MegatronEngine",
+    requests: Sequence[GenerateRequest],
+    *,
+    cache_tokens: int,
+    prefill_tokens: int,
+    told: Callable[[int, int], None],
 ) -> list[Completion]:
     """Completions in the order of the requests, on every rank."""
     check_room(requests, cache_tokens)
@@ -46,6 +51,7 @@ def run(
         while _work_left(engine, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
+            told(schedule.completed, len(mine))
     found = dict(schedule.completions())
     if replicas > 1:
         everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
+from mrl.engine.base import Completion, GenerateRequest
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.native import EngineSampler
@@ -16,6 +17,7 @@ from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
 from mrl.rollout.weights import weights_dir
+from mrl.trainers.console import Console, Waiting
 from mrl.trainers.run_directory import RunDirectory
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
@@ -23,13 +25,18 @@ PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
 
 
 def make_sampler(
-    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folder: str, directory: RunDirectory
+    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folder: str, directory: RunDirectory,
+    console: Console,
 ) -> Sampler:  # fmt: skip
     """The sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's model."""
     rollout = config.rollout
     if rollout.backend == "native":
         limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
-        return EngineSampler(lambda requests: dispatch.generate("actor", requests, **limits), tokenizer)
+
+        def generate(requests: list[GenerateRequest]) -> list[Completion]:
+            return dispatch.generate("actor", requests, **limits, told=Waiting(console))
+
+        return EngineSampler(generate, tokenizer)
     if rollout.backend == "vllm" and not rollout.server.urls:
         return VLLMSampler(
             rollout.server, path=folder, dtype=config.actor.model.dtype, temperature=rollout.temperature,

@@ -77,7 +77,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
             config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, tokenizer, folders)
         )
         ends.callback(scores.close)
-        rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory)
+        rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
         ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
@@ -153,11 +153,12 @@ def _rollouts(
     tokenizer: PreTrainedTokenizerBase,
     folder: str,
     directory: RunDirectory,
+    console: Console,
 ) -> tuple[TrajectorySource, Sampler | None]:
     """What samples trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
-    sampler = make_sampler(config, dispatch, tokenizer, folder, directory)
+    sampler = make_sampler(config, dispatch, tokenizer, folder, directory, console)
     rollouts = Rollouts(
         sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
