@@ -68,7 +68,7 @@ def check_code(config: Config) -> None:
     from mrl.rewards.functions import load_reward
     from mrl.rollout.environment import load_environment
 
-    with _quiet():
+    with quiet():
         for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
             load_reward(reward, f"rewards.functions[{i}]")
         if config.rollout.environment is not None:
