@@ -22,6 +22,8 @@ from mrl.errors import ModelError
 
 # Buffers that older versions of transformers saved and that follow from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# GPTQ and AWQ; compressed-tensors and modelopt; bitsandbytes: where config.json does not say so
+_PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
 LM_HEAD, EMBEDDING, SCORE = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
@@ -73,6 +75,8 @@ def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
         return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
     if lost == [SCORE]:
         return ", a value that nobody trains comes from a sequence classifier with one label: give such a model"
+    if any(_PACKED.search(name) for name in found):
+        return ", the weights are quantised in a way that cannot be read: give the model that they were made from"
     if "embed_tokens.weight" in found:
         return ", the folder holds a base model without a head: save it as a causal LM"
     return ""

@@ -11,8 +11,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from mrl.errors import ModelError
 
 
@@ -40,6 +38,8 @@ def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{where}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
+    from transformers import CONFIG_MAPPING  # slow to import: the tables need none
+
     if raw["model_type"] not in CONFIG_MAPPING:
         return dict(raw)
     try:

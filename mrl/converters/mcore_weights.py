@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
+from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
@@ -31,11 +32,14 @@ from mrl.parallel import Coordinates, ParallelDims
 FOLDER = "mcore"
 MARKER = "COMPLETE"
 DESCRIPTION = "engine.pt"
-ARCHITECTURE = (
+_OF_ALL_FAMILIES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
 )  # fmt: skip
-"""Fields of config.json that `engine.pt` tells a model by."""
+_SAID_TWICE = (
+    "rope_parameters"  # by rope_theta, rope_scaling and partial_rotary_factor, and with other keys in each transformers
+)
+_ENGINE = ("head", "dtype", "layer_spec")  # what an engine adds to the fields
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
 _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
@@ -215,8 +219,33 @@ def read_description(path: str | Path) -> dict:
         raise CheckpointError(f"{file}: cannot be read ({reason}); use another checkpoint") from error
 
 
-def open_imported(path: str | Path, family: Family, hf_config: HFConfig) -> McoreReader:
-    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine."""
+def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
+    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the family reads."""
+    names = family.reads - HINTS - {_SAID_TWICE} | {*_OF_ALL_FAMILIES}
+    found = {name: hf_config.get(name) for name in sorted(names)}
+    return found | {"partial_rotary_factor": rotary_percent(hf_config)}
+
+
+def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
+    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`, perhaps by an
+    older mrl, which told a model by fewer fields.
+    """
+    now = architecture(family, hf_config)
+    differ = [
+        f"{name} is {value!r} in the checkpoint and {now.get(name)!r} in config.json"
+        for name, value in saved.items()
+        if name not in _ENGINE and now.get(name) != value
+    ]
+    if differ:
+        raise CheckpointError(f"{where}: is another model: {'; '.join(differ)}; give the model that was trained")
+
+
+def open_imported(
+    path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
+) -> McoreReader:
+    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
+    `hf_config` is from, if it is another."""
     about = read_description(path)["architecture"]
+    check_architecture(about, family, hf_config, companions or path)
     stored = TorchDistReader(Path(path) / FOLDER)
     return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])

@@ -212,14 +212,34 @@ class HFReader:
         self.close()
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "200MB", "64KB" (powers of ten, as transformers counts) or of a number."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", size.strip(), re.IGNORECASE)
-    if not match:
-        raise ConfigError(f"max_shard_size: {size!r} is not a size; write it as 5GB or 200MB")
-    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2].upper()]
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_size(size: int | str, key: str = "max_shard_size") -> int:
+    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for messages."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if count < 1:
+        raise ConfigError(f"{key}: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes")
+    return count
+
+
+def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """What config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any model."""
+    entries: dict[str, int] = {}
+    for info in tensors.values():
+        entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
+    return DTYPES[max(entries, key=entries.__getitem__)]
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
@@ -380,11 +400,9 @@ class HFWriter:
         for file in [self.out / INDEX, *old]:
             file.unlink(missing_ok=True)
         if self._companions is not None:
-            dtypes = {info.dtype for info in self.tensors.values()}
-            dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
             # what is written is not quantised, whatever it was made from
             changes = {"quantization_config": None} | dict(self._changes or {})
-            copy_companions(self._companions, self.out, dtype=dtype, changes=changes)
+            copy_companions(self._companions, self.out, dtype=main_dtype(self.tensors), changes=changes)
         for name in self._shards:
             os.replace(self._part(name), self.out / name)
         if len(self._shards) > 1:

@@ -21,7 +21,7 @@ import pytest
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.engine.torch_dist_files import ItemFile
+from mrl.engine.item_file import ItemFile
 from tests.convert import kit
 
 EVENTS = (
