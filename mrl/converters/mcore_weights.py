@@ -22,7 +22,7 @@ from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
-from mrl.converters.stacks import place_of, stacking
+from mrl.converters.stacks import place_of, reads_whole, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
 from mrl.converters.torch_dist import TorchDistReader
@@ -74,8 +74,12 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
     return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
 
 
-def row_blocks(rule: Rule, read: Callable[[str], Any], *, limit: int = 2**24) -> Iterator[Tensor]:
-    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `limit` bytes, in order.
+BLOCK_ENTRIES = 2**18
+"""Of a block: it stays in the processor's cache while it is read, summed and written."""
+
+
+def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
+    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in order.
 
     The same rows as `rule.load(read)`, without holding them at once.
     """
@@ -86,13 +90,14 @@ def row_blocks(rule: Rule, read: Callable[[str], Any], *, limit: int = 2**24) ->
         whole_rows = piece.dim == 0 or (piece.start, piece.length) == (0, shape[piece.dim])
         assert whole_rows, f"{rule.mcore}: not made of whole rows"
         first, count = (piece.start, piece.length) if piece.dim == 0 else (0, shape[0])
-        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count, limit=limit)
+        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count)
 
 
-def blocks_of_rows(source: Any, shape: Shape, first: int, last: int, *, limit: int = 2**24) -> Iterator[Tensor]:
-    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `limit` bytes."""
-    row = max(math.prod(shape[1:]), 1) * 4
-    step = max(limit // row, 1)
+def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
+    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
+    step = max(BLOCK_ENTRIES // max(math.prod(shape[1:]), 1), 1)
+    if reads_whole(source):
+        step = max(last - first, 1)
     for start in range(first, last, step):
         yield source[start : min(start + step, last)]
 
@@ -221,8 +226,8 @@ def read_description(path: str | Path) -> dict:
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
     """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the family reads."""
-    names = family.reads - HINTS - {_SAID_TWICE} | {*_OF_ALL_FAMILIES}
-    found = {name: hf_config.get(name) for name in sorted(names)}
+    more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
+    found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
     return found | {"partial_rotary_factor": rotary_percent(hf_config)}
 
 
