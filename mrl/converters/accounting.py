@@ -63,6 +63,8 @@ def account(
         parts.append(
             f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
         )
+    if parts and any(_PACKED.search(name) for name in found):
+        parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
             f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one model"
@@ -75,8 +77,6 @@ def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
         return ", set tie_word_embeddings to true in config.json if the model shares it with the embedding"
     if lost == [SCORE]:
         return ", a value that nobody trains comes from a sequence classifier with one label: give such a model"
-    if any(_PACKED.search(name) for name in found):
-        return ", the weights are quantised in a way that cannot be read: give the model that they were made from"
     if "embed_tokens.weight" in found:
         return ", the folder holds a base model without a head: save it as a causal LM"
     return ""
