@@ -26,7 +26,7 @@ from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER, open_imported, read_description
 from mrl.converters.quantized import check_readable
-from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo
+from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
 from mrl.engine import checkpoint
@@ -116,7 +116,8 @@ class Source:
 def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     """The Hugging Face folder or hub id `path`, every tensor of it accounted for."""
     folder = _local(path, "a Hugging Face model folder or a hub id")
-    hf_config = read_hf_config(folder)
+    _check_is_model(folder)
+    hf_config = read_hf_config(folder, quick=True)
     family = family_for(hf_config)
     check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
     pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
@@ -139,7 +140,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
 
 def _local(path: str | Path, wanted: str) -> Path:
     """The folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -149,6 +150,29 @@ def _local(path: str | Path, wanted: str) -> Path:
     from mrl.trainers.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
+
+
+def _check_is_model(folder: Path) -> None:
+    """Refuses what is another kind of folder of ours, and files beside the weights that a download left as no files."""
+    if (folder / MARKER).is_file():
+        raise ModelError(
+            f"{folder}: is a checkpoint already; name it in model.path to start from it, or see `mrl convert export`"
+        )
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint"
+        )
+    for file in companion_files(folder):
+        with file.open("rb") as stream:
+            begin, size = stream.read(len(LFS_POINTER)), stream.seek(0, os.SEEK_END)
+            stream.seek(max(size - 64, 0))
+            end = stream.read().rstrip()[-1:]
+        if begin == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        if file.suffix == ".json" and file.name != "config.json" and end not in (b"}", b"]"):
+            raise ModelError(f"{file}: is cut off or no JSON ({size} bytes); get the file again")
 
 
 def hf_files(reader: HFReader) -> HFFiles:
@@ -215,7 +239,7 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role)
     )
-    hf_config = read_hf_config(companions)
+    hf_config = read_hf_config(companions, quick=True)
     family = family_for(hf_config)
     files = read_source_file(folder) if imported else None
     what = (
@@ -246,7 +270,9 @@ def open_any(
 
 
 def _checkpoint_folder(path: Path) -> Path:
-    """The whole checkpoint that `path` is or holds."""
+    """The whole checkpoint that `path` is, names (as `latest` does) or holds."""
+    if path.name == checkpoint.LATEST and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
@@ -263,6 +289,8 @@ def _checkpoint_folder(path: Path) -> Path:
             raise CheckpointError(
                 f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"
             )
+        if (path.parent / MARKER).is_file():
+            raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
         raise CheckpointError(
             f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
         )

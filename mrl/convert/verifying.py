@@ -19,7 +19,7 @@ from torch import Tensor
 from mrl.convert.sources import Source
 from mrl.convert.workspace import in_words, no_progress
 from mrl.converters.accounting import EMBEDDING, LM_HEAD
-from mrl.converters.mcore_weights import blocks_of_rows
+from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
 from mrl.converters.safetensors_io import tensor_bytes
 from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError
@@ -54,19 +54,20 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two models have in common. differences: one line each. logits: a row for each prompt, or none with why in `no_logits`."""
+    """What two models have in common. differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`."""
 
     a: str
     b: str
     tensors: int
     bytes: int
     differences: list[str]
+    config: list[str]
     logits: list[LogitsRow]
     no_logits: str | None
 
     @property
     def same(self) -> bool:
-        return not self.differences and all(row.alike for row in self.logits)
+        return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"same": self.same}
@@ -96,7 +97,16 @@ def compare(
         why = _no_room(a)
         rows = [] if why else _logits(a, b, prompts)
     names = a.reader.tensors.keys() | b.reader.tensors.keys()
-    return Comparison(_name(a), _name(b), len(names), total, differences, rows, why)
+    return Comparison(_name(a), _name(b), len(names), total, differences, _configs(a, b), rows, why)
+
+
+def _configs(a: Source, b: Source) -> list[str]:
+    """A line for each field of config.json that makes the same weights another model."""
+    fields = [architecture(source.family, source.hf_config) for source in (a, b)]
+    if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
+        for found in fields:
+            del found["tie_word_embeddings"]
+    return differing(*fields, f"in {a.companions}", f"in {b.companions}")
 
 
 def _no_room(source: Source) -> str | None:
@@ -232,6 +242,8 @@ def table(found: Comparison, most: int = 20) -> str:
     lines += [f"  {line}" for line in found.differences[:most]]
     if len(found.differences) > most:
         lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
+    if found.config:
+        lines += ["config   another model:", *(f"  {line}" for line in found.config)]
     if found.no_logits is not None:
         lines.append(f"logits   not compared: {found.no_logits}")
     else:

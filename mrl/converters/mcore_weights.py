@@ -235,14 +235,16 @@ def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFCo
     """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`, perhaps by an
     older mrl, which told a model by fewer fields.
     """
-    now = architecture(family, hf_config)
-    differ = [
-        f"{name} is {value!r} in the checkpoint and {now.get(name)!r} in config.json"
-        for name, value in saved.items()
-        if name not in _ENGINE and now.get(name) != value
-    ]
+    fields = {name: value for name, value in saved.items() if name not in _ENGINE}
+    differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
     if differ:
         raise CheckpointError(f"{where}: is another model: {'; '.join(differ)}; give the model that was trained")
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
+    """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
+    names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
+    return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]
 
 
 def open_imported(

@@ -48,6 +48,8 @@ _COMPANIONS = (
     "*.py",
     "LICENSE*",
 )
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that `git clone` left where Git LFS is not installed."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -81,6 +83,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes); get the file again")
@@ -247,17 +254,22 @@ def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, T
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
+def companion_files(source: Path) -> list[Path]:
+    """What belongs to a model beside its weights: config, tokenizer, chat template, generation config, code."""
+    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+
+
 def copy_companions(
     source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Copy what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
+    """Copy the `companion_files`.
 
     Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
     (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
     Returns the names of the files copied.
     """
     source, out = Path(source), Path(out)
-    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+    files = companion_files(source)
     for file in files:
         target = out / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -247,3 +247,46 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch):
     shown = said.decode()
     assert shown.startswith("\r[#######.......................] 1.0 MB of 4.0 MB")
     assert shown.count("\n") == 1 and "exported 4.0 MB of 4.0 MB" in shown.split("\r\033[K")[-1]
+
+
+def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, tmp_path):
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(imported, checkpoints / "step_00000002")
+    (checkpoints / "latest").write_text("step_00000002\n")
+    assert invoke("export", checkpoints / "latest", tmp_path / "out").exit_code == 0
+    code, said = run("export", checkpoints / "step_00000002/mcore", tmp_path / "other")
+    assert code == 2 and f"is a part of the checkpoint {checkpoints / 'step_00000002'}; give that" in said
+    code, said = run("import", tmp_path / "run", tmp_path / "other")
+    assert code == 2 and f"is a run; its final model is in {tmp_path / 'run/hf'}" in said
+    code, said = run("import", imported, tmp_path / "other")
+    assert code == 2 and "is a checkpoint already; name it in model.path" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of Git LFS"),
+        ("model-00001-of-00004.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("tokenizer.json", '{"added_tokens": [', "is cut off or no JSON (18 bytes)"),
+        ("generation_config.json", "", "is cut off or no JSON (0 bytes)"),
+    ],
+)  # fmt: skip
+def test_files_that_a_download_left_behind(hf, tmp_path, name, content, words):
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), source)
+    (source / name).write_text(content)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and f"{source / name}: {words}" in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_the_same_weights_under_another_config_are_not_the_same(hf, tmp_path):
+    """No tensor tells, and logits may not be asked for."""
+    source, other = hf("qwen3_moe"), tmp_path / "other"
+    shutil.copytree(source, other)
+    config(norm_topk_prob=False)(other)
+    done = invoke("verify", source, other, "--no-logits")
+    assert done.exit_code == 2 and done.stdout.endswith("DIFFERENT\n")
+    assert f"norm_topk_prob is True in {source} and False in {other}" in done.stdout
+    found = json.loads(invoke("verify", source, other, "--no-logits", "--json").stdout)
+    assert not found["same"] and found["differences"] == [] and len(found["config"]) == 1

@@ -207,7 +207,11 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "trailing bytes": (False, lambda f: (f / SINGLE).open("ab").write(b"x"), "its header promises"),
     "truncated header": (False, lambda f: _truncate(f, keep=20), "truncated or not a safetensors file"),
     "empty file": (False, lambda f: _truncate(f, keep=0), "truncated or not a safetensors file"),
-    "not safetensors": (False, lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"), "truncated or not"),
+    "not safetensors": (
+        False,
+        lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"),
+        "is a pointer of Git LFS",
+    ),
     "header is no JSON": (False, lambda f: _header(f, b"{" * 16), "not a safetensors header"),
     "shape and bytes differ": (
         False,
