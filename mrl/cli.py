@@ -7,7 +7,9 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import itertools
 import os
 import shlex
 import sys
@@ -253,10 +255,16 @@ def show_config(command: str) -> None:
 @main.group(cls=_Commands)
 def convert() -> None:
     """Convert weights between Hugging Face folders and mcore checkpoints, and compare them. No GPU is needed."""
+    gc.set_threshold(
+        100_000
+    )  # importing torch and transformers leaves no garbage, and a fifth of it is looking for some
 
 
 _VERIFY = click.option(
     "--verify", "check", is_flag=True, help="Compare the result with the source at once, as `mrl convert verify` does."
+)
+_NO_LOGITS = click.option(
+    "--no-logits", is_flag=True, help="With --verify: compare tensors alone, so that any size fits in memory."
 )
 _ALLOW_PICKLE = click.option(
     "--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there is no safetensors (tensors only, no code)."
@@ -271,26 +279,28 @@ _ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpo
 
 
 @convert.command("import")
-@click.argument("hf_dir", type=click.Path())
+@click.argument("hf", metavar="HF", type=click.Path())
 @click.argument("out", type=click.Path())
 @_ALLOW_PICKLE
 @_VERIFY
-def convert_import(hf_dir: str, out: str, allow_pickle: bool, check: bool) -> None:
-    """Make an mcore distributed checkpoint OUT of the Hugging Face folder HF_DIR.
+@_NO_LOGITS
+def convert_import(hf: str, out: str, allow_pickle: bool, check: bool, no_logits: bool) -> None:
+    """Make an mcore distributed checkpoint OUT of HF: a Hugging Face folder, or a hub id as in Qwen/Qwen3-0.6B.
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """
+    _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.importing import import_hf
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("imported") as bar:
-            done = import_hf(hf_dir, out, allow_pickle=allow_pickle, progress=bar)
+            done = import_hf(hf, out, allow_pickle=allow_pickle, progress=bar)
     for note in done.notes:
         click.echo(note)
-    click.echo(f"{out}: {done.tensors} tensors of {hf_dir} are {done.parameters} of the checkpoint, all accounted for")
+    click.echo(f"{out}: {done.tensors} tensors of {hf} are {done.parameters} of the checkpoint, all accounted for")
     if check:
-        _verify_result(hf_dir, out, model=None, role=None, allow_pickle=allow_pickle)
+        _verify_result(hf, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
 
 
 @convert.command("export")
@@ -301,13 +311,15 @@ def convert_import(hf_dir: str, out: str, allow_pickle: bool, check: bool) -> No
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
-    help="Cut files at this size, as in 5GB; default: files as in the Hugging Face folder that the model comes from.",
+    help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face folder that the model comes from.",
 )
 @_VERIFY
+@_NO_LOGITS
 def convert_export(
-    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, check: bool
+    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, check: bool, no_logits: bool
 ) -> None:
     """Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir."""
+    _check_flags(check, no_logits)
     with _conversion(out):
         from mrl.convert.exporting import export_hf
         from mrl.convert.progress import ProgressBar
@@ -319,7 +331,7 @@ def convert_export(
         f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
     )
     if check:
-        _verify_result(ckpt, out, model=model, role=role, allow_pickle=False)
+        _verify_result(ckpt, out, model=model, role=role, allow_pickle=False, logits=not no_logits)
 
 
 @convert.command("verify")
@@ -338,7 +350,7 @@ def convert_export(
 @_ROLE
 @_ALLOW_PICKLE
 def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> None:
-    """Compare A and B: Hugging Face folders, checkpoints, or runs, in any combination.
+    """Compare A and B: Hugging Face folders or hub ids, checkpoints, or runs, in any combination.
 
     Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
     """
@@ -368,11 +380,19 @@ def _compare(
     return found.same
 
 
+def _check_flags(check: bool, no_logits: bool) -> None:
+    if no_logits and not check:
+        raise UserError("--no-logits: has no effect without --verify; give both, or leave it out")
+
+
 def _verify_result(source: str, out: str, **given: Any) -> None:
     """What `--verify` does: a result that differs loses its name."""
     if not _compare(source, out, **given):
-        os.rename(out, f"{out}.different")
-        raise UserError(f"{out}: differs from {source}; it is now {out}.different, and not to be used")
+        out = out.rstrip("/")
+        names = (f"{out}.different{n}" for n in itertools.chain([""], itertools.count(2)))
+        new = next(name for name in names if not os.path.exists(name))
+        os.rename(out, new)
+        raise UserError(f"{out}: differs from {source}; it is now {new}, and not to be used")
 
 
 @contextlib.contextmanager

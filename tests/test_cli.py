@@ -40,7 +40,17 @@ def train_with(monkeypatch, function) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["sft", "--help"], ["ppo", "--help"], ["config"], ["config", "ppo"]]
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["sft", "--help"],
+        ["ppo", "--help"],
+        ["config"],
+        ["config", "ppo"],
+        ["convert", "--help"],
+        ["convert", "import", "--help"],
+    ],
 )
 def test_help_imports_nothing_heavy(args):
     code = (

@@ -19,7 +19,7 @@ from mrl.convert.sources import HFFiles, Source, is_copy, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING, account
 from mrl.converters.mcore_weights import blocks_of_rows
-from mrl.converters.rules import buffer_names, expected_hf_names, value_head_config
+from mrl.converters.rules import expected_hf_names, value_head_config
 from mrl.converters.safetensors_io import (
     DTYPES,
     INDEX,
@@ -27,11 +27,13 @@ from mrl.converters.safetensors_io import (
     copy_companions,
     cut_shards,
     lay_out,
+    main_dtype,
     parse_size,
     tensor_bytes,
 )
-from mrl.data.tokenizer import write_chat_template
-from mrl.engine.torch_dist_files import ItemFile, as_bytes
+from mrl.data.tokenizer_files import write_chat_template
+from mrl.engine.item_file import ItemFile, as_bytes
+from mrl.errors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +59,33 @@ def export_hf(
     """Converts the checkpoint or run at `path` into the Hugging Face folder `out`, which appears when it is whole.
 
     model, role: as in `open_checkpoint`. max_shard_size: bytes or "5GB", where files are not to be as in the source. Raises
-    CheckpointError or ModelError before anything is written where the checkpoint is damaged or does not fit its config.json.
+    CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is left of `out` then.
     """
     check_free(Path(out))
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    limit = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
     with open_checkpoint(path, model=model, role=role) as source:
         files = _files(source, limit)
         _account(source, files)
         shards = {file: dict(held) for file, held in files.files.items()}
         needed = {file: sum(tensor_bytes(info) for info in held.values()) for file, held in shards.items()}
         total = sum(needed.values())
-        told = progress(total)
+        shown = progress(total)
+
+        def told(count: int) -> None:
+            source.check(wait=False)
+            shown(count)
+
         with Workspace(out, _plan(source, files), needed) as work:
             makers = {
                 file: functools.partial(_write, held, files.metadata[file], source, told)
                 for file, held in shards.items()
             }
-            work.write_all(makers, told)
+            try:
+                work.write_all(makers, told)
+                source.check()
+            except CheckpointError:
+                work.remove()
+                raise
             with work.finishing() as folder:
                 _finish(folder, source, files)
         return Exported(Path(out), source.what, len(files.tensors), len(shards), total)
@@ -163,14 +175,12 @@ def _write(
 
 
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
-    exact = buffer_names(source.family, source.hf_config)  # fp32, whatever the model's dtype
-    dtypes = {info.dtype for name, info in files.tensors.items() if name not in exact}
     # what is written is not quantised, whatever training began with
     changes = {"quantization_config": None}
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
     trained = source.files is None or source.kind == "fsdp" or not (source.folder / "config.json").is_file()
-    dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 and trained else None
+    dtype = main_dtype(files.tensors) if trained else None
     copy_companions(source.companions, folder, dtype=dtype, changes=changes)
     if source.chat_template is not None:
         write_chat_template(folder, source.chat_template)

@@ -25,13 +25,14 @@ from torch import Tensor
 
 import mrl
 from mrl.convert.sources import SOURCE, Source, files_as_json, open_hf
-from mrl.convert.workspace import Facts, Workspace, check_free, crc32_of, no_progress
+from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING
+from mrl.converters.checksums import crc32_of
 from mrl.converters.families import fields_of
 from mrl.converters.mcore_weights import (
-    ARCHITECTURE,
     DESCRIPTION,
     FOLDER,
+    architecture,
     row_blocks,
     stored_key,
     stored_shapes,
@@ -41,7 +42,8 @@ from mrl.converters.rules import Rule
 from mrl.converters.safetensors_io import DTYPES, copy_companions
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
-from mrl.engine.torch_dist_files import Item, ItemFile, extra_state_keys, write_metadata
+from mrl.engine.item_file import Item, ItemFile
+from mrl.engine.torch_dist_files import extra_state_keys, write_metadata
 
 FILE_BYTES = 2**29
 """Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
@@ -194,10 +196,10 @@ def _tuple(values: Any) -> tuple[int, ...] | None:
 def _description(model: Source) -> dict[str, Any]:
     """`engine.pt`, as the Megatron engine writes it; without a layout no rank takes its random numbers from here."""
     weights = DTYPES[model.reader.tensors[EMBEDDING].dtype]
-    architecture = {name: model.hf_config.get(name) for name in ARCHITECTURE} | {
+    about = architecture(model.family, model.hf_config) | {
         "head": model.head, "dtype": str(weights).removeprefix("torch."), "layer_spec": "local",
     }  # fmt: skip
-    return {"schedule_step": 0, "layout": {}, "architecture": architecture, "optimizer_steps": None, "state": {}}
+    return {"schedule_step": 0, "layout": {}, "architecture": about, "optimizer_steps": None, "state": {}}
 
 
 def _fingerprint(model: Source) -> dict[str, Any]:

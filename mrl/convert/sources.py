@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
+import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,16 +25,17 @@ from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER, open_imported, read_description
-from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo
+from mrl.converters.quantized import check_readable
+from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
 from mrl.engine import checkpoint
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.errors import CheckpointError, ModelError
-from mrl.trainers.hub import model_folder
 
 SOURCE = "source.json"
 """In a folder of `mrl convert import`: names, dtypes, shapes and files of the Hugging Face folder that it was made from."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,6 +50,26 @@ class HFFiles:
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: info for held in self.files.values() for name, info in held}
+
+
+class Sums:
+    """The large files of a checkpoint against its checksums, read by threads of their own from now on, until `close`."""
+
+    def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
+        self._stop = threading.Event()
+        pool = concurrent.futures.ThreadPoolExecutor(checkpoint.THREADS)
+        check = functools.partial(checkpoint.check_file, str(folder), content=True, stop=self._stop)
+        large = [file for file in sorted(files) if files[file]["size"] > checkpoint.SMALL_BYTES]
+        self._found = [pool.submit(check, file, files[file]) for file in large]
+        pool.shutdown(wait=False)
+
+    def check(self, *, wait: bool) -> None:
+        for found in self._found:
+            if wait or found.done():
+                found.result()
+
+    def close(self) -> None:
+        self._stop.set()
 
 
 @dataclasses.dataclass
@@ -64,13 +89,21 @@ class Source:
     companions: Path
     files: HFFiles | None
     chat_template: str | None = None
+    sums: Sums | None = None
 
     @property
     def quantised(self) -> bool:
         """Whether the reader gives as bf16 what its files hold in fewer bits."""
         return self.kind == "hf" and bool(self.hf_config.get("quantization_config"))
 
+    def check(self, *, wait: bool = True) -> None:
+        """Raises CheckpointError where a file of the checkpoint is not as it was written; wait: when all are read."""
+        if self.sums is not None:
+            self.sums.check(wait=wait)
+
     def close(self) -> None:
+        if self.sums is not None:
+            self.sums.close()
         self.reader.close()
 
     def __enter__(self) -> "Source":
@@ -81,12 +114,12 @@ class Source:
 
 
 def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
-    """The Hugging Face folder `path`, every tensor of it accounted for."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; give a Hugging Face model folder")
-    hf_config = read_hf_config(folder)
+    """The Hugging Face folder or hub id `path`, every tensor of it accounted for."""
+    folder = _local(path, "a Hugging Face model folder or a hub id")
+    _check_is_model(folder)
+    hf_config = read_hf_config(folder, quick=True)
     family = family_for(hf_config)
+    check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
     pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
         (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
     )
@@ -103,6 +136,43 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     head = "value" if "score.weight" in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head)
     return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)
+
+
+def _local(path: str | Path, wanted: str) -> Path:
+    """The folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{folder}: is a file; give {wanted}")
+    if not _HUB_ID.fullmatch(str(path)):
+        raise ModelError(f"{folder}: no such folder; give {wanted}")
+    from mrl.trainers.hub import model_folder  # the hub's client is slow to import
+
+    return Path(model_folder(str(path), key="HF"))
+
+
+def _check_is_model(folder: Path) -> None:
+    """Refuses what is another kind of folder of ours, and files beside the weights that a download left as no files."""
+    if (folder / MARKER).is_file():
+        raise ModelError(
+            f"{folder}: is a checkpoint already; name it in model.path to start from it, or see `mrl convert export`"
+        )
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint"
+        )
+    for file in companion_files(folder):
+        with file.open("rb") as stream:
+            begin, size = stream.read(len(LFS_POINTER)), stream.seek(0, os.SEEK_END)
+            stream.seek(max(size - 64, 0))
+            end = stream.read().rstrip()[-1:]
+        if begin == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        if file.suffix == ".json" and file.name != "config.json" and end not in (b"}", b"]"):
+            raise ModelError(f"{file}: is cut off or no JSON ({size} bytes); get the file again")
 
 
 def hf_files(reader: HFReader) -> HFFiles:
@@ -139,13 +209,23 @@ def read_source_file(folder: Path) -> HFFiles | None:
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
-    """A checkpoint, imported or of a run, a folder of them, or a run; each file's checksum is compared first.
+    """A checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is read: whoever has
+    read it asks `Source.check` before anybody relies on it.
 
     model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
     weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = _checkpoint_folder(Path(path))
-    marker = checkpoint.verify(str(folder))
+    marker = checkpoint.validate(str(folder))
+    sums = Sums(folder, marker.files)
+    try:
+        return dataclasses.replace(_open(folder, marker, model, role), sums=sums)
+    except BaseException:
+        sums.close()
+        raise
+
+
+def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str | None) -> Source:
     inside, backend = folder, marker.backend
     if backend == checkpoint.ROLES:
         roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
@@ -159,7 +239,7 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role)
     )
-    hf_config = read_hf_config(companions)
+    hf_config = read_hf_config(companions, quick=True)
     family = family_for(hf_config)
     files = read_source_file(folder) if imported else None
     what = (
@@ -168,8 +248,7 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
         else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
     )
     if backend == "megatron":
-        _check_same_architecture(read_description(inside)["architecture"], hf_config, companions)
-        reader = open_imported(inside, family, hf_config)
+        reader = open_imported(inside, family, hf_config, companions)
         head = read_description(inside)["architecture"]["head"]
     else:
         dtype = DTYPES[config.dtype] if config is not None else torch.float32
@@ -184,16 +263,16 @@ def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
     """What is at `path`, whichever it is."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint, or a run's output_dir")
+    folder = _local(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
     if (folder / "config.json").is_file() and not (folder / MARKER).is_file():
         return open_hf(folder, allow_pickle=allow_pickle)
     return open_checkpoint(folder, model=model, role=role)
 
 
 def _checkpoint_folder(path: Path) -> Path:
-    """The whole checkpoint that `path` is or holds."""
+    """The whole checkpoint that `path` is, names (as `latest` does) or holds."""
+    if path.name == checkpoint.LATEST and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
@@ -210,6 +289,8 @@ def _checkpoint_folder(path: Path) -> Path:
             raise CheckpointError(
                 f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"
             )
+        if (path.parent / MARKER).is_file():
+            raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
         raise CheckpointError(
             f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
         )
@@ -240,20 +321,13 @@ def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, 
         )
     if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
         raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
-    found = Path(model_folder(model or config.path, weights=False))
+    from mrl.trainers.hub import model_folder
+
+    key = "--model" if model is not None else f"{file}: model.path"
+    found = Path(model_folder(model or config.path, weights=False, key=key))
     if not found.is_dir():
-        raise ModelError(f"--model: value {model!r} is not a folder; give a Hugging Face model folder")
+        raise ModelError(f"{key}: value {model or config.path!r} is not a folder; give a Hugging Face model folder")
     return found, config, template
-
-
-def _check_same_architecture(saved: Mapping[str, Any], hf_config: Mapping[str, Any], companions: Path) -> None:
-    differ = [
-        f"{name} is {value!r} in the checkpoint and {hf_config.get(name)!r} in config.json"
-        for name, value in saved.items()
-        if name not in ("head", "dtype", "layer_spec") and hf_config.get(name) != value
-    ]
-    if differ:
-        raise CheckpointError(f"{companions}: is another model: {'; '.join(differ)}; give the model that was trained")
 
 
 def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:

@@ -8,18 +8,20 @@ every bit of the weights is the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from mrl.convert.sources import Source
-from mrl.convert.workspace import no_progress
+from mrl.convert.workspace import in_words, no_progress
 from mrl.converters.accounting import EMBEDDING, LM_HEAD
-from mrl.converters.mcore_weights import blocks_of_rows
+from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
 from mrl.converters.safetensors_io import tensor_bytes
-from mrl.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError
 
 PROMPTS = (
@@ -52,19 +54,20 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two models have in common. differences: one line each. logits: a row for each prompt, or none with why in `no_logits`."""
+    """What two models have in common. differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`."""
 
     a: str
     b: str
     tensors: int
     bytes: int
     differences: list[str]
+    config: list[str]
     logits: list[LogitsRow]
     no_logits: str | None
 
     @property
     def same(self) -> bool:
-        return not self.differences and all(row.alike for row in self.logits)
+        return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"same": self.same}
@@ -80,6 +83,7 @@ def compare(
 ) -> Comparison:
     """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares tensors alone."""
     differences, total = _tensors(a, b, progress)
+    a.check(), b.check()
     rows, why = [], None
     if not logits:
         why = "not asked for"
@@ -90,9 +94,28 @@ def compare(
     elif a.quantised or b.quantised:
         why = f"{(a if a.quantised else b).folder} is quantised, and transformers computes such a model in another way"
     else:
-        rows = _logits(a, b, prompts)
+        why = _no_room(a)
+        rows = [] if why else _logits(a, b, prompts)
     names = a.reader.tensors.keys() | b.reader.tensors.keys()
-    return Comparison(_name(a), _name(b), len(names), total, differences, rows, why)
+    return Comparison(_name(a), _name(b), len(names), total, differences, _configs(a, b), rows, why)
+
+
+def _configs(a: Source, b: Source) -> list[str]:
+    """A line for each field of config.json that makes the same weights another model."""
+    fields = [architecture(source.family, source.hf_config) for source in (a, b)]
+    if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
+        for found in fields:
+            del found["tie_word_embeddings"]
+    return differing(*fields, f"in {a.companions}", f"in {b.companions}")
+
+
+def _no_room(source: Source) -> str | None:
+    """Why logits cannot be computed on this machine: the model does not fit in its memory in fp32."""
+    needed = 4 * sum(math.prod(info.shape) for info in source.reader.tensors.values())
+    free = psutil.virtual_memory().available
+    if needed <= free:
+        return None
+    return f"the model needs {in_words(needed)} of memory in fp32, and {in_words(free)} are free"
 
 
 def _name(source: Source) -> str:
@@ -169,6 +192,8 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(vocabulary, (len(PROMPTS), RANDOM_TOKENS), generator=generator).tolist()
         return [(f"{RANDOM_TOKENS} seeded tokens", ids) for ids in drawn]
+    from mrl.data.tokenizer import load_tokenizer  # transformers is slow to import, and comparing bits needs none
+
     tokenizer = load_tokenizer(str(folder))
     named = [(text, tokenizer(text)["input_ids"]) for text in prompts or PROMPTS]
     for text, ids in named:
@@ -217,6 +242,8 @@ def table(found: Comparison, most: int = 20) -> str:
     lines += [f"  {line}" for line in found.differences[:most]]
     if len(found.differences) > most:
         lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
+    if found.config:
+        lines += ["config   another model:", *(f"  {line}" for line in found.config)]
     if found.no_logits is not None:
         lines.append(f"logits   not compared: {found.no_logits}")
     else:

@@ -17,17 +17,16 @@ import json
 import os
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl.converters.checksums import crc32_of
 from mrl.errors import ModelError
 
 PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2
 """Files that are written at once: while one waits for the disk, the other reads."""
-READ_BYTES = 2**22
 
 Facts = dict[str, Any]
 """{"size": bytes, "crc32": checksum, ...} of a finished file."""
@@ -64,7 +63,8 @@ class Workspace:
             self._lock.close()
             raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first") from None
         try:
-            self.done = self._finished()
+            with self._full_disk_in_words():
+                self.done = self._finished()
             self._check_disk()
         except BaseException:
             self._lock.close()
@@ -99,7 +99,8 @@ class Workspace:
             if not self.done:
                 shutil.rmtree(self.folder)
             raise ModelError(
-                f"{self.out}: needs {in_words(needed)} and the disk has {in_words(free)} free; make room, or give another folder"
+                f"{self.out}: needs {in_words(needed)} and the disk of {self.folder.parent} has {in_words(free)} free; make room, or give "
+                "another folder"
             )
 
     def write_all(
@@ -130,6 +131,10 @@ class Workspace:
                 stop.set()
                 raise
         return {file: self.done[file] for file in makers}
+
+    def remove(self) -> None:
+        """Gives up: what was written is of no use to another attempt."""
+        shutil.rmtree(self.folder)
 
     def _record(self, file: str, facts: Facts) -> None:
         facts = {"file": file, **facts}
@@ -173,15 +178,6 @@ def check_free(out: Path) -> None:
     """Refuses to write over anything."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ModelError(f"{out}: exists and is not an empty folder; give another one, or remove it")
-
-
-def crc32_of(path: Path) -> int:
-    """The checksum of a file."""
-    checksum = 0
-    with path.open("rb") as source:
-        while block := source.read(READ_BYTES):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _is_as_written(path: Path, facts: Facts) -> bool:

@@ -22,6 +22,8 @@ from mrl.errors import ModelError
 
 # Buffers that older versions of transformers saved and that follow from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# GPTQ and AWQ; compressed-tensors and modelopt; bitsandbytes: where config.json does not say so
+_PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
 LM_HEAD, EMBEDDING, SCORE = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
@@ -61,6 +63,8 @@ def account(
         parts.append(
             f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
         )
+    if parts and any(_PACKED.search(name) for name in found):
+        parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
             f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one model"

@@ -86,6 +86,9 @@ DENSE = frozenset(
 EXPERTS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
 """Fields that `moe_fields` reads."""
 
+HINTS = frozenset(["aux_loss_alpha", "seq_aux", "ep_size"])
+"""Fields that families read and that do not change what a model computes."""
+
 LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
 """Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
+from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
-from mrl.converters.stacks import place_of, stacking
+from mrl.converters.stacks import place_of, reads_whole, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
 from mrl.converters.torch_dist import TorchDistReader
@@ -31,11 +32,14 @@ from mrl.parallel import Coordinates, ParallelDims
 FOLDER = "mcore"
 MARKER = "COMPLETE"
 DESCRIPTION = "engine.pt"
-ARCHITECTURE = (
+_OF_ALL_FAMILIES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
 )  # fmt: skip
-"""Fields of config.json that `engine.pt` tells a model by."""
+_SAID_TWICE = (
+    "rope_parameters"  # by rope_theta, rope_scaling and partial_rotary_factor, and with other keys in each transformers
+)
+_ENGINE = ("head", "dtype", "layer_spec")  # what an engine adds to the fields
 _LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
 _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
@@ -70,8 +74,12 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
     return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
 
 
-def row_blocks(rule: Rule, read: Callable[[str], Any], *, limit: int = 2**24) -> Iterator[Tensor]:
-    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `limit` bytes, in order.
+BLOCK_ENTRIES = 2**18
+"""Of a block: it stays in the processor's cache while it is read, summed and written."""
+
+
+def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
+    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in order.
 
     The same rows as `rule.load(read)`, without holding them at once.
     """
@@ -82,13 +90,14 @@ def row_blocks(rule: Rule, read: Callable[[str], Any], *, limit: int = 2**24) ->
         whole_rows = piece.dim == 0 or (piece.start, piece.length) == (0, shape[piece.dim])
         assert whole_rows, f"{rule.mcore}: not made of whole rows"
         first, count = (piece.start, piece.length) if piece.dim == 0 else (0, shape[0])
-        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count, limit=limit)
+        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count)
 
 
-def blocks_of_rows(source: Any, shape: Shape, first: int, last: int, *, limit: int = 2**24) -> Iterator[Tensor]:
-    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `limit` bytes."""
-    row = max(math.prod(shape[1:]), 1) * 4
-    step = max(limit // row, 1)
+def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
+    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
+    step = max(BLOCK_ENTRIES // max(math.prod(shape[1:]), 1), 1)
+    if reads_whole(source):
+        step = max(last - first, 1)
     for start in range(first, last, step):
         yield source[start : min(start + step, last)]
 
@@ -215,8 +224,35 @@ def read_description(path: str | Path) -> dict:
         raise CheckpointError(f"{file}: cannot be read ({reason}); use another checkpoint") from error
 
 
-def open_imported(path: str | Path, family: Family, hf_config: HFConfig) -> McoreReader:
-    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine."""
+def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
+    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the family reads."""
+    more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
+    found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
+    return found | {"partial_rotary_factor": rotary_percent(hf_config)}
+
+
+def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
+    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`, perhaps by an
+    older mrl, which told a model by fewer fields.
+    """
+    fields = {name: value for name, value in saved.items() if name not in _ENGINE}
+    differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
+    if differ:
+        raise CheckpointError(f"{where}: is another model: {'; '.join(differ)}; give the model that was trained")
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
+    """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
+    names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
+    return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]
+
+
+def open_imported(
+    path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
+) -> McoreReader:
+    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
+    `hf_config` is from, if it is another."""
     about = read_description(path)["architecture"]
+    check_architecture(about, family, hf_config, companions or path)
     stored = TorchDistReader(Path(path) / FOLDER)
     return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])

@@ -132,12 +132,19 @@ def _fp8_block(path: Path) -> tuple[int, int]:
     return tuple(block)
 
 
-def is_readable(quantization: dict[str, Any] | None) -> bool:
-    """Whether `quantization_config` of a config.json is one that `dequantised` undoes."""
+def check_readable(quantization: Any, where: str = "config.json") -> None:
+    """Refuses `quantization_config` of a config.json, found at `where`, unless `dequantised` undoes it."""
     if not quantization:
-        return True
+        return
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
-    return method == "mxfp4" or (method == "fp8" and fmt == "e4m3" and bool(quantization.get("weight_block_size")))
+    if method == "mxfp4" or (method == "fp8" and fmt == "e4m3" and quantization.get("weight_block_size")):
+        return
+    names = ("bits", "fmt", "format", "quant_algo", "load_in_4bit", "load_in_8bit", "weight_block_size")
+    details = ", ".join(f"{name} {quantization[name]!r}" for name in names if quantization.get(name) is not None)
+    raise ModelError(
+        f"{where}: quantization_config has quant_method {method!r}{f' ({details})' if details else ''}, and weights of that kind cannot "
+        "be read; fp8 of e4m3 with weight_block_size and mxfp4 can, and so can the model that it was made from, in bfloat16"
+    )
 
 
 def dequantised(reader: HFReader) -> HFReader:

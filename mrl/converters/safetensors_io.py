@@ -48,6 +48,8 @@ _COMPANIONS = (
     "*.py",
     "LICENSE*",
 )
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that `git clone` left where Git LFS is not installed."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -81,6 +83,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes); get the file again")
@@ -212,14 +219,34 @@ class HFReader:
         self.close()
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "200MB", "64KB" (powers of ten, as transformers counts) or of a number."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", size.strip(), re.IGNORECASE)
-    if not match:
-        raise ConfigError(f"max_shard_size: {size!r} is not a size; write it as 5GB or 200MB")
-    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2].upper()]
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_size(size: int | str, key: str = "max_shard_size") -> int:
+    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for messages."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if count < 1:
+        raise ConfigError(f"{key}: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes")
+    return count
+
+
+def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """What config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any model."""
+    entries: dict[str, int] = {}
+    for info in tensors.values():
+        entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
+    return DTYPES[max(entries, key=entries.__getitem__)]
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
@@ -227,17 +254,22 @@ def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, T
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
+def companion_files(source: Path) -> list[Path]:
+    """What belongs to a model beside its weights: config, tokenizer, chat template, generation config, code."""
+    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+
+
 def copy_companions(
     source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Copy what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
+    """Copy the `companion_files`.
 
     Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
     (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
     Returns the names of the files copied.
     """
     source, out = Path(source), Path(out)
-    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+    files = companion_files(source)
     for file in files:
         target = out / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -380,11 +412,9 @@ class HFWriter:
         for file in [self.out / INDEX, *old]:
             file.unlink(missing_ok=True)
         if self._companions is not None:
-            dtypes = {info.dtype for info in self.tensors.values()}
-            dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
             # what is written is not quantised, whatever it was made from
             changes = {"quantization_config": None} | dict(self._changes or {})
-            copy_companions(self._companions, self.out, dtype=dtype, changes=changes)
+            copy_companions(self._companions, self.out, dtype=main_dtype(self.tensors), changes=changes)
         for name in self._shards:
             os.replace(self._part(name), self.out / name)
         if len(self._shards) > 1:

@@ -80,6 +80,11 @@ class _Part:
         return self.source[self.place.expert, span, columns][part::count]
 
 
+def reads_whole(source: Any) -> bool:
+    """Whether any rows of a lazy slice cost as much as all: they are columns of the file."""
+    return isinstance(source, _Part) and source.place.stack.transposed
+
+
 def reading(read: Callable[[str], Any], family: Family) -> Callable[[str], Any]:
     """`read` of stored names, for the tables' names too."""
 

@@ -1,25 +1,17 @@
-"""Write an mcore distributed checkpoint (`torch_dist`) tensor by tensor, on one process, in bounded memory.
+"""What makes data files (mrl/engine/item_file.py) an mcore distributed checkpoint (`torch_dist`): `.metadata` and two more.
 
-The files are those that megatron's dist_checkpointing writes and reads: `.metadata`, `metadata.json`, `common.pt`, and data
-files whose items are what `torch.save` writes. An item's bytes are streamed into its archive block by block.
+The files are those that megatron's dist_checkpointing writes and reads.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import io
 import json
-import os
 import pickle
-import zipfile
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,107 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mrl.converters.algebra import Shape
-
-STORAGES = {
-    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """What a data file holds: a part of the tensor `key` that begins at `offsets`, or an object where offsets is None."""
-
-    key: str
-    offsets: Shape | None
-    sizes: Shape | None
-    start: int
-    length: int
-
-
-class ItemFile:
-    """A data file, written from front to back. crc32, size: of what was written so far."""
-
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("wb")
-        self.size = self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        self.size += len(view)
-        self._stream.write(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Part of being a file: `close` does it."""
-
-    def tensor(self, key: str, offsets: Shape, sizes: Shape, dtype: torch.dtype, blocks: Iterable[Tensor]) -> Item:
-        """Appends a part of a tensor. blocks: its rows in order, in `dtype`."""
-        start, count = self.size, 0
-        with zipfile.ZipFile(self, "w", zipfile.ZIP_STORED) as archive:
-            # a ZipInfo has a fixed date: the same tensor gives the same bytes
-            archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _tensor_pickle(dtype, sizes))
-            archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
-            with archive.open(zipfile.ZipInfo("archive/data/0"), "w", force_zip64=True) as entry:
-                for block in blocks:
-                    count += entry.write(as_bytes(block))
-            archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
-        expected = torch.Size(sizes).numel() * dtype.itemsize
-        assert count == expected, f"{key}: {count} bytes for shape {sizes} of {dtype}"
-        return Item(key, tuple(offsets), tuple(sizes), start, self.size - start)
-
-    def nothing(self, key: str) -> Item:
-        """Appends what megatron stores of a module that has no extra state."""
-        start, data = self.size, io.BytesIO()
-        torch.save([None], data)
-        self.write(data.getbuffer())
-        return Item(key, None, None, start, self.size - start)
-
-    def close(self) -> None:
-        """Puts the file on disk."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-
-    def abort(self) -> None:
-        """Closes a file that is of no use."""
-        self._stream.close()
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-class _Storage:
-    pass
-
-
-class _Rebuilt:
-    def __init__(self, storage: _Storage, shape: Shape) -> None:
-        self.storage, self.shape = storage, shape
-
-    def __reduce__(self) -> tuple:
-        strides = torch.empty(self.shape, device="meta").stride()
-        state = (self.storage, 0, tuple(self.shape), strides, False, collections.OrderedDict())
-        return torch._utils._rebuild_tensor_v2, state
-
-
-def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
-    """`data.pkl` of a saved tensor: how it is made of the storage `data/0`."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, item: Any) -> Any:
-            if isinstance(item, _Storage):
-                return "storage", STORAGES[dtype], "0", "cpu", torch.Size(shape).numel()
-            return None
-
-    out = io.BytesIO()
-    Pickler(out, protocol=2).dump(_Rebuilt(_Storage(), shape))
-    return out.getvalue()
+from mrl.engine.item_file import Item
 
 
 def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:

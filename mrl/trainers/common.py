@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.data.tokenizer import write_chat_template
+from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.engine.torch_dist_files import ItemFile
+from mrl.engine.item_file import ItemFile
 from tests.convert import kit
 
 EVENTS = (
@@ -158,47 +159,68 @@ def test_two_at_once_are_refused(hf, tmp_path):
 
 
 FULL = """
-import os, pathlib, sys
+import os, pathlib, shutil, sys
+from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
 
 source, disk = sys.argv[1], pathlib.Path(sys.argv[2])
 
 
+def fill(but):
+    free = os.statvfs(disk)
+    with open(disk / "filler", "wb") as out:
+        out.write(b"x" * (free.f_bavail * free.f_frsize - but))
+
+
 def progress(total):
-    def fill(count):  # somebody else takes the rest of the disk when the conversion has begun
+    def taken(count):  # somebody else takes the rest of the disk when the conversion has begun
         if not (disk / "filler").exists():
-            free = os.statvfs(disk)
-            with open(disk / "filler", "wb") as out:
-                out.write(b"x" * (free.f_bavail * free.f_frsize - 40_000))
-    return fill
+            fill(40_000)
+    return taken
 
 
-try:
-    import_hf(source, disk / "out", file_bytes=20_000, progress=progress)
-except UserError as error:
-    print("REFUSED", error)
-assert not (disk / "out").exists()
-(disk / "filler").unlink()
-import_hf(source, disk / "out", file_bytes=20_000)
-print("DONE", sorted(path.name for path in disk.iterdir()))
+def refused(convert, **options):
+    try:
+        convert(**options)
+    except UserError as error:
+        print("REFUSED", error)
+    assert not (disk / "out").exists()
+    (disk / "filler").unlink()
+
+
+for convert in (
+    lambda **options: import_hf(source, disk / "out", file_bytes=20_000, **options),
+    lambda **options: export_hf(sys.argv[3], disk / "out", max_shard_size=20_000, **options),
+):
+    fill(60_000)
+    refused(convert)
+    print("LEFT", sorted(path.name for path in disk.iterdir()))
+    refused(convert, progress=progress)
+    print("LEFT", sorted(path.name for path in disk.iterdir()))
+    convert()
+    print("LEFT", sorted(path.name for path in disk.iterdir()))
+    shutil.rmtree(disk / "out")
 """
 
 
 def test_a_disk_that_fills_up(hf, tmp_path):
-    """On a real, small file system in a mount namespace of its own."""
-    source = hf("qwen3_moe")
-    disk = tmp_path / "disk"
+    """On a real, small file system in a mount namespace of its own: too small from the start, and filled on the way."""
+    source, disk, script = hf("qwen3_moe"), tmp_path / "disk", tmp_path / "full.py"
+    import_hf(source, tmp_path / "mcore")
     disk.mkdir()
-    script = tmp_path / "full.py"
     script.write_text(FULL)
-    command = f"mount -t tmpfs -o size=2m none {disk} && {sys.executable} {script} {source} {disk}"
+    command = f"mount -t tmpfs -o size=2m none {disk} && {sys.executable} {script} {source} {disk} {tmp_path / 'mcore'}"
     paths = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (
-        "REFUSED" in done.stdout and "the disk is full" in done.stdout and "run the same command again" in done.stdout
-    )
-    assert "DONE ['out']" in done.stdout
+    refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    left = [line for line in done.stdout.splitlines() if line.startswith("LEFT")]
+    assert len(refused) == 4 and left == ["LEFT []", "LEFT ['.out.converting']", "LEFT ['out']"] * 2
+    for early, late in (refused[:2], refused[2:]):
+        assert re.search(
+            rf"/out: needs \d+\.\d KB and the disk of {disk} has \d+\.\d KB free; make room, or give", early
+        )
+        assert "the disk is full" in late and "run the same command again" in late

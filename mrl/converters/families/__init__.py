@@ -10,7 +10,7 @@ import pkgutil
 from typing import Any
 
 from mrl.converters.fields import NEUTRAL, harmless
-from mrl.converters.quantized import is_readable
+from mrl.converters.quantized import check_readable
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 
@@ -39,11 +39,7 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
         raise ModelError(
             f"config.json: model_type {hf['model_type']!r} is not supported by the megatron engine; use one of {', '.join(FAMILIES)}, or engine.backend=fsdp"
         )
-    if not is_readable(hf.get("quantization_config")):
-        raise ModelError(
-            f"config.json: quantization_config = {hf['quantization_config']!r} cannot be read; supported are fp8 with "
-            "weight_block_size and mxfp4; save the weights in bfloat16 with the tool that made them"
-        )
+    check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
         if name == "quantization_config":
             continue

@@ -24,7 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mrl.converters.mcore_weights import ARCHITECTURE
+from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
@@ -74,18 +74,14 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Refuses a checkpoint of another model, naming what differs."""
+    """Refuses a checkpoint of another model, naming what differs. An older mrl told a model by fewer fields."""
     if saved.get("layer_spec") != own.get("layer_spec"):
         raise CheckpointError(
             f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than those of the "
             f"{own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are there); resume where it "
             "was saved, or export it and start from that"
         )
-    differ = [
-        f"{k} {saved.get(k)!r} there and {own.get(k)!r} here"
-        for k in sorted(saved.keys() | own.keys())
-        if saved.get(k) != own.get(k)
-    ]
+    differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:
         raise CheckpointError(
             f"{path}: is of another model: {'; '.join(differ)}; resume with the model it was made from"
@@ -93,7 +89,7 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
 
 
 def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
-    return {name: engine.hf.get(name) for name in ARCHITECTURE} | {
+    return architecture(engine.family, engine.hf) | {
         "head": engine.config.head,
         "dtype": engine.config.model.dtype,
         "layer_spec": engine.spec,
