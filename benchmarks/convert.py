@@ -67,7 +67,9 @@ def make(folder: pathlib.Path, gb: float, shards: int, sizes: tuple[int, int, in
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": ffn,
         "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": vocab,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -42,8 +42,7 @@ from mrl.converters.rules import Rule
 from mrl.converters.safetensors_io import DTYPES, copy_companions
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
-from mrl.engine.item_file import Item, ItemFile
-from mrl.engine.torch_dist_files import extra_state_keys, write_metadata
+from mrl.engine.item_file import Item, ItemFile, extra_state_keys
 
 FILE_BYTES = 2**29
 """Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
@@ -160,6 +159,8 @@ def _told(part: _Part, model: Source, progress: Callable[[int], None]) -> Iterat
 
 
 def _write_nothing(keys: list[str], path: Path) -> Facts:
+    import mrl.engine.torch_dist_files  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
+
     file = ItemFile(path)
     items = [file.nothing(key) for key in keys]
     file.close()
@@ -178,6 +179,8 @@ def _finish(
         Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in facts["items"]]
         for file, facts in done.items()
     }
+    from mrl.engine.torch_dist_files import write_metadata  # which imports torch.distributed.checkpoint
+
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
     source = None if model.files is None else files_as_json(model.files)

@@ -27,22 +27,6 @@ from mrl.converters.algebra import Shape
 from mrl.engine.item_file import Item
 
 
-def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
-    """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them.
-
-    The down-projections of latent attention are modules of ours (mrl/mcore_models/latent.py), and have none.
-    """
-    keys = []
-    for key, shape in tensors.items():
-        module, _, kind = key.rpartition(".")
-        name = module.rpartition(".")[2]
-        linear = name.startswith("linear_") and not name.endswith("_down_proj")
-        if kind == "weight" and (linear or name == "eh_proj"):
-            experts = shape[0] if ".experts.experts." in key else 1
-            keys += [f"{module}._extra_state/shard_{e}_{experts}" for e in range(experts)]
-    return keys
-
-
 def write_metadata(
     folder: Path,
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
