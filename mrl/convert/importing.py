@@ -37,8 +37,8 @@ from mrl.converters.mcore_weights import (
     stored_shapes,
     whole_rules,
 )
-from mrl.converters.rules import Rule
-from mrl.converters.safetensors_io import DTYPES, copy_companions
+from mrl.converters.rules import Rule, expected_hf_names
+from mrl.converters.safetensors_io import DTYPES, copy_companions, some
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
 from mrl.engine.torch_dist_files import Item, ItemFile, extra_state_keys, write_metadata
@@ -219,7 +219,6 @@ def _notes(model: Source) -> list[str]:
         return [
             f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
         ]
-    if model.files is None:
-        return []
-    copies = [name for name in model.files.tensors if name not in model.reader.tensors]
-    return [f"{name}: not stored, it follows from the rest" for name in copies]
+    held = expected_hf_names(model.family, model.hf_config, head=model.head)
+    follow = [name for name in model.reader.tensors if name not in held]
+    return [f"{some(follow)}: not stored, as it follows from the rest"] if follow else []
