@@ -42,6 +42,7 @@ from mrl.converters.safetensors_io import DTYPES, copy_companions, some
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
 from mrl.engine.torch_dist_files import Item, ItemFile, extra_state_keys, write_metadata
+from mrl.errors import ModelError
 
 FILE_BYTES = 2**29
 """Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
@@ -103,6 +104,8 @@ def import_hf(
             extra = extra_state_keys(shapes)
             makers[objects] = functools.partial(_write_nothing, extra)
             done = work.write_all(makers, told)
+            if _fingerprint(model) != plan["source"]:
+                raise ModelError(f"{source}: changed while it was converted; run the same command again")
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
                 _finish(folder, model, done, tensors, extra)
