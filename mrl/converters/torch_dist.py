@@ -10,6 +10,7 @@ Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import io
@@ -145,11 +146,27 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and its parts."""
+    """A tensor of a checkpoint, and its parts, sorted by where they begin."""
 
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [chunk.offsets[0] for chunk in self.chunks]
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max((chunk.sizes[0] for chunk in self.chunks), default=0)
+
+    def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
+        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those that are asked for."""
+        if not self.shape:
+            return self.chunks
+        start, stop = region[0]
+        first = bisect.bisect_right(self._starts, start - self._longest)
+        return self.chunks[first : bisect.bisect_left(self._starts, stop)]
 
 
 class TorchDistReader:
@@ -194,6 +211,7 @@ class TorchDistReader:
                 if Path(place[0]).name != place[0]:
                     raise ValueError(f"{key} is said to be in {place[0]!r}, which is not a file of this folder")
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
             self.tensors[key] = tensor
@@ -201,7 +219,7 @@ class TorchDistReader:
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
         stored = self.tensors[key]
-        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.chunks]
+        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
         parts = [(chunk, both) for chunk, both in parts if both is not None]
         if len(parts) == 1 and all(
             n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
@@ -287,7 +305,7 @@ def _check_cover(key: str, tensor: StoredTensor) -> None:
     if held != math.prod(tensor.shape):
         raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {held}")
     near: list[Chunk] = []  # those that may meet the next one in the first dimension
-    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets) if tensor.shape else ():
+    for chunk in tensor.chunks if tensor.shape else ():
         near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
         region = [(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(_overlap(other, region) for other in near):
