@@ -5,6 +5,8 @@ Not covered here: that the model computes the same logits (tests/convert/test_ve
 
 from __future__ import annotations
 
+import json
+import pathlib
 import shutil
 
 import pytest
@@ -162,3 +164,14 @@ def test_what_is_left_out_is_named(hf, tmp_path):
     export_hf(tmp_path / "mcore", tmp_path / "back")
     assert load_folder(str(tmp_path / "back")).keys() == held.keys()
     assert import_hf(hf("llama", shard="1GB"), tmp_path / "plain").notes == []
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_value_model_comes_back_with_its_own_config(tmp_path, tied):
+    source = pathlib.Path(tiny.make_model(str(tmp_path / "hf"), "qwen2", head="value", tied=tied))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"id2label": {"0": "good"}, "label2id": {"good": 0}}))
+    import_hf(source, tmp_path / "mcore")
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    assert before == after
