@@ -38,11 +38,12 @@ from mrl.converters.mcore_weights import (
     stored_shapes,
     whole_rules,
 )
-from mrl.converters.rules import Rule
-from mrl.converters.safetensors_io import DTYPES, copy_companions
+from mrl.converters.rules import Rule, expected_hf_names
+from mrl.converters.safetensors_io import DTYPES, copy_companions, some
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
 from mrl.engine.item_file import Item, ItemFile, extra_state_keys
+from mrl.errors import ModelError
 
 FILE_BYTES = 2**29
 """Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
@@ -104,6 +105,8 @@ def import_hf(
             extra = extra_state_keys(shapes)
             makers[objects] = functools.partial(_write_nothing, extra)
             done = work.write_all(makers, told)
+            if _fingerprint(model) != plan["source"]:
+                raise ModelError(f"{source}: changed while it was converted; run the same command again")
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
                 _finish(folder, model, done, tensors, extra)
@@ -224,7 +227,6 @@ def _notes(model: Source) -> list[str]:
         return [
             f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
         ]
-    if model.files is None:
-        return []
-    copies = [name for name in model.files.tensors if name not in model.reader.tensors]
-    return [f"{name}: not stored, it follows from the rest" for name in copies]
+    held = expected_hf_names(model.family, model.hf_config, head=model.head)
+    follow = [name for name in model.reader.tensors if name not in held]
+    return [f"{some(follow)}: not stored, as it follows from the rest"] if follow else []

@@ -20,7 +20,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
-from mrl.converters.accounting import EMBEDDING, LM_HEAD, check_model
+from mrl.converters.accounting import EMBEDDING, LM_HEAD, SCORE, check_model
 from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
@@ -133,7 +133,11 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     reader = unstacked(stored, family)
     if reader.tensors is not stored.tensors:
         files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
-    head = "value" if "score.weight" in reader.tensors else "lm"
+    if {SCORE, LM_HEAD} <= reader.tensors.keys():
+        raise ModelError(
+            f"{folder}: has two heads, {SCORE} and {LM_HEAD}, of which a checkpoint has one; remove the other"
+        )
+    head = "value" if SCORE in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head)
     return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)
 

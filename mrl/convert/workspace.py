@@ -40,28 +40,25 @@ class Workspace:
     """The folder `folder` that becomes `out`. As a context manager it holds the lock.
 
     plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check of the
-    disk. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room.
+    disk. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room, and on a path in
+    `needed` that leads out of the folder.
     """
 
     def __init__(self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int]) -> None:
         self.out = Path(os.path.abspath(out))
         self.folder = self.out.parent / f".{self.out.name}.converting"
         self._plan, self._needed = json.dumps(plan, sort_keys=True), dict(needed)
+        outside = [file for file in needed if ".." in Path(file).parts or os.path.isabs(file)]
+        if outside:
+            raise ModelError(
+                f"{self.out}: {outside[0]!r} is to be written, which is no file of it; get the source again"
+            )
         self._journal = threading.Lock()
         self.done: dict[str, Facts] = {}
 
     def __enter__(self) -> "Workspace":
         check_free(self.out)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / LOCK).open("w")
-        except OSError as error:
-            raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first") from None
+        self._take_lock()
         try:
             with self._full_disk_in_words():
                 self.done = self._finished()
@@ -73,6 +70,24 @@ class Workspace:
 
     def __exit__(self, *exc: object) -> None:
         self._lock.close()
+
+    def _take_lock(self) -> None:
+        if self.folder.is_symlink():
+            raise ModelError(f"{self.folder}: is a link, and what it leads to would be overwritten; remove it")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / LOCK).open("w")
+        except OSError as error:
+            raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # one that ended between the two lines above took the folder and its lock away
+            ours = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / LOCK))
+        except OSError:
+            ours = False
+        if not ours:
+            self._lock.close()
+            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first")
 
     def _finished(self) -> dict[str, Facts]:
         """The files of an earlier attempt at the same plan, each read and found as it was written; all else is removed."""

@@ -77,11 +77,12 @@ class DequantisedReader(HFReader):
         self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in held) else (1, 1)
         for name, info in held.items():
             if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in held:
+                self._check_mxfp4(name, info, held[name.removesuffix("_blocks") + "_scales"])
                 experts, outputs, blocks, _ = info.shape
                 shape = (experts, blocks * _FP4_BLOCK, outputs)
                 self.tensors[name.removesuffix("_blocks")] = TensorInfo("BF16", shape, info.file)
             elif name + "_scale_inv" in held:
-                self._check(name, info, held[name + "_scale_inv"])
+                self._check_fp8(name, info, held[name + "_scale_inv"])
                 self.tensors[name] = TensorInfo("BF16", info.shape, info.file)
             elif not self._is_scale(name):
                 self.tensors[name] = info
@@ -92,12 +93,21 @@ class DequantisedReader(HFReader):
             name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in held
         )
 
-    def _check(self, name: str, info: TensorInfo, factors: TensorInfo) -> None:
+    def _check_fp8(self, name: str, info: TensorInfo, factors: TensorInfo) -> None:
         wanted = tuple(-(-size // block) for size, block in zip(info.shape, self._block, strict=False))
-        if info.dtype != "F8_E4M3" or len(info.shape) != 2 or factors.shape != wanted:
+        known = info.dtype == "F8_E4M3" and factors.dtype in ("F32", "BF16", "F16")
+        if not known or len(info.shape) != 2 or factors.shape != wanted:
             raise ModelError(
-                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with factors {list(factors.shape)}, not F8_E4M3 with "
+                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with factors {factors.dtype} {list(factors.shape)}, not F8_E4M3 with "
                 f"{list(wanted)} for blocks of {list(self._block)}; get the config.json and the weights of one model"
+            )
+
+    def _check_mxfp4(self, name: str, info: TensorInfo, scales: TensorInfo) -> None:
+        fits = len(info.shape) == 4 and info.shape[3] * 2 == _FP4_BLOCK and scales.shape == info.shape[:3]
+        if not fits or (info.dtype, scales.dtype) != ("U8", "U8"):
+            raise ModelError(
+                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with scales {scales.dtype} {list(scales.shape)}, not U8 "
+                f"[experts, out, in / {_FP4_BLOCK}, {_FP4_BLOCK // 2}] with U8 of its first three sizes; get the weights again"
             )
 
     def __call__(self, name: str) -> Any:

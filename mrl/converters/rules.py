@@ -274,11 +274,16 @@ def buffer_names(family: Family, hf_config: HFConfig) -> set[str]:
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
-    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied."""
+    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied.
+
+    Nothing where it is that of a sequence classifier of one label, whose label has a name of its own.
+    """
+    before = hf_config.get("architectures") or []
+    after = [name.replace("ForCausalLM", "ForSequenceClassification") for name in before]
+    if before and before == after and len(hf_config.get("id2label") or ()) == 1:
+        return {}
     return {
-        "architectures": [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in hf_config.get("architectures") or []
-        ],
+        "architectures": after,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "tie_word_embeddings": False,

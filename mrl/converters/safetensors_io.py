@@ -94,7 +94,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         text = stream.read(length)
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", None) or {}
+        if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+            raise ValueError("__metadata__ is no map of texts")
+        for name, entry in header.items():
+            if any(type(n) is not int or n < 0 for n in (*entry["shape"], *entry["data_offsets"])):
+                raise ValueError(f"{name} has shape {entry['shape']} and offsets {entry['data_offsets']}")
         spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
         infos = {
             name: TensorInfo(e["dtype"], tuple(e["shape"]), file.name, 8 + length + spans[name][0])

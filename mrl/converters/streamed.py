@@ -65,13 +65,13 @@ class PickleReader(HFReader):
             try:
                 weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
                 files = sorted(set(weight_map.values()))
+                lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index}: not an index of weights ({error!r}); get the file again") from None
         elif single.is_file():
-            files, weight_map = [PICKLE], None
+            files, weight_map, lost = [PICKLE], None, []
         else:
             raise ModelError(f"{self.path}: has neither {PICKLE} nor {PICKLE_INDEX}; give a folder with weights")
-        lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
         if lost:
             raise ModelError(
                 f"{self.path}: {PICKLE_INDEX} names {some(lost)}, not in the folder; get the missing files"

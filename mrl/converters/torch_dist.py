@@ -10,7 +10,9 @@ Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -30,7 +32,14 @@ from mrl.errors import CheckpointError
 METADATA = ".metadata"
 _FORMAT = "torch.distributed.checkpoint."
 _OLD_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+OPEN_FILES = 32
+"""Data files that a reader keeps open: a large checkpoint has more of them than a process may hold."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
+    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
 
 
 class _Record:
@@ -67,30 +76,34 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of the format")
 
 
-class _StorageType:
-    """A storage class of a saved tensor, such as `torch.BFloat16Storage`."""
+class _OpenFile:
+    """An open file, for as long as somebody holds this."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads `data.pkl` of a saved tensor as (shape, strides, storage offset, number of storage entries)."""
+    """Reads `data.pkl` of a saved tensor as (shape, strides, storage offset, (dtype, key of the storage in the archive))."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda storage, offset, size, stride, *_: (tuple(size), tuple(stride), offset, storage)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return _StorageType(name)
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a tensor")
 
-    def persistent_load(self, pid: Any) -> tuple[str, int]:
-        """(key of the storage in the archive, its number of entries)."""
-        return pid[2], pid[4]
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
+        return pid[1], pid[2]
 
 
 class _Span(io.RawIOBase):
@@ -133,11 +146,27 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and its parts."""
+    """A tensor of a checkpoint, and its parts, sorted by where they begin."""
 
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [chunk.offsets[0] for chunk in self.chunks]
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max((chunk.sizes[0] for chunk in self.chunks), default=0)
+
+    def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
+        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those that are asked for."""
+        if not self.shape:
+            return self.chunks
+        start, stop = region[0]
+        first = bisect.bisect_right(self._starts, start - self._longest)
+        return self.chunks[first : bisect.bisect_left(self._starts, stop)]
 
 
 class TorchDistReader:
@@ -149,7 +178,7 @@ class TorchDistReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._files: dict[str, int] = {}
+        self._file = functools.lru_cache(OPEN_FILES)(self._opened)
         self._data_at: dict[tuple[str, int], int] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: list[str] = []
@@ -182,6 +211,7 @@ class TorchDistReader:
                 if Path(place[0]).name != place[0]:
                     raise ValueError(f"{key} is said to be in {place[0]!r}, which is not a file of this folder")
                 chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
             self.tensors[key] = tensor
@@ -189,7 +219,7 @@ class TorchDistReader:
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
         stored = self.tensors[key]
-        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.chunks]
+        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
         parts = [(chunk, both) for chunk, both in parts if both is not None]
         if len(parts) == 1 and all(
             n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
@@ -208,7 +238,8 @@ class TorchDistReader:
         at = self._place(key, dtype, chunk)
         region = [(first, first + n) for first, n in part]
         try:
-            return read_region(self._file(chunk.file), at, dtype=dtype, shape=chunk.sizes, region=region)
+            file = self._file(chunk.file)
+            return read_region(file.number, at, dtype=dtype, shape=chunk.sizes, region=region)
         except (ShortFile, OSError) as error:
             raise CheckpointError(f"{self.path / chunk.file}: {error}; get the checkpoint again") from error
 
@@ -218,16 +249,19 @@ class TorchDistReader:
         if known is not None:
             return known
         try:
-            span = io.BufferedReader(_Span(self._file(chunk.file), chunk.start, chunk.length))
+            file = self._file(chunk.file)
+            span = io.BufferedReader(_Span(file.number, chunk.start, chunk.length))
             with zipfile.ZipFile(span) as archive:
                 root = archive.namelist()[0].split("/")[0]
                 found = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-                shape, strides, offset, (storage, _) = found
+                shape, strides, offset, (stored, storage) = found
                 info = archive.getinfo(f"{root}/data/{storage}")
                 span.seek(info.header_offset + 26)
                 lengths = span.read(4)
             if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
+            if stored != dtype:
+                raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
             at = info.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
             at += offset * dtype.itemsize
             if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
@@ -239,21 +273,15 @@ class TorchDistReader:
         self._data_at[chunk.file, chunk.start] = chunk.start + at
         return chunk.start + at
 
-    def _file(self, name: str) -> int:
-        if name not in self._files:
-            try:
-                opened = os.open(self.path / name, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{self.path / name}: {error.strerror}; get the checkpoint again") from error
-            if self._files.setdefault(name, opened) != opened:
-                os.close(opened)
-        return self._files[name]
+    def _opened(self, name: str) -> _OpenFile:
+        try:
+            return _OpenFile(self.path / name)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name}: {error.strerror}; get the checkpoint again") from error
 
     def close(self) -> None:
         """Let go of the files."""
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        self._file.cache_clear()
 
 
 def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]] | None:
@@ -268,7 +296,7 @@ def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int,
 
 
 def _check_cover(key: str, tensor: StoredTensor) -> None:
-    """The parts are inside the whole and as many entries as it: no entry is left to chance."""
+    """The parts are inside the whole, apart, and as many entries as it: no entry is left to chance."""
     for chunk in tensor.chunks:
         ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
         if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
@@ -276,6 +304,13 @@ def _check_cover(key: str, tensor: StoredTensor) -> None:
     held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if held != math.prod(tensor.shape):
         raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {held}")
+    near: list[Chunk] = []  # those that may meet the next one in the first dimension
+    for chunk in tensor.chunks if tensor.shape else ():
+        near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        region = [(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(_overlap(other, region) for other in near):
+            raise ValueError(f"parts of {key} overlap")
+        near.append(chunk)
 
 
 def _contiguous(shape: Shape) -> Shape:

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -84,7 +85,7 @@ class LatentAttention(MegatronModule):
             latent, heads * (config.qk_head_dim + config.v_head_dim), gather_output=False, **wide
         )
         self.core_attention = submodules.core_attention(
-            config=config, layer_number=layer_number, attn_mask_type=None, attention_type="self",
+            config=config, layer_number=layer_number, attn_mask_type=AttnMaskType.causal, attention_type="self",
             softmax_scale=self.softmax_scale, k_channels=config.qk_head_dim + config.qk_pos_emb_head_dim,
             v_channels=config.v_head_dim, cp_comm_type=cp_comm_type, pg_collection=pg_collection,
         )  # fmt: skip
@@ -100,7 +101,9 @@ class LatentAttention(MegatronModule):
         query, key, value = self._heads(hidden_states, packed_seq_params)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.core_attention(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+            return self.core_attention(
+                query, key, value, attention_mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed_seq_params
+            )  # fmt: skip
 
         if self.config.recompute_granularity == "selective" and self.training:
             out = tensor_parallel.checkpoint(attend, False, query, key, value)

@@ -23,6 +23,7 @@ import pytest
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.engine.item_file import ItemFile
+from mrl.errors import ModelError
 from tests.convert import kit
 
 EVENTS = (
@@ -140,9 +141,21 @@ def test_another_source_begins_anew(hf, tmp_path):
     assert kit.differences(second, tmp_path / "back") == []
 
 
-def test_two_at_once_are_refused(hf, tmp_path):
-    from mrl.errors import ModelError
+def test_a_source_that_changes_meanwhile_gives_nothing(hf, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(hf("qwen3_moe", shard="15KB"), source)
+    last = max(source.glob("*.safetensors"))
 
+    def progress(total):
+        return lambda count: os.utime(last)  # as one who writes the same number of bytes again does
+
+    with pytest.raises(ModelError, match="changed while it was converted"):
+        import_hf(source, tmp_path / "out", progress=progress)
+    assert not (tmp_path / "out").exists()
+    import_hf(source, tmp_path / "out")
+
+
+def test_two_at_once_are_refused(hf, tmp_path):
     source, said = hf("llama"), []
 
     def progress(total):

@@ -9,14 +9,19 @@ import pickle
 import random
 import shutil
 import struct
+import zlib
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mrl import cli
 from mrl.convert.importing import import_hf
+from mrl.converters import torch_dist
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.errors import CheckpointError
 from tests.convert import kit
 
 
@@ -102,6 +107,12 @@ def moved(fields) -> None:
     fields["weight_map"][name] = next(f for f in fields["weight_map"].values() if f != file)
 
 
+def no_integers(fields) -> None:
+    """4.0 equals 4, and is no number of rows."""
+    name = next(name for name in fields if name != "__metadata__")
+    fields[name]["shape"] = [float(n) for n in fields[name]["shape"]]
+
+
 def pickled(folder: pathlib.Path) -> None:
     held = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
     for file in folder.glob("model*"):
@@ -124,6 +135,9 @@ SOURCES = {
     "not safetensors": (lambda f: first_shard(f).write_bytes(b"\xff" * 4000), "truncated or not a safetensors file"),
     "overlapping tensors": (header(overlapping), "not a safetensors header"),
     "lying index": (index(moved), "does not agree with"),
+    "a shape that is no integers": (header(no_integers), "not a safetensors header"),
+    "metadata that is no map": (header(lambda fields: fields.update(__metadata__=[1, 2])), "not a safetensors header"),
+    "two heads": (weights(lambda w: w.update({"score.weight": torch.zeros(1, 32)})), "has two heads"),
     "index without a map": (index(lambda fields: fields.pop("weight_map")), "not a safetensors index"),
     "index that leaves the folder": (
         index(lambda fields: fields["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"})),
@@ -150,6 +164,90 @@ def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
     assert kit.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
 
 
+@pytest.mark.parametrize("file", [5, "../elsewhere.bin", "lost.bin", ["a"]], ids=str)
+def test_an_index_of_pickles_that_lies(source, tmp_path, file):
+    pickled(source)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    code, said = run("import", source, tmp_path / "out", "--allow-pickle")
+    assert code == 2 and said.count("\n") == 1 and "pytorch_model.bin.index.json" in said
+
+
+def resealed(folder: pathlib.Path, name: str, content: bytes) -> None:
+    """Another content of a file of an import, whose COMPLETE says that it is so."""
+    (folder / name).write_bytes(content)
+    marker = json.loads((folder / "COMPLETE").read_text())
+    marker["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+    (folder / "COMPLETE").write_text(json.dumps(marker))
+
+
+@pytest.mark.parametrize("where", ["absolute", "relative"])
+def test_an_import_of_somebody_elses_writes_nothing_outside(imported, tmp_path, where):
+    """Names of files in source.json are another program's word."""
+    outside = tmp_path / "elsewhere.safetensors"
+    name = str(outside) if where == "absolute" else f"../{outside.name}"
+    said_there = json.loads((imported / "source.json").read_text())
+    for of in ("files", "metadata"):
+        first = next(iter(said_there[of]))
+        said_there[of][name] = said_there[of].pop(first)
+    resealed(imported, "source.json", json.dumps(said_there).encode())
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and "which is no file of it" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
+
+
+def lying_dtype(metadata) -> None:
+    metadata.state_dict_metadata["decoder.final_layernorm.weight"].properties.dtype = torch.int32
+
+
+def overlapping_parts(metadata) -> None:
+    """Two halves of a tensor, of which the second is said to begin where the first does."""
+    key = "decoder.final_layernorm.weight"
+    stored = metadata.state_dict_metadata[key]
+    index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == key)
+    stored.chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([16]))] * 2
+    metadata.storage_data[MetadataIndex(key, torch.Size([0]))] = info
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(lying_dtype, "says torch.int32"), (overlapping_parts, "parts of .* overlap")]
+)
+def test_metadata_that_lies_is_refused(imported, change, words):
+    file = imported / "mcore/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=words):
+        TorchDistReader(imported / "mcore").read("decoder.final_layernorm.weight", [(0, 32)])
+
+
+def test_a_reader_keeps_few_files_open(hf, tmp_path, monkeypatch):
+    """A checkpoint of a large model has more data files than a process may open."""
+    monkeypatch.setattr(torch_dist, "OPEN_FILES", 3)
+    import_hf(hf("llama", shard="30KB"), tmp_path / "mcore", file_bytes=1_000)
+    folder = tmp_path / "mcore/mcore"
+    assert len(list(folder.glob("*.distcp"))) > 10
+    reader = TorchDistReader(folder)
+    for key, tensor in reader.tensors.items():
+        reader.read(key, [(0, size) for size in tensor.shape])
+        assert len(open_below(folder)) <= 3
+    reader.close()
+    assert open_below(folder) == []
+
+
+def open_below(folder: pathlib.Path) -> list[str]:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [found for link in links if os.path.islink(link) and (found := os.readlink(link)).startswith(f"{folder}/")]
+
+
+def test_a_link_in_place_of_the_workspace_is_refused(source, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").touch()
+    (tmp_path / ".out.converting").symlink_to(tmp_path / "precious")
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and ".out.converting: is a link" in said
+    assert os.listdir(tmp_path / "precious") == ["file"]
+
+
 class Evil:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -169,9 +267,6 @@ def test_a_pickle_runs_no_code(source, tmp_path, allow):
 
 
 def test_metadata_that_is_a_foreign_pickle_runs_no_code(imported, tmp_path):
-    from mrl.converters.torch_dist import TorchDistReader
-    from mrl.errors import CheckpointError
-
     with (imported / "mcore/.metadata").open("wb") as out:
         pickle.dump(Evil(tmp_path / "ran"), out)
     with pytest.raises(CheckpointError, match=r"posix\.mkdir, which is no part of the format"):

@@ -5,8 +5,13 @@ Not covered here: that the model computes the same logits (tests/convert/test_ve
 
 from __future__ import annotations
 
+import json
+import pathlib
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
@@ -147,3 +152,26 @@ def test_an_import_holds_what_the_engine_itself_saves(hf, tmp_path, family):
     reader = TorchDistReader(tmp_path / "mcore/mcore")
     assert sorted(reader.tensors) == tensors
     assert sorted(reader.objects) == objects
+
+
+def test_what_is_left_out_is_named(hf, tmp_path):
+    """Buffers that follow from config.json, which older versions of transformers saved."""
+    source, name = tmp_path / "hf", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    shutil.copytree(hf("llama", shard="1GB"), source)
+    held = load_folder(str(source))
+    save_file(held | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
+    assert import_hf(source, tmp_path / "mcore").notes == [f"{name}: not stored, as it follows from the rest"]
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    assert load_folder(str(tmp_path / "back")).keys() == held.keys()
+    assert import_hf(hf("llama", shard="1GB"), tmp_path / "plain").notes == []
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_value_model_comes_back_with_its_own_config(tmp_path, tied):
+    source = pathlib.Path(tiny.make_model(str(tmp_path / "hf"), "qwen2", head="value", tied=tied))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"id2label": {"0": "good"}, "label2id": {"good": 0}}))
+    import_hf(source, tmp_path / "mcore")
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    assert before == after

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mrl.converters.quantized import dequantised
@@ -75,3 +75,39 @@ def test_factors_that_do_not_fit_are_refused(fp8, block, message):
     with HFReader(path) as stored, pytest.raises(ModelError, match=message) as error:
         dequantised(stored)
     assert "\n" not in str(error.value)
+
+
+def test_factors_of_a_dtype_that_is_no_factor_are_refused(fp8):
+    path, _ = fp8
+    stored = load_file(path / "model.safetensors")
+    stored["w.weight_scale_inv"] = stored["w.weight_scale_inv"].to(torch.uint8)
+    save_file(stored, path / "model.safetensors")
+    with HFReader(path) as stored, pytest.raises(ModelError, match=r"with factors U8 \[3, 3\], not F8_E4M3"):
+        dequantised(stored)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "message"),
+    [
+        ((3, 6, 2, 16), (3, 1, 2), r"with scales U8 \[3, 1, 2\]"),  # they would spread over the rows without a word
+        ((3, 6, 2, 16), (3, 6, 1), r"with scales U8 \[3, 6, 1\]"),
+        ((3, 6, 2, 8), (3, 6, 2), r"is U8 \[3, 6, 2, 8\]"),
+        ((6, 2, 16), (6, 2), r"is U8 \[6, 2, 16\]"),
+    ],
+)
+def test_mxfp4_of_other_shapes_is_refused(tmp_path, blocks, scales, message):
+    tensors = {"x_blocks": torch.ones(blocks, dtype=torch.uint8), "x_scales": torch.ones(scales, dtype=torch.uint8)}
+    with HFReader(folder(tmp_path, tensors)) as stored, pytest.raises(ModelError, match=message) as error:
+        dequantised(stored)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["x_blocks", "x_scales"])
+def test_mxfp4_of_another_dtype_is_refused(tmp_path, name):
+    tensors = {
+        "x_blocks": torch.ones(3, 6, 2, 16, dtype=torch.uint8),
+        "x_scales": torch.ones(3, 6, 2, dtype=torch.uint8),
+    }
+    tensors[name] = tensors[name].to(torch.int8)
+    with HFReader(folder(tmp_path, tensors)) as stored, pytest.raises(ModelError, match="I8"):
+        dequantised(stored)
