@@ -1,4 +1,4 @@
-"""One saved model per (model, tied), made when first asked for."""
+"""One saved model per (model, tied, fields), made when first asked for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from tests.converters.models import Saved, save
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """`saved(name, tied=False)`: a `Saved`, to be left unchanged."""
+    """`saved(name, tied=False, **fields of its config)`: a `Saved`, to be left unchanged."""
     made = {}
 
-    def get(name: str, *, tied: bool = False) -> Saved:
-        if (name, tied) not in made:
-            path = save(tmp_path_factory.mktemp(name) / "hf", name, tied=tied)
-            made[name, tied] = Saved(path, load_file(path / "model.safetensors"))
-        return made[name, tied]
+    def get(name: str, *, tied: bool = False, **fields: object) -> Saved:
+        key = (name, tied, str(fields))
+        if key not in made:
+            path = save(tmp_path_factory.mktemp(name) / "hf", name, tied=tied, fields=fields)
+            made[key] = Saved(path, load_file(path / "model.safetensors"))
+        return made[key]
 
     return get

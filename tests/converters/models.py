@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -106,10 +108,18 @@ class Saved:
     weights: dict[str, torch.Tensor]
 
 
-def save(folder: Path, name: str, *, tied: bool, dtype: torch.dtype = torch.float32, **options: object) -> Path:
-    """Save the random model `name` into `folder`; every weight random, norms and biases too."""
+def save(
+    folder: Path,
+    name: str,
+    *,
+    tied: bool,
+    dtype: torch.dtype = torch.float32,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    **options: object,
+) -> Path:
+    """Save the random model `name` into `folder`; every weight random, norms and biases too. fields: of its config."""
     model_type = "deepseek_v3" if name.startswith("deepseek") else name.removesuffix("_bias").removesuffix("_step")
-    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name], tie_word_embeddings=tied)
+    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name] | fields, tie_word_embeddings=tied)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
