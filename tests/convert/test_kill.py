@@ -159,10 +159,18 @@ def test_two_at_once_are_refused(hf, tmp_path):
 
 FULL = """
 import os, pathlib, sys
+from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import UserError
 
-source, disk = sys.argv[1], pathlib.Path(sys.argv[2])
+source, disk = sys.argv[2], pathlib.Path(sys.argv[3])
+
+
+def convert(**options):
+    if sys.argv[1] == "import":
+        import_hf(source, disk / "out", file_bytes=20_000, **options)
+    else:
+        export_hf(source, disk / "out", **options)
 
 
 def progress(total):
@@ -175,24 +183,28 @@ def progress(total):
 
 
 try:
-    import_hf(source, disk / "out", file_bytes=20_000, progress=progress)
+    convert(progress=progress)
 except UserError as error:
     print("REFUSED", error)
 assert not (disk / "out").exists()
 (disk / "filler").unlink()
-import_hf(source, disk / "out", file_bytes=20_000)
+convert()
 print("DONE", sorted(path.name for path in disk.iterdir()))
 """
 
 
-def test_a_disk_that_fills_up(hf, tmp_path):
+@pytest.mark.parametrize("what", ["import", "export"])
+def test_a_disk_that_fills_up(hf, tmp_path, what):
     """On a real, small file system in a mount namespace of its own."""
     source = hf("qwen3_moe")
+    if what == "export":
+        import_hf(source, tmp_path / "mcore")
+        source = tmp_path / "mcore"
     disk = tmp_path / "disk"
     disk.mkdir()
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    command = f"mount -t tmpfs -o size=2m none {disk} && {sys.executable} {script} {source} {disk}"
+    command = f"mount -t tmpfs -o size=2m none {disk} && {sys.executable} {script} {what} {source} {disk}"
     paths = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}

@@ -43,12 +43,12 @@ def test_every_file_comes_back_byte_for_byte(smollm2: pathlib.Path, imported: pa
 
 
 def test_verify_finds_the_same_bits_and_the_same_logits(smollm2: pathlib.Path, imported: pathlib.Path):  # noqa: F811
-    """Logits of 30 layers, of megatron-core and of transformers: their spread is about 3, fp32 rounding a few 1e-5 of it."""
+    """Logits of 30 layers, of megatron-core and of transformers: their spread is about 5, and fp32 rounds to 3e-5."""
     code, found = verify(smollm2, imported, *(part for text in PROMPTS for part in ("--prompt", text)))
     assert code == 0 and found["same"] and found["differences"] == [] and found["tensors"] == 272
     assert [row["prompt"] for row in found["logits"]] == list(PROMPTS)
     for row in found["logits"]:
-        assert row["max_difference"] < 2e-4 and row["mean_difference"] < 2e-5 and abs(row["kl"]) < 1e-9, row
+        assert row["max_difference"] < 1e-4 and row["mean_difference"] < 2e-5 and abs(row["kl"]) < 1e-9, row
         assert row["top1_agreement"] == 1.0 and row["spread"] > 1.0, row
 
 
