@@ -94,6 +94,7 @@ MOE_LAYOUTS = {
     "ep2": ParallelDims(world_size=2, ep=2),
     "tp2xep2_etp1": ParallelDims(world_size=2, tp=2, ep=2),
     "tp2xep2_etp2": ParallelDims(world_size=4, tp=2, ep=2, etp=2),
+    "ep2xetp2": ParallelDims(world_size=4, ep=2, etp=2),
     "tp2xpp2xep2": ParallelDims(world_size=8, tp=2, pp=2, ep=2),
     "tp2xpp2xvpp2xep4": ParallelDims(world_size=8, tp=2, pp=2, vpp=2, ep=4),
 }
