@@ -13,6 +13,7 @@ from mrl.batch import make_batch
 from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
+from mrl.errors import UserError
 
 
 def engine_of(
@@ -47,6 +48,22 @@ def starts_from_import(
             wrong += _differences(engine, hf, f"loaded {layout}")
         assert wrong == []
     return far
+
+
+def what_starts_say(folders: list[str], backend: str) -> list[str | None]:
+    """For each folder the mistake that every rank named, or None where an engine started."""
+    said = []
+    for folder in folders:
+        try:
+            engine_of(folder, backend=backend)
+            mine = None
+        except UserError as error:
+            mine = str(error)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        assert len(set(everyone)) == 1, everyone
+        said.append(mine)
+    return said
 
 
 def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> float:

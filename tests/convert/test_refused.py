@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from mrl import cli
 from mrl.convert.importing import import_hf
 from tests.convert import kit
+from tests.engine.harness import run_case
 
 
 def run(*arguments: str):
@@ -244,6 +245,25 @@ def test_export_refuses_a_checkpoint_that_lacks_a_file(imported, tmp_path, lost)
     code, said = run("export", imported, tmp_path / "out")
     assert code == 2 and said.count("\n") == 1, said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "fsdp"), (2, "megatron")])
+def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backend):
+    """A byte of the weights that is another, or is missing, would be trained on in silence."""
+    folders = [str(imported)]
+    for i, file in enumerate(["mcore/__0_0.distcp", "mcore/__0_0.distcp", "mcore/.metadata", "engine.pt"] * 2):
+        folders.append(str(shutil.copytree(imported, tmp_path / f"damaged{i}")))
+        data = bytearray((imported / file).read_bytes())
+        at = random.Random(i).randrange(len(data))
+        if i % 2:
+            data[at] ^= 1
+        else:
+            del data[at:]
+        pathlib.Path(folders[-1], file).write_bytes(data)
+    said = run_case(size, "tests.convert.cases:what_starts_say", folders=folders, backend=backend)
+    assert said[0] is None
+    for folder, words in zip(folders[1:], said[1:], strict=True):
+        assert words is not None and folder in words and "\n" not in words, words
 
 
 def test_a_run_starts_from_no_half_import(imported, hf):
