@@ -47,9 +47,9 @@ setup(
             "hypothesis",
             "tensorboard",
             "math-verify>=0.9",
-            "mbridge>=0.15.1",
-            "einops",  # what the converters are compared with; einops is mbridge's
-        ],  # fmt: skip
+            "mbridge>=0.15.1",  # the converters are compared with it; it needs einops
+            "einops",
+        ],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

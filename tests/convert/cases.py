@@ -89,10 +89,11 @@ def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> 
     finally:
         step._log_probs = log_probs
     far = torch.zeros(1)
-    if seen:  # on the last pipeline stage; micro-batches that only fill the schedule are empty
+    assert bool(seen) == (engine.coords.pp_rank == engine.dims.pp - 1)
+    if seen:  # micro-batches that only fill the schedule are empty
         found = torch.cat([logits for logits in seen if len(logits)])
-        far[0] = (found - expected[: len(found)]).abs().max()
         assert len(found) == len(tokens) - 1, (len(found), len(tokens))
+        far[0] = (found - expected[: len(found)]).abs().nan_to_num(nan=float("inf")).max()
     dist.all_reduce(far, op=dist.ReduceOp.MAX)
     return float(far)
 

@@ -86,15 +86,13 @@ def merged(
     weights: the files' tensors, whose sizes say which shards are parts, as attributes of megatron's parameters do.
     """
     out = {}
-    coordinates = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    everywhere = [(layout.coordinates(rank), shards) for rank, shards in enumerate(ranks)]
     layers = tuple(range(bridge.hf_config.num_hidden_layers))
     for ep_rank in range(layout.ep):
         bridge.mpu.ep_rank = ep_rank
-        everywhere = list(zip(coordinates, ranks, strict=True))
         here = [(at, shards) for at, shards in everywhere if at.ep_rank == ep_rank]
-        for local, name in global_names(
-            bridge, layers, {name: shard for (_, name), shard in here[0][1].items()}
-        ).items():
+        held = {name: shard for (_, name), shard in here[0][1].items()}
+        for local, name in global_names(bridge, layers, held).items():
             if EXPERTS in local:
                 parts = {at.etp_rank: shards[0, local] for at, shards in here}
             else:
