@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from mrl.batch import make_batch
 from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
+from mrl.errors import UserError
 
 
 def engine_of(
@@ -27,22 +29,73 @@ def engine_of(
     return engine
 
 
-def starts_from_import(hf: str, imported: str, layouts: list[dict]) -> list[str]:
-    """An engine that starts from the imported folder, and one that loads it as its checkpoint, have the HF weights. Returns
-    what differs."""
-    wrong = []
+def starts_from_import(
+    hf: str, imported: str, layouts: list[dict], tokens: list[int], logits: torch.Tensor
+) -> dict[str, float]:
+    """An engine that starts from the imported folder has the HF weights, bit for bit, and so has one that loads it as its
+    checkpoint. Returns, by layout, how far its logits of `tokens` are from `logits` at most."""
+    far = {}
     for layout in layouts:
-        started = engine_of(imported, **layout)
-        wrong += _differences(started, hf, f"started {layout}")
-        if layout.get("backend", "megatron") == "megatron":
-            loaded = engine_of(hf, **layout)
+        engine = engine_of(imported, **layout)
+        wrong = _differences(engine, hf, f"started {layout}")
+        if engine.backend == "megatron":
+            far[str(layout.get("parallel", {}))] = _distance(engine, tokens, logits)
             with torch.no_grad():
-                for model in loaded.models:
-                    for parameter in model.parameters():
-                        parameter.zero_()
-            loaded.load_checkpoint(imported)
-            wrong += _differences(loaded, hf, f"loaded {layout}")
-    return wrong
+                for model in engine.models:
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        tensor.zero_()
+            engine.load_checkpoint(imported)
+            wrong += _differences(engine, hf, f"loaded {layout}")
+        assert wrong == []
+    return far
+
+
+def what_starts_say(folders: list[str], backend: str) -> list[str | None]:
+    """For each folder the mistake that every rank named, or None where an engine started."""
+    said = []
+    for folder in folders:
+        try:
+            engine_of(folder, backend=backend)
+            mine = None
+        except UserError as error:
+            mine = str(error)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        assert len(set(everyone)) == 1, everyone
+        said.append(mine)
+    return said
+
+
+def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> float:
+    """The largest difference of the engine's logits of a sequence, before log-probs are made of them, over all ranks."""
+    from megatron.core import parallel_state
+
+    from mrl.engine.megatron import inputs, step
+
+    log_probs, seen = step._log_probs, []
+
+    def watched(hidden, weight, *, setup, ins, ctx):
+        own = torch.nn.functional.linear(hidden, weight).float()
+        parts = [torch.empty_like(own) for _ in range(setup.dims.tp)]
+        dist.all_gather(parts, own, group=parallel_state.get_tensor_model_parallel_group())
+        whole = inputs.restore(torch.cat(parts, dim=-1), ins, parallel_state.get_context_parallel_group())
+        seen.append(whole[:, : setup.vocab_size])
+        return log_probs(hidden, weight, setup=setup, ins=ins, ctx=ctx)
+
+    step._log_probs = watched
+    try:
+        with engine.eval_mode():
+            engine.forward_backward_step(make_batch([tokens], [[1.0] * len(tokens)]), forward_only=True)
+    finally:
+        step._log_probs = log_probs
+    far = torch.zeros(1)
+    assert bool(seen) == (engine.coords.pp_rank == engine.dims.pp - 1)
+    if seen:  # micro-batches that only fill the schedule are empty
+        found = torch.cat([logits for logits in seen if len(logits)])
+        assert len(found) == len(tokens) - 1, (len(found), len(tokens))
+        far[0] = (found - expected[: len(found)]).abs().nan_to_num(nan=float("inf")).max()
+    dist.all_reduce(far, op=dist.ReduceOp.MAX)
+    return float(far)
 
 
 def _differences(engine: BaseEngine, hf: str, what: str) -> list[str]:

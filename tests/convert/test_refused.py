@@ -23,6 +23,7 @@ from mrl.converters import torch_dist
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.errors import CheckpointError
 from tests.convert import kit
+from tests.engine.harness import run_case
 
 
 def run(*arguments: str):
@@ -120,6 +121,7 @@ def pickled(folder: pathlib.Path) -> None:
     torch.save(held, folder / "pytorch_model.bin")
 
 
+FLIPS = 80
 SOURCES = {
     "unknown field": (config(logit_softcap=30.0), "logit_softcap = 30.0 may change the maths"),
     "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
@@ -155,6 +157,35 @@ def test_import_refuses(source, tmp_path, name):
     assert code == 2
     assert words in said and said.startswith("mrl: ") and said.count("\n") == 1, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_import_of_flipped_and_cut_headers_is_refused_or_right(hf, tmp_path):
+    """Seeded damage to what says where tensors lie. Their bytes have no checksum in safetensors: damage there cannot be seen."""
+    refused, source = 0, hf("qwen3_moe", shard="60KB")
+    files = sorted(file.name for file in source.glob("model*"))
+    rng = random.Random(0)
+    for i in range(FLIPS):
+        damaged, out = tmp_path / f"hf{i}", tmp_path / f"out{i}"
+        shutil.copytree(source, damaged)
+        file = damaged / files[i % len(files)]
+        data = bytearray(file.read_bytes())
+        end = len(data) if file.suffix == ".json" else 8 + struct.unpack("<Q", data[:8])[0]
+        at = rng.randrange(end)
+        if i % 4:
+            data[at] ^= 1 << rng.randrange(8)
+        else:
+            del data[at:]
+        file.write_bytes(data)
+        code, said = run("import", damaged, out)
+        if code == 2:
+            assert said.count("\n") == 1 and not out.exists(), said
+            refused += 1
+            continue
+        assert code == 0, said  # in what nothing follows from, such as total_size of the index
+        assert i % 4 or file.suffix == ".json"
+        assert run("export", out, tmp_path / f"back{i}")[0] == 0
+        assert kit.differences(source, tmp_path / f"back{i}") == []
+    assert refused > 0.9 * FLIPS
 
 
 def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
@@ -309,6 +340,25 @@ def test_export_refuses_a_checkpoint_that_lacks_a_file(imported, tmp_path, lost)
     code, said = run("export", imported, tmp_path / "out")
     assert code == 2 and said.count("\n") == 1, said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "fsdp"), (2, "megatron")])
+def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backend):
+    """A byte of the weights that is another, or is missing, would be trained on in silence."""
+    folders = [str(imported)]
+    for i, file in enumerate(["mcore/__0_0.distcp", "mcore/__0_0.distcp", "mcore/.metadata", "engine.pt"] * 2):
+        folders.append(str(shutil.copytree(imported, tmp_path / f"damaged{i}")))
+        data = bytearray((imported / file).read_bytes())
+        at = random.Random(i).randrange(len(data))
+        if i % 2:
+            data[at] ^= 1
+        else:
+            del data[at:]
+        pathlib.Path(folders[-1], file).write_bytes(data)
+    said = run_case(size, "tests.convert.cases:what_starts_say", folders=folders, backend=backend)
+    assert said[0] is None
+    for folder, words in zip(folders[1:], said[1:], strict=True):
+        assert words is not None and folder in words and "\n" not in words, words
 
 
 def test_a_run_starts_from_no_half_import(imported, hf):

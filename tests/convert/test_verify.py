@@ -36,7 +36,7 @@ def test_an_import_computes_what_transformers_does(hf, tmp_path, family):
     assert code == 0 and found["same"] and found["differences"] == []
     assert len(found["logits"]) == 4
     for row in found["logits"]:
-        assert row["max_difference"] < 2e-5 and row["top1_agreement"] == 1.0 and abs(row["kl"]) < 1e-9, row
+        assert row["max_difference"] < 5e-6 and row["top1_agreement"] == 1.0 and abs(row["kl"]) < 1e-9, row
 
 
 def test_a_single_bit_is_found(hf, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -92,6 +94,7 @@ MOE_LAYOUTS = {
     "ep2": ParallelDims(world_size=2, ep=2),
     "tp2xep2_etp1": ParallelDims(world_size=2, tp=2, ep=2),
     "tp2xep2_etp2": ParallelDims(world_size=4, tp=2, ep=2, etp=2),
+    "ep2xetp2": ParallelDims(world_size=4, ep=2, etp=2),
     "tp2xpp2xep2": ParallelDims(world_size=8, tp=2, pp=2, ep=2),
     "tp2xpp2xvpp2xep4": ParallelDims(world_size=8, tp=2, pp=2, vpp=2, ep=4),
 }
@@ -106,10 +109,18 @@ class Saved:
     weights: dict[str, torch.Tensor]
 
 
-def save(folder: Path, name: str, *, tied: bool, dtype: torch.dtype = torch.float32, **options: object) -> Path:
-    """Save the random model `name` into `folder`; every weight random, norms and biases too."""
+def save(
+    folder: Path,
+    name: str,
+    *,
+    tied: bool,
+    dtype: torch.dtype = torch.float32,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    **options: object,
+) -> Path:
+    """Save the random model `name` into `folder`; every weight random, norms and biases too. fields: of its config."""
     model_type = "deepseek_v3" if name.startswith("deepseek") else name.removesuffix("_bias").removesuffix("_step")
-    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name], tie_word_embeddings=tied)
+    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name] | fields, tie_word_embeddings=tied)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""HF -> shards of every rank -> HF, bit for bit, for every family, tied and not, in every layout.
+"""HF -> shards of every rank -> HF, bit for bit, for every family, tied and not, in fp32 and bf16, in every layout.
 
 Covers names, slices and coordinates. Not covered here: that megatron-core's modules have these names and mean
 these rows by them (the engine's parity tests compare logits and gradients with Hugging Face).
@@ -52,11 +52,19 @@ def export_all(shards, family, config, layout, **options):
     return dict(restacked(out.items(), family, config))
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+VARIANTS = {
+    "untied fp32 local": (False, torch.float32, "local"),
+    "untied bf16 te": (False, torch.bfloat16, "te"),
+    "tied fp32 te": (True, torch.float32, "te"),
+    "tied bf16 local": (True, torch.bfloat16, "local"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_shards_merge_to_the_same_tensors(saved, model, layout, tied, spec):
-    hf, layout = saved(model, tied=tied), LAYOUTS[layout]
+def test_shards_merge_to_the_same_tensors(saved, model, layout, variant):
+    tied, dtype, spec = VARIANTS[variant]
+    hf, layout = saved(model, tied=tied, dtype=dtype), LAYOUTS[layout]
     config = read_hf_config(hf.path)
     family = family_for(config)
     with HFReader(hf.path) as reader:
@@ -67,7 +75,7 @@ def test_shards_merge_to_the_same_tensors(saved, model, layout, tied, spec):
     assert list(out) == list(expected_hf_names(family, config)) or layout.ep > 1
     assert out.keys() == hf.weights.keys()
     for name, tensor in hf.weights.items():
-        assert torch.equal(out[name], tensor), name
+        assert out[name].dtype == tensor.dtype == dtype and torch.equal(out[name], tensor), name
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe", "mixtral"])

@@ -15,13 +15,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.names import Piece, pieces, read_rows
+from mrl.engine.saving import starting_weights
 from mrl.errors import ModelError
 
 Result = TypeVar("Result")
@@ -124,7 +124,7 @@ class Model:
             self._fill(read)
 
     def _stored(self, path: str, *, trained: bool):
-        return stored_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
+        return starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
 
     @torch.no_grad()
     def _fill(self, read: Callable[[str], Any]) -> None:

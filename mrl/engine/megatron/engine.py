@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
@@ -34,6 +33,7 @@ from mrl.engine.base import (
 )
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
+from mrl.engine.saving import starting_weights
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
@@ -142,7 +142,7 @@ class MegatronEngine(BaseEngine):
             yield reading(random, self.family)
             return
         trained = self.config.optimizer is not None
-        with stored_weights(
+        with starting_weights(
             self.config.model.path, self.family, self.hf, head=self.config.head, trained=trained
         ) as read:
             yield read
@@ -303,7 +303,7 @@ class MegatronEngine(BaseEngine):
 
     @installed
     def load_hf(self, path: str) -> None:
-        stored = stored_weights(path, self.family, self.hf, head=self.config.head, trained=False)
+        stored = starting_weights(path, self.family, self.hf, head=self.config.head, trained=False)
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
