@@ -317,6 +317,8 @@ def convert_export(
     click.echo(
         f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
     )
+    for note in done.notes:
+        click.echo(note)
     if check:
         _verify_result(ckpt, out, model=model, role=role, allow_pickle=False)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import mrl
-from mrl.convert.sources import SOURCE, Source, files_as_json, open_hf
+from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
 from mrl.convert.workspace import Facts, Workspace, check_free, crc32_of, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.families import fields_of
@@ -38,7 +38,7 @@ from mrl.converters.mcore_weights import (
     whole_rules,
 )
 from mrl.converters.rules import Rule
-from mrl.converters.safetensors_io import DTYPES, copy_companions
+from mrl.converters.safetensors_io import DTYPES, copy_companions, some
 from mrl.converters.stacks import place_of
 from mrl.engine import checkpoint
 from mrl.engine.torch_dist_files import Item, ItemFile, extra_state_keys, write_metadata
@@ -89,7 +89,7 @@ def import_hf(
     check_free(Path(out))
     with open_hf(source, allow_pickle=allow_pickle) as model:
         fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
-        rules = whole_rules(model.family, model.hf_config, head=model.head)
+        rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))
         groups = _group(parts, file_bytes)
         needed = {file: sum(part.bytes for part in held) for file, held in groups.items()}
@@ -178,8 +178,7 @@ def _finish(
     }
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
-    source = None if model.files is None else files_as_json(model.files)
-    (folder / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     copy_companions(model.companions, folder, changes={"quantization_config": None})  # the weights here are not
     files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
     for name in [*small, DESCRIPTION, SOURCE, "config.json"]:
@@ -214,12 +213,14 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 def _notes(model: Source) -> list[str]:
     """What of the folder is not in the checkpoint as it was."""
+    notes = []
+    if model.copies:
+        notes.append(
+            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an export has them"
+        )
     if model.quantised:
         method = model.hf_config["quantization_config"].get("quant_method")
-        return [
+        notes.append(
             f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
-        ]
-    if model.files is None:
-        return []
-    copies = [name for name in model.files.tensors if name not in model.reader.tensors]
-    return [f"{name}: not stored, it follows from the rest" for name in copies]
+        )
+    return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
-from mrl.converters.accounting import EMBEDDING, LM_HEAD, check_model
+from mrl.converters.accounting import check_model, copies_of, further_layers
 from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER, open_imported, read_description
+from mrl.converters.mtp import layers_in, tensors_in
 from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
@@ -30,7 +31,8 @@ from mrl.errors import CheckpointError, ModelError
 from mrl.trainers.hub import model_folder
 
 SOURCE = "source.json"
-"""In a folder of `mrl convert import`: names, dtypes, shapes and files of the Hugging Face folder that it was made from."""
+"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
+`metadata` and `index` (null where it was laid out in another way than ours); `copies`, what it held of another tensor again."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,9 +51,10 @@ class HFFiles:
 
 @dataclasses.dataclass
 class Source:
-    """A model to read. folder: what is read. kind: "hf", "megatron" or "fsdp". reader: weights by HF name; names that a Hugging
-    Face folder holds twice (a tied head) once. companions: the folder of config.json, tokenizer and so on. files: how the
-    Hugging Face folder that it comes from is laid out, where that is known. chat_template: what took the tokenizer's place.
+    """A model to read. folder: what is read. kind: "hf", "megatron" or "fsdp". reader: weights by HF name. companions: the folder
+    of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is laid out, where that is known.
+    copies: names under which that folder holds a tensor again (a tied head), and the name of the tensor; `reader` may lack them.
+    chat_template: what took the tokenizer's place. left: tensors that training left out, of layers that predict further tokens.
     """
 
     folder: Path
@@ -63,7 +66,14 @@ class Source:
     head: str
     companions: Path
     files: HFFiles | None
+    copies: dict[str, str]
     chat_template: str | None = None
+    left: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def mtp(self) -> int:
+        """How many layers that predict further tokens the reader has."""
+        return layers_in(self.reader.tensors, self.hf_config)
 
     @property
     def quantised(self) -> bool:
@@ -101,8 +111,15 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     if reader.tensors is not stored.tensors:
         files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
     head = "value" if "score.weight" in reader.tensors else "lm"
-    check_model(reader, family, hf_config, head=head)
-    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)
+    check_model(reader, family, hf_config, head=head, carried=True)
+    copies = _copies(reader.tensors, reader, hf_config, head)
+    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files, copies)
+
+
+def _copies(names: Iterable[str], reader: HFReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
+    """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
+    found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
+    return {name: found[name] for name in names if name in found}
 
 
 def hf_files(reader: HFReader) -> HFFiles:
@@ -119,12 +136,18 @@ def hf_files(reader: HFReader) -> HFFiles:
     return HFFiles(files, metadata, index.read_text(encoding="utf-8") if index.is_file() else None)
 
 
-def files_as_json(files: HFFiles) -> dict[str, Any]:
+def source_as_json(source: Source) -> dict[str, Any]:
+    """What `SOURCE` says of a Hugging Face folder."""
+    files, copies = source.files, list(source.copies)
+    if files is None:
+        return {"files": None, "metadata": None, "index": None, "copies": copies}
     held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
-    return {"files": held, "metadata": files.metadata, "index": files.index}
+    return {"files": held, "metadata": files.metadata, "index": files.index, "copies": copies}
 
 
-def files_from_json(fields: Mapping[str, Any]) -> HFFiles:
+def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
+    if fields["files"] is None:
+        return None
     files = {
         file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
         for file, held in fields["files"].items()
@@ -132,10 +155,10 @@ def files_from_json(fields: Mapping[str, Any]) -> HFFiles:
     return HFFiles(files, fields["metadata"], fields["index"])
 
 
-def read_source_file(folder: Path) -> HFFiles | None:
-    """What `source.json` of an imported checkpoint says; None where its source was laid out in another way than ours."""
+def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
+    """What `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
     fields = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
-    return None if fields is None else files_from_json(fields)
+    return _files_from_json(fields), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
@@ -161,7 +184,7 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     )
     hf_config = read_hf_config(companions)
     family = family_for(hf_config)
-    files = read_source_file(folder) if imported else None
+    files, names = read_source_file(folder) if imported else (None, [])
     what = (
         "imported mcore checkpoint"
         if imported
@@ -175,9 +198,11 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
         dtype = DTYPES[config.dtype] if config is not None else torch.float32
         reader = FSDPReader(inside, family, hf_config, dtype)
         head = reader.head
-    if files is None and head == "lm":
-        files = _files_of(companions, reader)
-    return Source(inside, backend, what, reader, hf_config, family, head, companions, files, template)
+    if files is None and head == "lm" and not imported:
+        files = _files_of(companions, reader, hf_config, head)
+    copies = _copies(names, reader, hf_config, head)
+    left = [] if imported else further_layers(companions, family, hf_config)
+    return Source(inside, backend, what, reader, hf_config, family, head, companions, files, copies, template, left)
 
 
 def open_any(
@@ -256,16 +281,20 @@ def _check_same_architecture(saved: Mapping[str, Any], hf_config: Mapping[str, A
         raise CheckpointError(f"{companions}: is another model: {'; '.join(differ)}; give the model that was trained")
 
 
-def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:
-    """The layout of the Hugging Face folder that training started from, where it has the same tensors."""
+def _files_of(companions: Path, reader: HFReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
+    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the checkpoint, and
+    at most copies and layers that predict further tokens besides."""
     if (companions / SOURCE).is_file():
-        found = read_source_file(companions)
+        found, _ = read_source_file(companions)
     elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
         with StreamReader(companions) as stored:
             found = hf_files(stored)
     else:
         return None
-    if found is None or {n for n in found.tensors if not is_copy(n, reader)} != reader.tensors.keys():
+    if found is None:
+        return None
+    besides = {*_copies(found.tensors, reader, hf_config, head), *tensors_in(found.tensors, hf_config)}
+    if found.tensors.keys() - besides != reader.tensors.keys():
         return None
     # the dtype is the run's, the files and their order those of the folder it began with
     files = {
@@ -275,8 +304,3 @@ def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:
         for file, held in found.files.items()
     }
     return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None)
-
-
-def is_copy(name: str, reader: HFReader) -> bool:
-    """Whether a folder's tensor is the tied embedding again."""
-    return name == LM_HEAD and LM_HEAD not in reader.tensors and EMBEDDING in reader.tensors
