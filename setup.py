@@ -36,10 +36,20 @@ setup(
         "safetensors>=0.4",
     ],
     extras_require={
+        "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway
         "gpu": ["transformer-engine[pytorch]"],
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "hypothesis",
+            "tensorboard",
+            "math-verify>=0.9",
+            "gguf>=0.17",
+        ],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

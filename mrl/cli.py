@@ -270,12 +270,18 @@ _ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpo
 
 
 @convert.command("import")
-@click.argument("hf_dir", type=click.Path())
+@click.argument("source", metavar="HF_DIR|GGUF", type=click.Path())
 @click.argument("out", type=click.Path())
+@click.option(
+    "--tokenizer",
+    metavar="HF_DIR",
+    type=click.Path(),
+    help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
+)
 @_ALLOW_PICKLE
 @_VERIFY
-def convert_import(hf_dir: str, out: str, allow_pickle: bool, check: bool) -> None:
-    """Make an mcore distributed checkpoint OUT of the Hugging Face folder HF_DIR.
+def convert_import(source: str, out: str, tokenizer: str | None, allow_pickle: bool, check: bool) -> None:
+    """Make an mcore distributed checkpoint OUT of a Hugging Face folder, or of a GGUF file (pip install 'mrl[gguf]').
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """
@@ -284,12 +290,12 @@ def convert_import(hf_dir: str, out: str, allow_pickle: bool, check: bool) -> No
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("imported") as bar:
-            done = import_hf(hf_dir, out, allow_pickle=allow_pickle, progress=bar)
+            done = import_hf(source, out, allow_pickle=allow_pickle, tokenizer=tokenizer, progress=bar)
     for note in done.notes:
         click.echo(note)
-    click.echo(f"{out}: {done.tensors} tensors of {hf_dir} are {done.parameters} of the checkpoint, all accounted for")
+    click.echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
     if check:
-        _verify_result(hf_dir, out, model=None, role=None, allow_pickle=allow_pickle)
+        _verify_result(source, out, model=None, role=None, allow_pickle=allow_pickle)
 
 
 @convert.command("export")
@@ -339,7 +345,7 @@ def convert_export(
 @_ROLE
 @_ALLOW_PICKLE
 def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> None:
-    """Compare A and B: Hugging Face folders, checkpoints, or runs, in any combination.
+    """Compare A and B: Hugging Face folders, GGUF files, checkpoints, or runs, in any combination.
 
     Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
     """
@@ -358,8 +364,8 @@ def _compare(
     from mrl.launch.preflight import quiet
 
     with quiet():
+        from mrl.convert.opening import open_any
         from mrl.convert.progress import ProgressBar
-        from mrl.convert.sources import open_any
         from mrl.convert.verifying import compare, table
 
         given = {"model": model, "role": role, "allow_pickle": allow_pickle}

@@ -1,4 +1,4 @@
-"""`mrl convert import`: a Hugging Face folder becomes an mcore distributed checkpoint that any layout loads.
+"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout loads.
 
     OUT/
         mcore/            the weights, as in the checkpoints of the Megatron engine
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 import mrl
-from mrl.convert.sources import SOURCE, Source, open_hf, source_as_json
+from mrl.convert.opening import open_model
+from mrl.convert.sources import SOURCE, Source, source_as_json
 from mrl.convert.workspace import Facts, Workspace, check_free, crc32_of, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.families import fields_of
@@ -78,16 +79,17 @@ def import_hf(
     out: str | Path,
     *,
     allow_pickle: bool = False,
+    tokenizer: str | None = None,
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Imported:
-    """Converts the Hugging Face folder `source` into the checkpoint folder `out`, which appears when it is whole.
+    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is whole.
 
-    progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
+    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
     where the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
     """
     check_free(Path(out))
-    with open_hf(source, allow_pickle=allow_pickle) as model:
+    with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
         fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
         rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))
@@ -201,10 +203,12 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """What tells this source from any other, and from itself after a change."""
-    weights = {info.file for info in model.reader.tensors.values()}
-    files = sorted(weights | {path.name for path in model.folder.glob("*.safetensors")} | {"config.json"})
-    stats = {name: (model.folder / name).stat() for name in files if name and (model.folder / name).is_file()}
-    config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
+    folder = model.folder.parent if model.kind == "gguf" else model.folder
+    files = {info.file for info in model.reader.tensors.values()}
+    if model.kind == "hf":
+        files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
+    stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
+    config = hashlib.sha256((model.companions / "config.json").read_bytes()).hexdigest()
     return {
         "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
@@ -213,7 +217,7 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 def _notes(model: Source) -> list[str]:
     """What of the folder is not in the checkpoint as it was."""
-    notes = []
+    notes = list(model.notes)
     if model.copies:
         notes.append(
             f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an export has them"

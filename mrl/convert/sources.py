@@ -1,7 +1,8 @@
-"""What a path given to `mrl convert` holds: a Hugging Face folder, a checkpoint, or a run; its weights by Hugging Face name."""
+"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -51,10 +52,12 @@ class HFFiles:
 
 @dataclasses.dataclass
 class Source:
-    """A model to read. folder: what is read. kind: "hf", "megatron" or "fsdp". reader: weights by HF name. companions: the folder
-    of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is laid out, where that is known.
-    copies: names under which that folder holds a tensor again (a tied head), and the name of the tensor; `reader` may lack them.
-    chat_template: what took the tokenizer's place. left: tensors that training left out, of layers that predict further tokens.
+    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron" or "fsdp". reader: weights by
+    HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
+    laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
+    tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
+    that predict further tokens.
+    notes: what an import is to say, a line each. ends: closed with it.
     """
 
     folder: Path
@@ -69,6 +72,8 @@ class Source:
     copies: dict[str, str]
     chat_template: str | None = None
     left: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property
     def mtp(self) -> int:
@@ -82,6 +87,7 @@ class Source:
 
     def close(self) -> None:
         self.reader.close()
+        self.ends.close()
 
     def __enter__(self) -> "Source":
         return self
@@ -203,18 +209,6 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     copies = _copies(names, reader, hf_config, head)
     left = [] if imported else further_layers(companions, family, hf_config)
     return Source(inside, backend, what, reader, hf_config, family, head, companions, files, copies, template, left)
-
-
-def open_any(
-    path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
-) -> Source:
-    """What is at `path`, whichever it is."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint, or a run's output_dir")
-    if (folder / "config.json").is_file() and not (folder / MARKER).is_file():
-        return open_hf(folder, allow_pickle=allow_pickle)
-    return open_checkpoint(folder, model=model, role=role)
 
 
 def _checkpoint_folder(path: Path) -> Path:

@@ -18,7 +18,7 @@ def hf(tmp_path_factory):
     made = {}
 
     def get(family="llama", **options):
-        key = (family, *sorted(options.items(), key=str))
+        key = (family, str(sorted(options.items())))
         if key not in made:
             made[key] = kit.make_hf(tmp_path_factory.mktemp(family) / "hf", family, **options)
         return made[key]
