@@ -56,8 +56,7 @@ class Source:
     HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
     laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
     tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
-    that predict further tokens.
-    notes: what an import is to say, a line each. ends: closed with it.
+    that predict further tokens. notes: what an import is to say, a line each. ends: closed with it.
     """
 
     folder: Path
@@ -125,7 +124,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
 def _copies(names: Iterable[str], reader: HFReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
     """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
     found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
-    return {name: found[name] for name in names if name in found}
+    return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
 
 
 def hf_files(reader: HFReader) -> HFFiles:

@@ -27,6 +27,11 @@ _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
 SCORE = "score.weight"
+_WHY_EQUAL = {
+    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
+    False: "and megatron has one for both; remove the layers that predict further tokens, and set num_nextn_predict_layers to 0",
+}
+"""Of a tied head, and of what layers that predict further tokens share with the model."""
 
 
 def account(
@@ -103,19 +108,14 @@ def check_model(
             f"{reader.path}: {SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number; "
             "use a sequence classifier that was made with num_labels=1"
         )
-    copies = {name: of for name, of in copies_of(hf_config, head=head, mtp=mtp).items() if name in reader.tensors}
+    known = copies_of(hf_config, head=head, mtp=mtp)
+    copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
     may_have |= copies.keys()
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
         if (carried or name == LM_HEAD) and not _equal(reader, name, of):
             raise ModelError(f"{reader.path}: {name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
-
-
-_WHY_EQUAL = {
-    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
-    False: "and megatron has one for both; remove the layers that predict further tokens, and set num_nextn_predict_layers to 0",
-}
 
 
 def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:

@@ -89,9 +89,9 @@ def mcore_to_hf(
     """(HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any order.
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the first one
-    counts. Padding of the vocabulary is cut off. Raises ModelError on a name that the rank does not have, another shape, and
-    where the stream ends before all came. Names are those of files, also where these hold experts stacked; such a tensor comes
-    when all experts of its layer came.
+    counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model, and none come. Raises
+    ModelError on a name that the rank does not have, another shape, and where the stream ends before all came. Names are those
+    of files, also where these hold experts stacked; such a tensor comes when all experts of its layer came.
     """
     pairs = _merged(
         shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}

@@ -57,8 +57,7 @@ def made(hf, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("llama", True), ("qwen2_moe", True)])
 def test_an_exact_file_is_the_model_that_it_was_made_from(made, tmp_path, family, tied):
     """Bit for bit, and megatron-core computes from it what transformers does from the folder."""
     source, file, _ = made(family, tied=tied)
@@ -194,9 +193,9 @@ def test_scalings_of_the_rotary_embedding(made, tmp_path, rope):
 def test_engines_start_from_it(made, tmp_path):
     source, file, _ = made("llama")
     import_hf(file, tmp_path / "mcore")
-    layouts = [{"parallel": {"tp": 2}}, {"backend": "fsdp"}]
+    layouts = [{}, {"backend": "fsdp"}]
     found = run_case(
-        2, "tests.convert.cases:starts_from_import", hf=str(source), imported=str(tmp_path / "mcore"), layouts=layouts
+        1, "tests.convert.cases:starts_from_import", hf=str(source), imported=str(tmp_path / "mcore"), layouts=layouts
     )
     assert found == []
 
