@@ -200,6 +200,29 @@ def test_engines_start_from_it(made, tmp_path):
     assert found == []
 
 
+def test_an_import_that_was_interrupted_goes_on(made, tmp_path):
+    source, file, _ = made("qwen3_moe")
+
+    def interrupted(total):
+        told = []
+
+        def show(count):
+            told.append(count)
+            if sum(told) > total * 0.6:
+                raise KeyboardInterrupt
+
+        return show
+
+    with pytest.raises(KeyboardInterrupt):
+        import_hf(file, tmp_path / "mcore", file_bytes=8_000, progress=interrupted)
+    finished = {p.name: p.stat().st_mtime_ns for p in (tmp_path / ".mcore.converting/mcore").glob("*.distcp")}
+    import_hf(file, tmp_path / "mcore", file_bytes=8_000)
+    now = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "mcore/mcore").glob("*.distcp")}
+    assert sum(finished[name] == now[name] for name in finished) >= 3
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    assert kit.differences(source, tmp_path / "back") == []
+
+
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
