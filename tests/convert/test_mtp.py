@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl import cli
 from mrl.config.load import load_config
+from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
@@ -25,7 +26,7 @@ from mrl.converters import family_for, hf_to_mcore, read_hf_config
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
-from mrl.trainers import sft
+from mrl.trainers import ppo, sft
 from tests.convert import kit
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run
@@ -34,6 +35,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.test_quantized import CASES
 from tests.trainers import kit as sft_kit
+from tests.trainers.rl import kit as rl_kit
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 EMBED, HEAD = "model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"
@@ -238,11 +240,12 @@ def test_keys_are_megatrons(folder, tmp_path):
     )
 
 
-def train_and_tell(path: str) -> str:
-    """A case: what a run of `mrl sft` prints."""
+def train_and_tell(command: str, path: str) -> str:
+    """A case: what a run of `mrl sft` or `mrl ppo` prints."""
     said = io.StringIO()
+    trainer, root = {"sft": (sft, SFTConfig), "ppo": (ppo, PPOConfig)}[command]
     with contextlib.redirect_stdout(said):
-        sft.run(load_config(path, (), SFTConfig))
+        trainer.run(load_config(path, (), root))
     return said.getvalue()
 
 
@@ -256,7 +259,7 @@ def test_a_run_says_so_once_at_its_start_and_at_its_export(tmp_path):
         tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron", "device": "cpu"}
     )
     path = sft_kit.write_config(tmp_path / "c.yaml", config)
-    lines = run_case(1, "tests.convert.test_mtp:train_and_tell", path=str(path)).splitlines()
+    lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="sft", path=str(path)).splitlines()
     (first, last) = [line for line in lines if "predict further tokens" in line]
     assert "model.path: " in first and "(MTP: model.layers.2." in first and "what is exported has none" in first
     assert "num_nextn_predict_layers is 0 in config.json" in last and str(tmp_path / "run/hf") in last
@@ -265,3 +268,21 @@ def test_a_run_says_so_once_at_its_start_and_at_its_export(tmp_path):
     export_hf(tmp_path / "run", tmp_path / "again")
     assert kit.differences(tmp_path / "run/hf", tmp_path / "again") == []
     assert json.loads((tmp_path / "again/config.json").read_text()) == exported
+
+
+def test_roles_of_a_ppo_run_share_the_line(tmp_path):
+    """Actor, critic and reference start from one folder; a value head and its export have no such layers either."""
+    rl_kit.make_inputs(tmp_path)
+    (tmp_path / "model/model.safetensors").unlink()
+    kit.make_hf(tmp_path / "model", "glm4_moe", vocab=rl_kit.VOCAB)
+    kit.add_mtp(tmp_path / "model")
+    engine = rl_kit.engine("megatron")
+    config = rl_kit.make_config(tmp_path, tmp_path / "run", "ppo", actor={"engine": engine}, critic={"engine": engine})
+    path = sft_kit.write_config(tmp_path / "c.yaml", config)
+    lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="ppo", path=str(path)).splitlines()
+    (first, last) = [line for line in lines if "predict further tokens" in line]
+    assert "actor.model.path: " in first and "num_nextn_predict_layers is 0 in config.json" in last
+    export_hf(tmp_path / "run", tmp_path / "critic", role="critic")
+    critic = load_folder(str(tmp_path / "critic"))
+    assert "score.weight" in critic and not any(name.startswith("model.layers.2.") for name in critic)
+    assert json.loads((tmp_path / "critic/config.json").read_text())["num_nextn_predict_layers"] == 0
