@@ -279,13 +279,22 @@ _ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpo
 
 
 @convert.command("import")
-@click.argument("hf", metavar="HF", type=click.Path())
+@click.argument("source", metavar="HF|GGUF", type=click.Path())
 @click.argument("out", type=click.Path())
+@click.option(
+    "--tokenizer",
+    metavar="HF_DIR",
+    type=click.Path(),
+    help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
+)
 @_ALLOW_PICKLE
 @_VERIFY
 @_NO_LOGITS
-def convert_import(hf: str, out: str, allow_pickle: bool, check: bool, no_logits: bool) -> None:
-    """Make an mcore distributed checkpoint OUT of HF: a Hugging Face folder, or a hub id as in Qwen/Qwen3-0.6B.
+def convert_import(
+    source: str, out: str, tokenizer: str | None, allow_pickle: bool, check: bool, no_logits: bool
+) -> None:
+    """Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF file
+    (pip install 'mrl[gguf]').
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """
@@ -295,12 +304,12 @@ def convert_import(hf: str, out: str, allow_pickle: bool, check: bool, no_logits
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("imported") as bar:
-            done = import_hf(hf, out, allow_pickle=allow_pickle, progress=bar)
+            done = import_hf(source, out, allow_pickle=allow_pickle, tokenizer=tokenizer, progress=bar)
     for note in done.notes:
         click.echo(note)
-    click.echo(f"{out}: {done.tensors} tensors of {hf} are {done.parameters} of the checkpoint, all accounted for")
+    click.echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
     if check:
-        _verify_result(hf, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
+        _verify_result(source, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
 
 
 @convert.command("export")
@@ -330,6 +339,8 @@ def convert_export(
     click.echo(
         f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
     )
+    for note in done.notes:
+        click.echo(note)
     if check:
         _verify_result(ckpt, out, model=model, role=role, allow_pickle=False, logits=not no_logits)
 
@@ -350,7 +361,7 @@ def convert_export(
 @_ROLE
 @_ALLOW_PICKLE
 def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> None:
-    """Compare A and B: Hugging Face folders or hub ids, checkpoints, or runs, in any combination.
+    """Compare A and B: Hugging Face folders or hub ids, GGUF files, checkpoints, or runs, in any combination.
 
     Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
     """
@@ -369,8 +380,8 @@ def _compare(
     from mrl.launch.preflight import quiet
 
     with quiet():
+        from mrl.convert.opening import open_any
         from mrl.convert.progress import ProgressBar
-        from mrl.convert.sources import open_any
         from mrl.convert.verifying import compare, table
 
         given = {"model": model, "role": role, "allow_pickle": allow_pickle}

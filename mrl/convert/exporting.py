@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.sources import HFFiles, Source, is_copy, open_checkpoint
+from mrl.convert.sources import HFFiles, Source, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
-from mrl.converters.accounting import EMBEDDING, account
+from mrl.converters.accounting import account
 from mrl.converters.mcore_weights import blocks_of_rows
+from mrl.converters.mtp import COUNT
 from mrl.converters.rules import expected_hf_names, value_head_config
 from mrl.converters.safetensors_io import (
     DTYPES,
@@ -29,6 +30,7 @@ from mrl.converters.safetensors_io import (
     lay_out,
     main_dtype,
     parse_size,
+    some,
     tensor_bytes,
 )
 from mrl.data.tokenizer_files import write_chat_template
@@ -38,13 +40,14 @@ from mrl.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export did. tensors: written. files: of weights. bytes: of weights."""
+    """What an export did. tensors: written. files: of weights. bytes: of weights. notes: what the model has lost, a line each."""
 
     out: Path
     what: str
     tensors: int
     files: int
     bytes: int
+    notes: list[str]
 
 
 def export_hf(
@@ -88,14 +91,15 @@ def export_hf(
                 raise
             with work.finishing() as folder:
                 _finish(folder, source, files)
-        return Exported(Path(out), source.what, len(files.tensors), len(shards), total)
+        return Exported(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
 
 
 def _files(source: Source, limit: int | None) -> HFFiles:
     """The files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
     if source.files is not None and limit is None:
         return _known(source, source.files)
-    cut = cut_shards(source.reader.tensors, limit or parse_size("5GB"))
+    again = {name: source.reader.tensors[of] for name, of in source.copies.items()}
+    cut = cut_shards(dict(source.reader.tensors) | again, limit or parse_size("5GB"))
     files = {
         file: [(name, dataclasses.replace(info, file=file)) for name, info in held.items()]
         for file, held in cut.items()
@@ -103,7 +107,7 @@ def _files(source: Source, limit: int | None) -> HFFiles:
     index = None
     if len(files) > 1:
         weight_map = {name: file for file, held in files.items() for name, _ in held}
-        total = sum(tensor_bytes(info) for info in source.reader.tensors.values())
+        total = sum(tensor_bytes(info) for held in files.values() for _, info in held)
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
     return HFFiles(files, {file: {"format": "pt"} for file in files}, index)
 
@@ -111,7 +115,7 @@ def _files(source: Source, limit: int | None) -> HFFiles:
 def _known(source: Source, files: HFFiles) -> HFFiles:
     """The files of the source, without buffers that follow from the config, with an index where the source had one."""
     keep = {
-        file: [(name, info) for name, info in held if name in source.reader.tensors or is_copy(name, source.reader)]
+        file: [(name, info) for name, info in held if name in source.reader.tensors or name in source.copies]
         for file, held in files.files.items()
     }
     keep = {file: held for file, held in keep.items() if held}
@@ -128,11 +132,20 @@ def _known(source: Source, files: HFFiles) -> HFFiles:
 
 def _account(source: Source, files: HFFiles) -> None:
     """Every tensor of the model is written, once, in its shape, and nothing else."""
-    expected = expected_hf_names(source.family, source.hf_config, head=source.head)
-    copies = {name: expected[EMBEDDING] for name in files.tensors if is_copy(name, source.reader)}
+    expected = expected_hf_names(source.family, source.hf_config, head=source.head, mtp=source.mtp)
+    copies = {name: expected[of] for name, of in source.copies.items()}
     written = sum(len(held) for held in files.files.values())
     assert written == len(files.tensors), f"{source.folder}: {written} tensors planned under {len(files.tensors)} names"
     account(files.tensors, expected | copies, where=str(source.folder))
+
+
+def _notes(source: Source) -> list[str]:
+    if not source.left:
+        return []
+    return [
+        f"{COUNT} is 0 in config.json: the layers of {source.companions} that predict further tokens ({some(source.left, 1)}) "
+        "were not trained, and are not here"
+    ]
 
 
 def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def _write(
         file.write(shard.header)
         for name, info in tensors.items():
             assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
-            stored = EMBEDDING if is_copy(name, source.reader) else name
+            stored = source.copies.get(name, name)
             if not info.shape:
                 progress(file.write(as_bytes(source.reader.tensor(stored).to(DTYPES[info.dtype]))))
                 continue
@@ -177,6 +190,8 @@ def _write(
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     # what is written is not quantised, whatever training began with
     changes = {"quantization_config": None}
+    if source.left:
+        changes[COUNT] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
     trained = source.files is None or source.kind == "fsdp" or not (source.folder / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""`mrl convert import`: a Hugging Face folder becomes an mcore distributed checkpoint that any layout loads.
+"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout loads.
 
     OUT/
         mcore/            the weights, as in the checkpoints of the Megatron engine
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 import mrl
-from mrl.convert.sources import SOURCE, Source, files_as_json, open_hf
+from mrl.convert.opening import open_model
+from mrl.convert.sources import SOURCE, Source, source_as_json
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.checksums import crc32_of
@@ -80,18 +81,19 @@ def import_hf(
     out: str | Path,
     *,
     allow_pickle: bool = False,
+    tokenizer: str | None = None,
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Imported:
-    """Converts the Hugging Face folder `source` into the checkpoint folder `out`, which appears when it is whole.
+    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is whole.
 
-    progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
+    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
     where the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
     """
     check_free(Path(out))
-    with open_hf(source, allow_pickle=allow_pickle) as model:
+    with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
         fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
-        rules = whole_rules(model.family, model.hf_config, head=model.head)
+        rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))
         groups = _group(parts, file_bytes)
         needed = {file: sum(part.bytes for part in held) for file, held in groups.items()}
@@ -186,8 +188,7 @@ def _finish(
 
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
-    source = None if model.files is None else files_as_json(model.files)
-    (folder / SOURCE).write_text(json.dumps(source), encoding="utf-8")
+    (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     copy_companions(model.companions, folder, changes={"quantization_config": None})  # the weights here are not
     files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
     for name in [*small, DESCRIPTION, SOURCE, "config.json"]:
@@ -210,10 +211,12 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """What tells this source from any other, and from itself after a change."""
-    weights = {info.file for info in model.reader.tensors.values()}
-    files = sorted(weights | {path.name for path in model.folder.glob("*.safetensors")} | {"config.json"})
-    stats = {name: (model.folder / name).stat() for name in files if name and (model.folder / name).is_file()}
-    config = hashlib.sha256((model.folder / "config.json").read_bytes()).hexdigest()
+    folder = model.folder.parent if model.kind == "gguf" else model.folder
+    files = {info.file for info in model.reader.tensors.values()}
+    if model.kind == "hf":
+        files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
+    stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
+    config = hashlib.sha256((model.companions / "config.json").read_bytes()).hexdigest()
     return {
         "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
@@ -222,11 +225,18 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 def _notes(model: Source) -> list[str]:
     """What of the folder is not in the checkpoint as it was."""
+    notes = list(model.notes)
+    if model.copies:
+        notes.append(
+            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an export has them"
+        )
     if model.quantised:
         method = model.hf_config["quantization_config"].get("quant_method")
-        return [
+        notes.append(
             f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
-        ]
-    held = expected_hf_names(model.family, model.hf_config, head=model.head)
-    follow = [name for name in model.reader.tensors if name not in held]
-    return [f"{some(follow)}: not stored, as it follows from the rest"] if follow else []
+        )
+    held = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
+    follow = [name for name in model.reader.tensors if name not in held and name not in model.copies]
+    if follow:
+        notes.append(f"{some(follow)}: not stored, as it follows from the rest")
+    return notes

@@ -1,15 +1,16 @@
-"""What a path given to `mrl convert` holds: a Hugging Face folder, a checkpoint, or a run; its weights by Hugging Face name."""
+"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside them."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
-from mrl.converters.accounting import EMBEDDING, LM_HEAD, SCORE, check_model
+from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
 from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import MARKER, open_imported, read_description
+from mrl.converters.mtp import layers_in, tensors_in
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
@@ -34,7 +36,8 @@ from mrl.engine.fsdp.stored import FSDPReader
 from mrl.errors import CheckpointError, ModelError
 
 SOURCE = "source.json"
-"""In a folder of `mrl convert import`: names, dtypes, shapes and files of the Hugging Face folder that it was made from."""
+"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
+`metadata` and `index` (null where it was laid out in another way than ours); `copies`, what it held of another tensor again."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -74,9 +77,11 @@ class Sums:
 
 @dataclasses.dataclass
 class Source:
-    """A model to read. folder: what is read. kind: "hf", "megatron" or "fsdp". reader: weights by HF name; names that a Hugging
-    Face folder holds twice (a tied head) once. companions: the folder of config.json, tokenizer and so on. files: how the
-    Hugging Face folder that it comes from is laid out, where that is known. chat_template: what took the tokenizer's place.
+    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron" or "fsdp". reader: weights by
+    HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
+    laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
+    tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
+    that predict further tokens. notes: what an import is to say, a line each. ends: closed with it.
     """
 
     folder: Path
@@ -88,8 +93,17 @@ class Source:
     head: str
     companions: Path
     files: HFFiles | None
+    copies: dict[str, str]
     chat_template: str | None = None
     sums: Sums | None = None
+    left: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    @property
+    def mtp(self) -> int:
+        """How many layers that predict further tokens the reader has."""
+        return layers_in(self.reader.tensors, self.hf_config)
 
     @property
     def quantised(self) -> bool:
@@ -105,6 +119,7 @@ class Source:
         if self.sums is not None:
             self.sums.close()
         self.reader.close()
+        self.ends.close()
 
     def __enter__(self) -> "Source":
         return self
@@ -115,7 +130,7 @@ class Source:
 
 def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     """The Hugging Face folder or hub id `path`, every tensor of it accounted for."""
-    folder = _local(path, "a Hugging Face model folder or a hub id")
+    folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
     hf_config = read_hf_config(folder, quick=True)
     family = family_for(hf_config)
@@ -138,11 +153,18 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
             f"{folder}: has two heads, {SCORE} and {LM_HEAD}, of which a checkpoint has one; remove the other"
         )
     head = "value" if SCORE in reader.tensors else "lm"
-    check_model(reader, family, hf_config, head=head)
-    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files)
+    check_model(reader, family, hf_config, head=head, carried=True)
+    copies = _copies(reader.tensors, reader, hf_config, head)
+    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files, copies)
 
 
-def _local(path: str | Path, wanted: str) -> Path:
+def _copies(names: Iterable[str], reader: HFReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
+    """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
+    found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
+    return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
+
+
+def local_folder(path: str | Path, wanted: str) -> Path:
     """The folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
     folder = Path(path)
     if folder.is_dir():
@@ -193,12 +215,18 @@ def hf_files(reader: HFReader) -> HFFiles:
     return HFFiles(files, metadata, index.read_text(encoding="utf-8") if index.is_file() else None)
 
 
-def files_as_json(files: HFFiles) -> dict[str, Any]:
+def source_as_json(source: Source) -> dict[str, Any]:
+    """What `SOURCE` says of a Hugging Face folder."""
+    files, copies = source.files, list(source.copies)
+    if files is None:
+        return {"files": None, "metadata": None, "index": None, "copies": copies}
     held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
-    return {"files": held, "metadata": files.metadata, "index": files.index}
+    return {"files": held, "metadata": files.metadata, "index": files.index, "copies": copies}
 
 
-def files_from_json(fields: Mapping[str, Any]) -> HFFiles:
+def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
+    if fields["files"] is None:
+        return None
     files = {
         file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
         for file, held in fields["files"].items()
@@ -206,10 +234,10 @@ def files_from_json(fields: Mapping[str, Any]) -> HFFiles:
     return HFFiles(files, fields["metadata"], fields["index"])
 
 
-def read_source_file(folder: Path) -> HFFiles | None:
-    """What `source.json` of an imported checkpoint says; None where its source was laid out in another way than ours."""
+def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
+    """What `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
     fields = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
-    return None if fields is None else files_from_json(fields)
+    return _files_from_json(fields), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
@@ -245,7 +273,7 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     )
     hf_config = read_hf_config(companions, quick=True)
     family = family_for(hf_config)
-    files = read_source_file(folder) if imported else None
+    files, names = read_source_file(folder) if imported else (None, [])
     what = (
         "imported mcore checkpoint"
         if imported
@@ -258,19 +286,13 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         dtype = DTYPES[config.dtype] if config is not None else torch.float32
         reader = FSDPReader(inside, family, hf_config, dtype)
         head = reader.head
-    if files is None and head == "lm":
-        files = _files_of(companions, reader)
-    return Source(inside, backend, what, reader, hf_config, family, head, companions, files, template)
-
-
-def open_any(
-    path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
-) -> Source:
-    """What is at `path`, whichever it is."""
-    folder = _local(path, "a Hugging Face folder or hub id, a checkpoint, or a run's output_dir")
-    if (folder / "config.json").is_file() and not (folder / MARKER).is_file():
-        return open_hf(folder, allow_pickle=allow_pickle)
-    return open_checkpoint(folder, model=model, role=role)
+    if files is None and head == "lm" and not imported:
+        files = _files_of(companions, reader, hf_config, head)
+    copies = _copies(names, reader, hf_config, head)
+    left = [] if imported else further_layers(companions, family, hf_config)
+    return Source(
+        inside, backend, what, reader, hf_config, family, head, companions, files, copies, template, left=left
+    )
 
 
 def _checkpoint_folder(path: Path) -> Path:
@@ -334,16 +356,20 @@ def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, 
     return found, config, template
 
 
-def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:
-    """The layout of the Hugging Face folder that training started from, where it has the same tensors."""
+def _files_of(companions: Path, reader: HFReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
+    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the checkpoint, and
+    at most copies and layers that predict further tokens besides."""
     if (companions / SOURCE).is_file():
-        found = read_source_file(companions)
+        found, _ = read_source_file(companions)
     elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
         with StreamReader(companions) as stored:
             found = hf_files(stored)
     else:
         return None
-    if found is None or {n for n in found.tensors if not is_copy(n, reader)} != reader.tensors.keys():
+    if found is None:
+        return None
+    besides = {*_copies(found.tensors, reader, hf_config, head), *tensors_in(found.tensors, hf_config)}
+    if found.tensors.keys() - besides != reader.tensors.keys():
         return None
     # the dtype is the run's, the files and their order those of the folder it began with
     files = {
@@ -353,8 +379,3 @@ def _files_of(companions: Path, reader: HFReader) -> HFFiles | None:
         for file, held in found.files.items()
     }
     return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None)
-
-
-def is_copy(name: str, reader: HFReader) -> bool:
-    """Whether a folder's tensor is the tied embedding again."""
-    return name == LM_HEAD and LM_HEAD not in reader.tensors and EMBEDDING in reader.tensors

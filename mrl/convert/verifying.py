@@ -1,7 +1,7 @@
 """`mrl convert verify`: two models compared, tensor by tensor and bit by bit, and then by what they compute.
 
 Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine by
-megatron-core, of one of the FSDP engine by transformers. Two engines round differently, so logits may differ a little where
+megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two engines round differently, so logits may differ a little where
 every bit of the weights is the same.
 """
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mrl.convert.sources import Source
 from mrl.convert.workspace import in_words, no_progress
-from mrl.converters.accounting import EMBEDDING, LM_HEAD
 from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
 from mrl.converters.safetensors_io import tensor_bytes
 from mrl.data.tokenizer_files import TOKENIZER_FILES
@@ -128,10 +127,10 @@ def _tensors(a: Source, b: Source, progress: Callable[[int], Callable[[int], Non
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
     both = [name for name in ours if name in theirs]
-    total = sum(tensor_bytes(a.reader.tensors[_stored(a, name)]) for name in both)
+    total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
     told = progress(total)
     for name in both:
-        of_a, of_b = a.reader.tensors[_stored(a, name)], b.reader.tensors[_stored(b, name)]
+        of_a, of_b = a.reader.tensors[name], b.reader.tensors[name]
         if of_a.shape != of_b.shape:
             differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
             told(tensor_bytes(of_a))
@@ -139,19 +138,13 @@ def _tensors(a: Source, b: Source, progress: Callable[[int], Callable[[int], Non
             differences.append(f"{name}: dtype {of_a.dtype} and {of_b.dtype}")
             told(tensor_bytes(of_a))
         else:
-            differences += _bits(name, a.reader(_stored(a, name)), b.reader(_stored(b, name)), of_a.shape, told)
+            differences += _bits(name, a.reader(name), b.reader(name), of_a.shape, told)
     return differences, total
 
 
 def _names(source: Source) -> list[str]:
-    """Tensors by name; a head that is tied is the embedding."""
-    names = list(source.reader.tensors)
-    tied = source.head == "lm" and source.hf_config["tie_word_embeddings"]
-    return [name for name in names if not (tied and name == LM_HEAD)]
-
-
-def _stored(source: Source, name: str) -> str:
-    return name if name in source.reader.tensors else EMBEDDING
+    """Tensors by name, without those that are another one again: opening the folder compared them."""
+    return [name for name in source.reader.tensors if name not in source.copies]
 
 
 def _bits(name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int], None]) -> list[str]:

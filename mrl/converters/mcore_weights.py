@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.fields import HINTS, rotary_percent
+from mrl.converters.mtp import announced
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
@@ -45,10 +46,15 @@ _TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
 _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
 
 
-def whole_rules(family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm") -> dict[str, Rule]:
-    """The rule of every parameter of the model on a single rank, by mcore name, in model order."""
+def whole_rules(
+    family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm", mtp: int = 0
+) -> dict[str, Rule]:
+    """The rule of every parameter of the model on a single rank, by mcore name, in model order.
+
+    mtp: how many layers that predict further tokens are among them.
+    """
     layers = tuple(range(hf_config["num_hidden_layers"]))
-    plan = ChunkPlan(layers, has_embedding=True, has_output=True)
+    plan = ChunkPlan(layers, has_embedding=True, has_output=True, mtp=mtp)
     return param_map(
         family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=plan, spec=spec, head=head
     )  # fmt: skip
@@ -117,7 +123,8 @@ class McoreReader(HFReader):
 
     `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
     Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
-    another shape. spec, head: as the checkpoint was saved. Safe to use from several threads.
+    another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it holds. Safe to
+    use from several threads.
     """
 
     def __init__(
@@ -125,7 +132,8 @@ class McoreReader(HFReader):
     ) -> None:
         self.path, self._open = stored.path, {}
         self._stored = stored
-        self.rules = whole_rules(family, hf_config, spec=spec, head=head)
+        self.mtp = announced(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
+        self.rules = whole_rules(family, hf_config, spec=spec, head=head, mtp=self.mtp)
         _account(stored, self.rules)
         self._where: dict[str, tuple[Rule, list[_Place]]] = {}
         self._stacks: dict[str, tuple[Stack, dict[tuple[int, int], str]]] = {}

@@ -32,11 +32,15 @@ from mrl.parallel import Coordinates, ParallelDims, stage_layers
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head."""
+    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head.
+
+    mtp: how many layers past the model's last it holds, which predict further tokens.
+    """
 
     layers: tuple[int, ...]
     has_embedding: bool
     has_output: bool
+    mtp: int = 0
 
 
 def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
@@ -140,6 +144,10 @@ def _chunk_entries(
             yield LM_HEAD, None, None
         elif not chunk.has_embedding:
             yield TIED_HEAD, None, None
+    for local in range(chunk.mtp):
+        layer = config["num_hidden_layers"] + local
+        for entry in family.mtp_entries(config, layer):
+            yield entry, local, layer
 
 
 def param_map(
@@ -258,17 +266,20 @@ def export_order(
                 yield Owned(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
 
 
-def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") -> dict[str, Shape]:
-    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied."""
-    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
+def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:
+    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
+
+    mtp: how many layers that predict further tokens are among them, without what these hold of other tensors again.
+    """
+    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True, mtp=mtp)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
     shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
     return stored_shapes(family, shapes)
 
 
-def buffer_names(family: Family, hf_config: HFConfig) -> set[str]:
-    """HF names of what is no parameter: fp32 in every export."""
-    layers = range(hf_config["num_hidden_layers"])
+def buffer_names(family: Family, hf_config: HFConfig, *, mtp: int = 0) -> set[str]:
+    """HF names of what is no parameter: fp32 in every export. mtp: as in `expected_hf_names`."""
+    layers = range(hf_config["num_hidden_layers"] + mtp)
     entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
     return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.converters.mtp import announced, copies_in
 from mrl.converters.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
 from mrl.converters.safetensors_io import some
 from mrl.converters.stacks import place_of, reading, restacked
@@ -34,7 +35,8 @@ def hf_to_mcore(
     """(model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in any order.
 
     hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the dtype and
-    the device of its tensors. `lm_head.weight` of a tied model is passed over. Raises ModelError on a name that the model
+    the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces them, the layers
+    past the last, which predict further tokens: the model of a rank has none. Raises ModelError on a name that the model
     does not have, one that comes twice, another shape, and where the stream ends before all came. Names are those of files,
     also where these hold experts stacked.
     """
@@ -50,10 +52,13 @@ def hf_to_mcore(
                 of_file = users.setdefault(name if place is None else place.stored, {})
                 of_file.setdefault(name, []).append((chunk, rule))
     shapes = expected_hf_names(family, hf_config, head=head)
+    mtp = announced(hf_config)
+    passed_over = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - shapes.keys()
+    passed_over |= copies_in(hf_config, mtp).keys() | {"lm_head.weight"} - shapes.keys()
     waiting: dict[tuple[int, str], dict[str, Tensor]] = {}
     missing = set(shapes)
     for name, tensor in weights:
-        if name == "lm_head.weight" and name not in shapes:
+        if name in passed_over:
             continue
         _check(name, tensor, shapes, missing)
         missing.remove(name)
@@ -84,9 +89,9 @@ def mcore_to_hf(
     """(HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any order.
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the first one
-    counts. Padding of the vocabulary is cut off. Raises ModelError on a name that the rank does not have, another shape, and
-    where the stream ends before all came. Names are those of files, also where these hold experts stacked; such a tensor comes
-    when all experts of its layer came.
+    counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model, and none come. Raises
+    ModelError on a name that the rank does not have, another shape, and where the stream ends before all came. Names are those
+    of files, also where these hold experts stacked; such a tensor comes when all experts of its layer came.
     """
     pairs = _merged(
         shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}

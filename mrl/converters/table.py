@@ -78,6 +78,7 @@ class Family:
     reads: the fields of config.json that `fields` takes into account. fields: from a config of `read_hf_config` to
     keyword arguments of megatron's TransformerConfig; ModelError where a value is not supported.
     sizes: words for shapes beyond those of `sizes_of`. stacks: experts that the files hold stacked.
+    mtp: what a layer past the last, which predicts a further token, has beside a block: see `mrl.converters.mtp`.
     """
 
     model_type: str
@@ -89,6 +90,7 @@ class Family:
     is_sparse: Callable[[HFConfig, int], bool] = _never
     sizes: Callable[[HFConfig], dict[str, int]] = no_sizes
     stacks: tuple[Stack, ...] = ()
+    mtp: tuple[Entry, ...] = ()
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """What global layer number `layer` holds in a model with this config."""
@@ -100,6 +102,17 @@ class Family:
             and (entry.unless is None or not config.get(entry.unless))
         )
 
+    def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
+        """What global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first such layer."""
+        return self.mtp + tuple(
+            dataclasses.replace(
+                entry,
+                mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK),
+                te=entry.te and entry.te.replace(_MCORE, _MTP_BLOCK),
+            )
+            for entry in self.layer_entries(config, layer)
+        )
+
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
     """The numbers that shapes are written in, from a config of `read_hf_config`; `padded` is the padded vocabulary."""
@@ -109,6 +122,7 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
         "vocab": config["vocab_size"],
         "padded_vocab": padded,
         "hidden": config["hidden_size"],
+        "two_hidden": 2 * config["hidden_size"],
         "head_dim": head_dim,
         "heads": heads,
         "groups": groups,
@@ -121,6 +135,9 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
 
 
 _MCORE = "decoder.layers.{l}."
+_MTP = "mtp.layers.{l}."
+# In a checkpoint of every megatron: 0.19 calls the module mtp_model_layer, and its `sharded_state_dict` keeps the older name.
+_MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
 EMBEDDING = Entry("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab")
@@ -303,4 +320,11 @@ EXPERT_BIAS = (
         "replicated",
         buffer=True,
     ),
+)
+
+# of a layer that predicts a further token: norms of a token's embedding and of the hidden state, and what joins the two
+MTP = (
+    *(Entry(_MTP + f"{x}.weight", ((_HF + f"{x}.weight", ("hidden",)),), "replicated") for x in ("enorm", "hnorm")),
+    Entry(_MTP + "eh_proj.weight", ((_HF + "eh_proj.weight", ("hidden", "two_hidden")),), "column"),
+    Entry(_MTP + "final_layernorm.weight", ((_HF + "shared_head.norm.weight", ("hidden",)),), "replicated"),
 )

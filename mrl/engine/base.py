@@ -18,6 +18,10 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.converters.accounting import further_layers
+from mrl.converters.mtp import COUNT as MTP_COUNT
+from mrl.converters.rules import value_head_config
+from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
 from mrl.engine.offload import KINDS, Offload
@@ -297,4 +301,10 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def export_hf(self, path: str) -> None:
-        """Writes a folder that transformers loads: weights, config, tokenizer, generation config."""
+        """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
+        tokens are not in it, and config.json says so."""
+
+    def _config_changes(self, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What an export changes in config.json."""
+        changes = value_head_config(hf_config) if self.config.head == "value" else {}
+        return changes | ({MTP_COUNT: 0} if further_layers(self.config.model.path, family, hf_config) else {})

@@ -134,3 +134,41 @@ def stored_keys(hf: str, out: str) -> tuple[list[str], list[str]]:
     reader = TorchDistReader(os.path.join(folder, "mcore"))
     objects = [key for key in reader.objects if not re.match("common_state", key)]
     return sorted(reader.tensors), sorted(objects)
+
+
+def weights_and_export(config: RoleConfig, out: str) -> list[str]:
+    """Names of the weights that an engine has, which are exported to `out`."""
+    engine = build_engine(config)
+    engine.init_model()
+    engine.export_hf(out)
+    return [name for name, _ in engine.hf_weights()]
+
+
+def mtp_of_megatron(imported: str) -> dict[str, torch.Tensor]:
+    """What megatron's own model with layers that predict further tokens loads of them, by its name there."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from mrl.mcore_models import layers
+
+    engine = engine_of(imported)
+    (ours,) = engine.models
+    with engine.state.installed():
+        config = engine.model_config
+        config.mtp_num_layers = engine.hf["num_nextn_predict_layers"]
+        block = layers.block_spec(config, [0, 1])
+        for layer in block.layer_specs:  # megatron looks for it before it builds such a layer
+            layer.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.causal}
+        spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        model = gpt_model.GPTModel(
+            config=config, transformer_layer_spec=block, vocab_size=ours.vocab_size, max_sequence_length=128,
+            position_embedding_type="rope", mtp_block_spec=spec, pg_collection=ours.pg_collection,
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+        asked = model.sharded_state_dict(metadata={"singleton_local_shards": False, "non_homogeneous_layers": True})
+        model.load_state_dict(dist_checkpointing.load(asked, os.path.join(imported, "mcore")))
+    held = {name.replace("mtp_model_layer", "transformer_layer"): t for name, t in model.state_dict().items()}
+    return {name: t.clone() for name, t in held.items() if name.startswith("mtp.") and isinstance(t, torch.Tensor)}

@@ -1,7 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention, shared experts, a router of sigmoids with groups; the first layers dense.
-
-Layers past `num_hidden_layers` predict further tokens (MTP). A folder that holds them is refused as having tensors left over.
-"""
+"""DeepSeek-V3 and R1, Moonlight: latent attention, shared experts, a router of sigmoids with groups; the first layers dense."""
 
 import math
 from typing import Any
@@ -20,6 +17,7 @@ from mrl.converters.table import (
     DENSE_MLP,
     EXPERT_BIAS,
     LATENT_ATTENTION,
+    MTP,
     Family,
     HFConfig,
     shared_mlp,
@@ -81,6 +79,7 @@ FAMILY = Family(
     sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj") + EXPERT_BIAS + shared_mlp("mlp.shared_experts"),
     is_sparse=is_sparse,
     sizes=sizes,
+    mtp=MTP,
     reads=DENSE | EXPERTS | SIGMOID_ROUTER | {
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave",
         "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq", "ep_size",

@@ -15,6 +15,7 @@ from mrl.converters.table import (
     ATTENTION,
     DENSE_MLP,
     EXPERT_BIAS,
+    MTP,
     QK_NORM,
     Family,
     HFConfig,
@@ -52,6 +53,7 @@ FAMILY = Family(
     sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj") + EXPERT_BIAS + shared_mlp("mlp.shared_experts"),
     is_sparse=is_sparse,
     sizes=sizes,
+    mtp=MTP,
     reads=DENSE | EXPERTS | SIGMOID_ROUTER | {
         "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "use_qk_norm", "partial_rotary_factor",
         "num_mtp_layers", "num_nextn_predict_layers",  # layers past the last predict further tokens, not the next one

@@ -16,7 +16,7 @@ from mrl.config.schema import RoleConfig
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab, value_head_config
+from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
@@ -341,7 +341,7 @@ class MegatronEngine(BaseEngine):
             for _ in self.hf_weights():
                 pass
         else:
-            changes = value_head_config(self.hf) if self.config.head == "value" else None
+            changes = self._config_changes(self.family, self.hf)
             exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
             infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
             with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
