@@ -96,7 +96,7 @@ def test_what_is_no_hub_id_is_not_looked_for(tmp_path):
         code, said = run("import", name, tmp_path / "out")
         assert code == 2 and "no such folder; give a Hugging Face model folder or a hub id" in said
     (tmp_path / "file").touch()
-    assert "is a file; give" in run("verify", tmp_path / "file", tmp_path)[1]
+    assert "is no GGUF file; give" in run("verify", tmp_path / "file", tmp_path)[1]
 
 
 @pytest.mark.parametrize(
