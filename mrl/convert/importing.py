@@ -180,12 +180,12 @@ def _finish(
     extra: list[str],
 ) -> None:
     """The small files, COMPLETE last."""
+    from mrl.engine.torch_dist_files import write_metadata  # which imports torch.distributed.checkpoint
+
     items = {
         Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in facts["items"]]
         for file, facts in done.items()
     }
-    from mrl.engine.torch_dist_files import write_metadata  # which imports torch.distributed.checkpoint
-
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")

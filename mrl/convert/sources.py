@@ -284,7 +284,7 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         head = read_description(inside)["architecture"]["head"]
     else:
         dtype = DTYPES[config.dtype] if config is not None else torch.float32
-        reader = FSDPReader(inside, family, hf_config, dtype)
+        reader = FSDPReader(inside, family, hf_config, dtype, companions)
         head = reader.head
     if files is None and head == "lm" and not imported:
         files = _files_of(companions, reader, hf_config, head)

@@ -52,7 +52,7 @@ def settled(raw: dict, quick: bool) -> dict | str:
 
 
 @pytest.mark.parametrize("model_type", _FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_as_transformers(model_type, data):
     whole = json.loads(CONFIG_MAPPING[model_type]().to_json_string())

@@ -151,6 +151,7 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     run(**refuse, folder=folder("llama"), path=str(tmp_path / "none"), message="none: holds no whole checkpoint")
     run(**refuse, folder=folder("llama", layers=3), path=path, message="is of another model")
     run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="is of another model")
+    run(**refuse, folder=folder("llama", rms_norm_eps=1e-3), path=path, message="another model: rms_norm_eps ")
     damaged = shutil.copytree(step, str(tmp_path / "damaged"))
     os.remove(max((os.path.join(d, f) for d, _, fs in os.walk(damaged) for f in fs), key=os.path.getsize))
     run(**refuse, folder=folder("llama"), path=damaged, message="is missing")

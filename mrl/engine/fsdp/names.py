@@ -16,6 +16,9 @@ from torch import Tensor
 
 from mrl.converters.table import Family
 
+STATE = "state.pt"
+"""The file of a checkpoint that has what is no sharded tensor."""
+
 _FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import expected_hf_names
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.torch_dist import TorchDistReader
-from mrl.engine.fsdp.names import Piece, pieces
+from mrl.engine.fsdp.names import STATE, Piece, pieces
 from mrl.errors import CheckpointError
 
 PREFIX = "model."
@@ -21,10 +22,15 @@ PREFIX = "model."
 class FSDPReader(HFReader):
     """The weights of the checkpoint folder `path`, which are fp32, in `dtype`. head: "lm" or "value", as its output layer says.
 
-    Every tensor is accounted for, in both directions; CheckpointError lists what differs.
+    Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config` is from.
     """
 
-    def __init__(self, path: str | Path, family: Family, hf_config: HFConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: str | Path, family: Family, hf_config: HFConfig, dtype: torch.dtype, companions: str | Path
+    ) -> None:
+        about = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
+        if "architecture" in about:  # an older mrl saved none
+            check_architecture(about["architecture"], family, hf_config, companions)
         self.path, self._open = Path(path), {}
         self._stored, self._dtype = TorchDistReader(path), dtype
         output = self._stored.tensors.get(PREFIX + "lm_head.weight")
