@@ -69,7 +69,15 @@ class Comparison:
         return not (self.differences or self.config) and all(row.alike for row in self.logits)
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"same": self.same}
+        """Plain data; a number of logits that is not finite is None, for which JSON has a word."""
+        finite = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            for row in map(dataclasses.asdict, self.logits)
+        ]
+        return dataclasses.asdict(self) | {"same": self.same, "logits": finite}
 
 
 def compare(

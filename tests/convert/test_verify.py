@@ -24,7 +24,7 @@ def verify(*arguments):
     done = CliRunner().invoke(cli.main, ["convert", "verify", *map(str, arguments), "--json"])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, json.loads(done.stdout)
+    return done.exit_code, json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -63,6 +63,10 @@ def test_signs_of_zero_and_nan_count(hf, tmp_path):
     assert verify(tmp_path / "a", tmp_path / "a", "--no-logits")[0] == 0
     assert verify(tmp_path / "nan", tmp_path / "nan", "--no-logits")[0] == 0
     assert verify(tmp_path / "a", tmp_path / "b", "--no-logits")[0] == 2
+    code, found = verify(tmp_path / "nan", tmp_path / "nan")
+    assert code == 2 and found["differences"] == [] and found["logits"][0]["kl"] is None, (
+        "logits that are NaN are alike to none"
+    )
 
 
 def test_models_of_the_same_weights_that_compute_otherwise_are_different(hf, tmp_path):
