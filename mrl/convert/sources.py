@@ -141,7 +141,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     try:
         stored: HFReader = PickleReader(folder) if pickled and allow_pickle else StreamReader(folder)
     except ModelError as error:
-        if pickled:
+        if pickled and not allow_pickle:
             raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
         raise
     files = None if pickled else hf_files(stored)

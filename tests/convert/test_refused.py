@@ -294,6 +294,7 @@ def test_a_pickle_runs_no_code(source, tmp_path, allow):
         pickle.dump({"model.norm.weight": Evil(tmp_path / "ran")}, out)
     code, said = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
     assert code == 2 and said.count("\n") == 1
+    assert ("--allow-pickle" in said) is not allow  # no advice to do what was done
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
