@@ -144,6 +144,11 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
         if pickled and not allow_pickle:
             raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
         raise
+    layers = hf_config["num_hidden_layers"]
+    if layers > len(stored.tensors):
+        raise ModelError(
+            f"{folder / 'config.json'}: num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all"
+        )
     files = None if pickled else hf_files(stored)
     reader = unstacked(stored, family)
     if reader.tensors is not stored.tensors:

@@ -126,6 +126,7 @@ SOURCES = {
     "unknown field": (config(logit_softcap=30.0), "logit_softcap = 30.0 may change the maths"),
     "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "unsupported value": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
+    "more layers than tensors": (config(num_hidden_layers=10**8), "num_hidden_layers 100000000 cannot be"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
     "unknown tensor": (weights(lambda w: w.update({"model.extra": torch.zeros(2)})), "1 left over (model.extra)"),
@@ -385,6 +386,7 @@ def test_another_model_and_wrong_uses(imported, hf, tmp_path):
     assert "is a Hugging Face folder" in run("export", hf("llama", shard="30KB"), tmp_path / "out")[1]
     assert "no such folder" in run("export", tmp_path / "nothing", tmp_path / "out")[1]
     assert "is not a size" in run("export", imported, tmp_path / "out", "--max-shard-size", "5 bananas")[1]
+    assert "no such file; give a GGUF file, a " in run("import", tmp_path / "no.gguf", tmp_path / "out")[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").touch()
     assert "is not an empty folder" in run("import", hf("llama", shard="30KB"), tmp_path / "out")[1]
