@@ -19,7 +19,8 @@ from mrl.converters.gguf_file import PLAIN, TOKENS, GGUFFile, GGUFWeights, read_
 from mrl.converters.gguf_model import config_of, places_of
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import DTYPES, copy_companions
-from mrl.data.tokenizer import TOKENIZER_FILES
+from mrl.data.tokenizer import load_tokenizer
+from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ModelError
 
 _SPLITS = (
@@ -44,7 +45,7 @@ def open_gguf(path: Path, *, tokenizer: str | None = None) -> Source:
         reader = GGUFWeights(file, *places_of(file, hf_config))
         ends.callback(reader.close)
         check_model(reader, family, hf_config)
-        words = _tokenizer(file, companions, tokenizer)
+        words = _tokenizer(file, companions, tokenizer, hf_config["vocab_size"])
         notes = [_types(file, hf_config), words]
         return Source(
             path, "gguf", "GGUF file", reader, hf_config, family, "lm", companions, None, {}, notes=notes,
@@ -77,7 +78,7 @@ def _types(file: GGUFFile, hf_config: dict[str, Any]) -> str:
     return f"GGUF of architecture {file.metadata['general.architecture']}, a {hf_config['model_type']}; tensors: {'; '.join(parts)}"
 
 
-def _tokenizer(file: GGUFFile, folder: Path, given: str | None) -> str:
+def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int) -> str:
     """Puts the tokenizer's files into `folder`. Returns a line that says which, or why there are none."""
     if given is not None:
         if not any((Path(given) / name).is_file() for name in TOKENIZER_FILES):
@@ -89,6 +90,11 @@ def _tokenizer(file: GGUFFile, folder: Path, given: str | None) -> str:
             for name in ("config.json", "generation_config.json"):
                 (Path(all_files) / name).unlink(missing_ok=True)
             shutil.copytree(all_files, folder, dirs_exist_ok=True)
+        largest = max(load_tokenizer(str(folder), trust_remote_code=False).get_vocab().values())
+        if largest >= vocab_size:
+            raise ModelError(
+                f"--tokenizer: value {given!r} has tokens up to {largest} and the model has {vocab_size}; give the model's own"
+            )
         return f"tokenizer: of {given}"
     why = _made_by_transformers(file, folder)
     if why is None:

@@ -25,7 +25,7 @@ from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, fu
 from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.mcore_weights import MARKER, open_imported, read_description
+from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, open_imported, read_description
 from mrl.converters.mtp import layers_in, tensors_in
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
@@ -316,6 +316,8 @@ def _checkpoint_folder(path: Path) -> Path:
         wrong = checkpoint.damage(str(root))
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
+        if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
+            raise CheckpointError(f"{path}: has no {MARKER}: it is no whole checkpoint; make it again, or use another")
         if (path / "config.json").is_file():
             raise CheckpointError(
                 f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"

@@ -230,7 +230,9 @@ def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
         max_difference=float(gap.max()),
         mean_difference=float(gap.mean()),
         top1_agreement=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
-        kl=float((log_a.exp() * (log_a - log_b)).sum(-1).mean()),
+        kl=max(
+            float((log_a.exp() * (log_a - log_b)).sum(-1).mean()), 0.0
+        ),  # rounding alone makes it negative; NaN stays
         spread=float(a.std()),
     )
 

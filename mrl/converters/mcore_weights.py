@@ -22,7 +22,7 @@ from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.mtp import announced
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
-from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, listed
 from mrl.converters.stacks import place_of, reads_whole, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
@@ -202,13 +202,14 @@ def _account(stored: TorchDistReader, rules: dict[str, Rule]) -> None:
                 shapes.append(f"{key} is {list(found)}, not {list(shape)}")
     dtypes = [f"{key} is {stored.tensors[key].dtype}" for key in expected if key in stored.tensors
               and stored.tensors[key].dtype not in NAMES]  # fmt: skip
-    parts = []
-    for what, found in (
-        ("missing", missing), ("left over", left), ("of another shape than config.json says", shapes),
-        ("of a dtype that cannot be written", dtypes),
-    ):  # fmt: skip
-        if found:
-            parts.append(f"{len(found)} {what} ({some(found)})")
+    parts = listed(
+        {
+            "missing": missing,
+            "left over": left,
+            "of another shape than config.json says": shapes,
+            "of a dtype that cannot be written": dtypes,
+        }
+    )
     if parts:
         raise CheckpointError(
             f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model "

@@ -144,6 +144,11 @@ def some(names: list[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def listed(groups: Mapping[str, list[str]]) -> list[str]:
+    """Of each group that has any: how many, what they are, and the first few: `2 missing (a, b)`."""
+    return [f"{len(names)} {what} ({some(names)})" for what, names in groups.items() if names]
+
+
 class HFReader:
     """The weights of a model folder. `tensors` maps each name to its `TensorInfo`; calling it gives a lazy slice.
 

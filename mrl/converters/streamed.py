@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,16 @@ class StreamReader(HFReader):
         self._open.clear()
 
 
+def _why(file: Path, error: Exception) -> str:
+    """In words of ours: torch's own advise to run the code that a file holds."""
+    code = re.search(r"unsupported GLOBAL (\S+)", str(error))
+    if code is not None:
+        return f"it calls {code[1]}, which is code and no tensor"
+    if not zipfile.is_zipfile(file):
+        return "it is cut off, or none that torch.save of version 1.6 or newer wrote"
+    return f"it holds more than tensors, or is damaged: {type(error).__name__}"
+
+
 class PickleReader(HFReader):
     """The weights of a folder that has `pytorch_model.bin` files, for a user who allows it.
 
@@ -85,9 +97,8 @@ class PickleReader(HFReader):
         try:
             return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch has no common class for what a file can have wrong
-            reason = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"{self.path / name}: cannot be read as weights alone ({reason}); save it as safetensors"
+                f"{self.path / name}: cannot be read as weights alone ({_why(self.path / name, error)}); save it as safetensors"
             ) from None
 
     def _take(self, name: str, held: Any, weight_map: dict[str, str] | None) -> None:

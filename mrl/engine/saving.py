@@ -60,7 +60,7 @@ def starting_weights(
 
     Raises CheckpointError on every rank where one of them is damaged.
     """
-    if is_imported(path):
+    if on_main(lambda: is_imported(path)):
         checkpoint.verify(path, all_ranks())
     with stored_weights(path, family, hf_config, head=head, trained=trained) as read:
         yield read

@@ -294,6 +294,11 @@ def test_a_tokenizer_that_cannot_be_made_is_taken_from_a_folder_or_left_out(made
     assert done.exit_code == 0 and f"tokenizer: of {tmp_path / 'own'}" in done.stdout, done.output
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    tokenizer.add_tokens(["one more"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    code, said = run("import", file, tmp_path / "out", "--tokenizer", tmp_path / "larger")
+    assert code == 2 and f"has tokens up to {len(tokenizer) - 1} and the model has {len(tokenizer) - 1}; give" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_of_sentencepiece(made, tmp_path):

@@ -296,6 +296,11 @@ def test_a_pickle_runs_no_code(source, tmp_path, allow):
     code, said = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
     assert code == 2 and said.count("\n") == 1
     assert ("--allow-pickle" in said) is not allow  # no advice to do what was done
+    torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, source / "pytorch_model.bin")
+    code, mapped = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
+    assert code == 2 and mapped.count("\n") == 1 and "torch.load" not in said + mapped
+    if allow:
+        assert "is cut off, or none that torch.save" in said and "it calls posix.mkdir, which is code" in mapped
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
@@ -385,6 +390,9 @@ def test_another_model_and_wrong_uses(imported, hf, tmp_path):
     assert "holds no whole checkpoint" in run("export", tmp_path, tmp_path / "out")[1]
     assert "is a Hugging Face folder" in run("export", hf("llama", shard="30KB"), tmp_path / "out")[1]
     assert "no such folder" in run("export", tmp_path / "nothing", tmp_path / "out")[1]
+    (imported / "COMPLETE").rename(tmp_path / "COMPLETE")
+    assert "has no COMPLETE: it is no whole checkpoint" in run("export", imported, tmp_path / "out")[1]
+    (tmp_path / "COMPLETE").rename(imported / "COMPLETE")
     assert "is not a size" in run("export", imported, tmp_path / "out", "--max-shard-size", "5 bananas")[1]
     assert "no such file; give a GGUF file, a " in run("import", tmp_path / "no.gguf", tmp_path / "out")[1]
     (tmp_path / "out").mkdir()

@@ -10,7 +10,7 @@ from torch import Tensor
 from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine.fsdp.names import STATE, Piece, pieces
@@ -48,11 +48,7 @@ class FSDPReader(HFReader):
         missing = [name for name in expected if name not in found]
         left = [name for name in found if name not in expected]
         shapes = [n for n in expected if n in found and found[n].shape != tuple(expected[n])]
-        parts = [
-            f"{len(names)} {what} ({some(names)})"
-            for what, names in (("missing", missing), ("left over", left), ("of another shape", shapes))
-            if names
-        ]
+        parts = listed({"missing": missing, "left over": left, "of another shape": shapes})
         if parts:
             raise CheckpointError(
                 f"{path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model that "
