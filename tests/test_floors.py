@@ -25,7 +25,6 @@ FLOORS = {
 
 FENCES = {
     "click": ("cli.py", "cli_slurm.py"),
-    "jinja2": ("launch/slurm/render.py",),
     "wandb": ("metrics.py", "metrics/"),
     "megatron": ("engine/", "mcore_models/"),
     "transformer_engine": ("mcore_models/",),

@@ -7,6 +7,7 @@ real one.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 
 import pytest
@@ -172,3 +173,45 @@ def test_what_sbatch_refuses_leaves_nothing(site, workspace):
         "Invalid partition name specified"
     )
     assert workspace.snapshot() == before
+
+
+SERVER = """\
+import socket, sys, time
+assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
+listening = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+time.sleep(600)
+"""
+
+
+def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
+    """A heterogeneous job; the server and the training are a few lines of Python."""
+    (site.folder / "server.py").write_text(SERVER)
+    server = site.folder / "server"
+    server.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{site.folder}/server.py" "$@"\n')
+    server.chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fake = (
+        "until_signal() if restart == 0 else None; save(sys.argv[-1]); ended(75, 'stopped') if restart == 0 else None"
+    )
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-port", port)
+    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    run_dir = workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    urls = f"http://127.0.0.1:{port}"
+    said = kit.history(run_dir, job)
+    assert said[0] == f"servers: {urls}" and said[-1] == "done", said
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"rollout.server.urls=[{urls}]\n"
+
+
+def test_a_server_that_ends_ends_the_job_and_says_where_to_look(site, workspace):
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", "false")
+    job = site.submit("ppo", "ppo.yaml", *ONE, "--env=FAKE_RUN=0", "rollout.backend=vllm", *args)
+    assert site.wait(job).fields["ExitCode"] == "1:0"
+    run_dir = workspace.root / "run"
+    assert kit.history(run_dir, job)[-1] == (
+        f"a server has ended before it listened; {run_dir}/slurm/{job}.0/servers.log says why"
+    )

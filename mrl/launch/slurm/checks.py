@@ -25,7 +25,6 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
 
     Files are looked at from here: this machine sees what the nodes will see.
     """
-    _check_template(config, options)
     _check_devices(config, options)
     parts = preflight.check_files(config)
     try:
@@ -36,11 +35,15 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
 
 
-def _check_template(config: Config, options: SlurmConfig) -> None:
-    for name, value in (("output_dir", config.output_dir), ("working directory", os.getcwd())):
-        if any(c in value for c in "\n\0"):
+def check_template(config: Config, options: SlurmConfig) -> None:
+    """What the template needs is given, and what is given it uses."""
+    for name, value, refused in (
+        ("output_dir", config.output_dir, "\n\0\\"),
+        ("working directory", os.getcwd(), "\n\0"),
+    ):
+        if found := [c for c in value if c in refused]:
             raise ConfigError(
-                f"{name}: value {value!r} has a line break, which no #SBATCH line can have; give another one"
+                f"{name}: value {value!r} has {found[0]!r} in it, which an #SBATCH line cannot have there; give another folder"
             )
     if options.template in IN_AN_IMAGE and options.image is None:
         raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
@@ -49,12 +52,12 @@ def _check_template(config: Config, options: SlurmConfig) -> None:
         raise ConfigError(
             f"slurm.{name}: value {getattr(options, name)!r} is not used by the template bare; give --template container or apptainer"
         )
-    if options.template == "hetero":
-        _check_servers(config, options)
-    elif options.template in (*IN_AN_IMAGE, "bare") and options.servers.nodes:
+    if options.template in (*IN_AN_IMAGE, "bare") and options.servers.nodes:
         raise ConfigError(
             f"slurm.servers.nodes: value {options.servers.nodes} is not used by the template {options.template}; give --template hetero"
         )
+    if options.template == "hetero" or options.servers.nodes:
+        _check_servers(config, options)
 
 
 def _check_servers(config: Config, options: SlurmConfig) -> None:

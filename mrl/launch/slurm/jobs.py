@@ -67,8 +67,9 @@ class Job:
     @property
     def slurm_dir(self) -> pathlib.Path | None:
         """The run's folder of scripts and logs; None where the job is not of `mrl slurm`."""
-        folder = pathlib.Path(self.fields.get("StdOut", "")).parent
-        return folder if (folder / RECORDS).is_file() else None
+        log = self.fields.get("StdOut", "")
+        folders = [pathlib.Path(name).parent for name in (log, log.replace("%%", "%"))]  # Slurm shows the pattern
+        return next((folder for folder in folders if (folder / RECORDS).is_file()), None)
 
 
 def known(job_id: str) -> list[Job]:

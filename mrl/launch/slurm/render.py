@@ -131,7 +131,7 @@ def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
         "mounts": [*_uncovered(mounts), *options.mounts],
         "srun_options": _srun_options(options),
         "probe_options": ["--het-group=0,1"]
-        if options.template == "hetero"
+        if options.servers.nodes
         else [f"--nodes={options.nodes}", "--ntasks-per-node=1"],
     }
 

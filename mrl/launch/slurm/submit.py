@@ -13,7 +13,7 @@ from mrl.config.load import dump_config, load_config
 from mrl.config.roots import ROOTS, Config
 from mrl.errors import ConfigError, unwritable
 from mrl.launch.slurm import jobs
-from mrl.launch.slurm.checks import check_job
+from mrl.launch.slurm.checks import check_job, check_template
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.launch.slurm.render import TASK_ID, Job, render
 from mrl.launch.slurm.servers import server_command
@@ -45,11 +45,12 @@ def check(command: str, config_path: str, overrides: Sequence[str], options: Slu
         config = load_config(config_path, overrides, ROOTS[command])
     else:
         config = _of_first_task(command, config_path, overrides, options.array)
-    if options.template == "hetero":
+    check_template(config, options)
+    if options.servers.nodes:
         config = load_config(config_path, [*_for_first(overrides, options.array), _urls(options)], ROOTS[command])
     warnings = check_job(config, options)
     output_dir = os.path.abspath(config.output_dir)
-    servers = server_command(config, options) if options.template == "hetero" else ""
+    servers = server_command(config, options) if options.servers.nodes else ""
     job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)
     return Checked(config, job, options, warnings)
 
