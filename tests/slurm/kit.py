@@ -85,9 +85,13 @@ class Site:
             time.sleep(0.1)
 
     def release(self, job_id: str) -> None:
-        """Lets a job that was put back into the queue start now: Slurm holds it for two minutes."""
+        """Lets a job that was put back into the queue start soon: Slurm holds it for two minutes.
+
+        Not at once: within a second or so slurmd takes the new start for the old one, and refuses it.
+        """
         deadline = time.monotonic() + TIMEOUT_S
         self.wait(job_id, "PENDING")
+        time.sleep(2)
         while (job := jobs.known(job_id)[0]).state == "PENDING":
             if job.fields["Reason"] == "BeginTime":  # again where it was set before Slurm had put the job back
                 self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")

@@ -64,7 +64,7 @@ CASES = {
     "a key is unknown": (("trian.steps",), render(*CPU, "trian.steps=3")),
     "no config": (("nowhere.yaml: the config file does not exist",), render(*CPU, config="nowhere.yaml")),
     "no data": (("data.train", "does not exist"), render(*CPU, "data.train=missing.jsonl")),
-    "a folder that no #SBATCH line can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
+    "a folder that no script can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
     "a command that does not train": (("'config' is not one of 'sft', 'ppo'",), render(*CPU, command="config")),
     # Profiles.
     "no such profile": (("--profile: value 'nowhere.yaml' does not exist",), render(*CPU, "--profile", "nowhere.yaml")),
@@ -81,6 +81,7 @@ CASES = {
     "a template that extends nothing": (("the template other.sbatch does not exist",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'other.sbatch' %}"))),
     "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
     "an image that is not used": (("slurm.image: value 'a.sif' is not used",), render(*CPU, "--image", "a.sif")),
+    "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
     "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
     # Servers.
     "servers for sft": (('slurm.template: value "hetero"',), render(*CPU, "--template", "hetero", "--servers-nodes", "1")),
@@ -88,6 +89,7 @@ CASES = {
     "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
     "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
     "servers of an array": (('slurm.array: value "0-1"',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--array", "0-1")),
+    "a reward that does not load": (("rewards.functions[0].function", "missing.py"), ppo(*CPU, "rewards.functions=[{function: 'missing.py:score'}]")),
     # Jobs.
     "status of no run": (("runs/x: is neither",), {"args": ("status", "runs/x")}),
     "logs of a folder without a job": (("model: no job was submitted",), {"args": ("logs", "model")}),

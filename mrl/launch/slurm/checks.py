@@ -32,18 +32,20 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     except ConfigError as error:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
         raise ConfigError(f"{error} ({nodes})") from None
+    preflight.check_code(config)
     return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
 
 
 def check_template(config: Config, options: SlurmConfig) -> None:
     """What the template needs is given, and what is given it uses."""
+    in_mounts = ":," if options.template in IN_AN_IMAGE else ""
     for name, value, refused in (
-        ("output_dir", config.output_dir, "\n\0\\"),
-        ("working directory", os.getcwd(), "\n\0"),
+        ("output_dir", config.output_dir, "\n\0\\" + in_mounts),
+        ("working directory", os.getcwd(), "\n\0" + in_mounts),
     ):
         if found := [c for c in value if c in refused]:
             raise ConfigError(
-                f"{name}: value {value!r} has {found[0]!r} in it, which an #SBATCH line cannot have there; give another folder"
+                f"{name}: value {value!r} has {found[0]!r} in it, which the job's script cannot have there; give another folder"
             )
     if options.template in IN_AN_IMAGE and options.image is None:
         raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
