@@ -112,10 +112,13 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to a node's slurmd, and to the steps and tasks that it has started."""
-        slurmd = psutil.Process(int((self.root / f"slurmd.{name}.pid").read_text()))
+        psutil.Process(int((self.root / f"slurmd.{name}.pid").read_text())).kill()
+        self._kill_tasks(name)
+
+    def _kill_tasks(self, name: str) -> None:
         tasks = [process for process in psutil.process_iter() if self._is_task_of(process, name)]
         steps = [parent for task in tasks if (parent := task.parent()) and parent.name().startswith("slurmstepd")]
-        for process in [slurmd, *steps, *tasks]:
+        for process in [*steps, *tasks]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -141,6 +144,8 @@ class Cluster:
         ):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
                 os.kill(int(path.read_text()), signal.SIGTERM)
+        for name in NODES:  # jobs outlive the daemons
+            self._kill_tasks(name)
 
     def _run(self, *command: str) -> str:
         done = subprocess.run(command, env=os.environ | self.environ, capture_output=True, text=True, timeout=60)

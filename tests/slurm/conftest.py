@@ -1,6 +1,7 @@
 """A private Slurm, started once for the tests that submit, and what they train on."""
 
 import os
+import warnings
 
 import pytest
 
@@ -17,6 +18,7 @@ def clean_environment():
 def running_cluster(tmp_path_factory):
     """The cluster and its user; Slurm's commands of this process talk to it."""
     if (reason := cluster.missing()) is not None:
+        warnings.warn(f"the tests on a real Slurm are skipped: {reason}", stacklevel=1)  # a line in every report
         pytest.skip(reason)
     with cluster.running(tmp_path_factory.mktemp("cluster")) as running:
         before = dict(os.environ)

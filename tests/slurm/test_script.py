@@ -53,6 +53,16 @@ def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, launc
     assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspace, launcher):
+    """And no reason to start again, as a node that does not answer is."""
+    fake = "sys.exit(3 if os.environ['SLURM_PROCID'] == '1' else 0)"
+    job = submit(site, fake, "--nodes", "2", "--processes-per-node", "2", "--launcher", launcher)
+    assert site.wait(job).fields["ExitCode"] == "3:0"
+    said = kit.history(workspace.root / "run", job)
+    assert said[1:] == ["failed with exit code 3: the log has what srun said"]
+
+
 def wait_until_waiting(run_dir, job, restart):
     deadline = time.monotonic() + 30
     while kit.log(run_dir, job).count("waiting") <= restart:

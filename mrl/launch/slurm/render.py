@@ -132,7 +132,7 @@ def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
         "srun_options": _srun_options(options),
         "probe_options": ["--het-group=0,1"]
         if options.servers.nodes
-        else [f"--nodes={options.nodes}", "--ntasks-per-node=1"],
+        else [f"--nodes={options.nodes}", f"--ntasks={options.nodes}", "--ntasks-per-node=1"],
     }
 
 
@@ -216,7 +216,8 @@ def _srun_options(options: SlurmConfig) -> list[str]:
     """Of the step that trains. One task that fails ends all, and so does one that ends a minute before the others."""
     tasks = 1 if options.launcher == "torchrun" else options.per_node
     cpus = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
-    return [f"--nodes={options.nodes}", f"--ntasks-per-node={tasks}", *cpus, "--kill-on-bad-exit=1", "--wait=60"]
+    nodes = [f"--nodes={options.nodes}", f"--ntasks={options.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    return [*nodes, *cpus, "--kill-on-bad-exit=1", "--wait=60"]
 
 
 def sbatch_quote(value: str) -> str:
