@@ -63,6 +63,20 @@ def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspa
     assert said[1:] == ["failed with exit code 3: the log has what srun said"]
 
 
+def test_logs_are_followed_to_the_end_and_the_first_error_is_told_apart(site, workspace):
+    """From before the job has begun; afterwards the error is the first thing shown."""
+    fake = (
+        "print('begun', flush=True); time.sleep(1); ended(2, 'data.train: is gone'); print('late noise'); sys.exit(1)"
+    )
+    job = submit(site, fake)
+    followed = kit.invoke("logs", "run", "-f").stdout.splitlines()
+    error = "first error (start 0, exit code 2), rank 0: data.train: is gone"
+    assert {"begun", "late noise", error} <= set(followed) and followed.index("begun") < followed.index(error)
+    assert followed[-1].endswith("failed with exit code 2: rank 0: data.train: is gone") or followed[-2] == error
+    shown = kit.invoke("logs", job, "-n", "1").stdout.splitlines()
+    assert shown[:2] == [error, ""] and shown[2].endswith(" failed with exit code 2: rank 0: data.train: is gone")
+
+
 def wait_until_waiting(run_dir, job, restart):
     deadline = time.monotonic() + 30
     while kit.log(run_dir, job).count("waiting") <= restart:
