@@ -37,10 +37,22 @@ setup(
         "safetensors>=0.4",
     ],
     extras_require={
+        "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway
         "gpu": ["transformer-engine[pytorch]"],
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
-        "dev": ["pytest>=8", "pytest-timeout", "pytest-xdist", "ruff", "hypothesis", "tensorboard", "math-verify>=0.9"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "hypothesis",
+            "tensorboard",
+            "math-verify>=0.9",
+            "mbridge>=0.15.1",  # the converters are compared with it; it needs einops
+            "einops",
+            "gguf>=0.17",
+        ],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

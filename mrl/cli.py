@@ -6,12 +6,15 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+import itertools
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -262,3 +265,170 @@ def show_config(command: str) -> None:
     from mrl.config.roots import ROOTS
 
     click.echo(text(ROOTS[command]), nl=False)
+
+
+@main.group(cls=_Commands)
+def convert() -> None:
+    """Convert weights between Hugging Face folders and mcore checkpoints, and compare them. No GPU is needed."""
+    gc.set_threshold(
+        100_000
+    )  # importing torch and transformers leaves no garbage, and a fifth of it is looking for some
+
+
+_VERIFY = click.option(
+    "--verify", "check", is_flag=True, help="Compare the result with the source at once, as `mrl convert verify` does."
+)
+_NO_LOGITS = click.option(
+    "--no-logits", is_flag=True, help="With --verify: compare tensors alone, so that any size fits in memory."
+)
+_ALLOW_PICKLE = click.option(
+    "--allow-pickle", is_flag=True, help="Read pytorch_model.bin where there is no safetensors (tensors only, no code)."
+)
+_MODEL = click.option(
+    "--model",
+    metavar="HF_DIR",
+    type=click.Path(),
+    help="Folder with the config.json and tokenizer of a checkpoint; default: what its run's config.yaml names.",
+)
+_ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpoint of `mrl ppo`; default: actor.")  # fmt: skip
+
+
+@convert.command("import")
+@click.argument("source", metavar="HF|GGUF", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option(
+    "--tokenizer",
+    metavar="HF_DIR",
+    type=click.Path(),
+    help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
+)
+@_ALLOW_PICKLE
+@_VERIFY
+@_NO_LOGITS
+def convert_import(
+    source: str, out: str, tokenizer: str | None, allow_pickle: bool, check: bool, no_logits: bool
+) -> None:
+    """Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF file
+    (pip install 'mrl[gguf]').
+
+    Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
+    """
+    _check_flags(check, no_logits)
+    with _conversion(out):
+        from mrl.convert.importing import import_hf
+        from mrl.convert.progress import ProgressBar
+
+        with ProgressBar("imported") as bar:
+            done = import_hf(source, out, allow_pickle=allow_pickle, tokenizer=tokenizer, progress=bar)
+    for note in done.notes:
+        click.echo(note)
+    click.echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
+    if check:
+        _verify_result(source, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
+
+
+@convert.command("export")
+@click.argument("ckpt", type=click.Path())
+@click.argument("out", type=click.Path())
+@_MODEL
+@_ROLE
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face folder that the model comes from.",
+)
+@_VERIFY
+@_NO_LOGITS
+def convert_export(
+    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, check: bool, no_logits: bool
+) -> None:
+    """Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir."""
+    _check_flags(check, no_logits)
+    with _conversion(out):
+        from mrl.convert.exporting import export_hf
+        from mrl.convert.progress import ProgressBar
+
+        with ProgressBar("exported") as bar:
+            done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+    files = f"{done.files} file{'s' * (done.files != 1)}"
+    click.echo(
+        f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
+    )
+    for note in done.notes:
+        click.echo(note)
+    if check:
+        _verify_result(ckpt, out, model=model, role=role, allow_pickle=False, logits=not no_logits)
+
+
+@convert.command("verify")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option(
+    "--prompt",
+    "prompts",
+    metavar="TEXT",
+    multiple=True,
+    help="Compare logits on this text; may be repeated. Default: four texts of ours.",
+)
+@click.option("--no-logits", is_flag=True, help="Compare tensors alone: no model is built, so any size fits in memory.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
+@_MODEL
+@_ROLE
+@_ALLOW_PICKLE
+def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> None:
+    """Compare A and B: Hugging Face folders or hub ids, GGUF files, checkpoints, or runs, in any combination.
+
+    Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
+    """
+    if not _compare(a, b, prompts=prompts, logits=not no_logits, as_json=as_json, **given):
+        click.get_current_context().exit(EXIT_USER_ERROR)
+
+
+def _compare(
+    a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
+    logits: bool = True, as_json: bool = False,
+) -> bool:  # fmt: skip
+    """Prints how two models compare. Returns whether they are the same."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    import json
+
+    from mrl.launch.preflight import quiet
+
+    with quiet():
+        from mrl.convert.opening import open_any
+        from mrl.convert.progress import ProgressBar
+        from mrl.convert.verifying import compare, table
+
+        given = {"model": model, "role": role, "allow_pickle": allow_pickle}
+        with open_any(a, **given) as of_a, open_any(b, **given) as of_b, ProgressBar("compared") as bar:
+            found = compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+    click.echo(json.dumps(found.as_json()) if as_json else table(found))
+    return found.same
+
+
+def _check_flags(check: bool, no_logits: bool) -> None:
+    if no_logits and not check:
+        raise UserError("--no-logits: has no effect without --verify; give both, or leave it out")
+
+
+def _verify_result(source: str, out: str, **given: Any) -> None:
+    """What `--verify` does: a result that differs loses its name."""
+    if not _compare(source, out, **given):
+        out = out.rstrip("/")
+        names = (f"{out}.different{n}" for n in itertools.chain([""], itertools.count(2)))
+        new = next(name for name in names if not os.path.exists(name))
+        os.rename(out, new)
+        raise UserError(f"{out}: differs from {source}; it is now {new}, and not to be used")
+
+
+@contextlib.contextmanager
+def _conversion(out: str) -> Iterator[None]:
+    """Without the warnings of libraries; and Ctrl-C in words."""
+    from mrl.launch.preflight import quiet
+
+    try:
+        with quiet():
+            yield
+    except KeyboardInterrupt:
+        _say(f"interrupted: {out} is not there; the same command goes on where it was")
+        click.get_current_context().exit(EXIT_INTERRUPTED)

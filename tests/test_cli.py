@@ -50,6 +50,8 @@ def train_with(monkeypatch, function) -> None:
         ["config", "ppo"],
         ["slurm", "--help"],
         ["slurm", "submit", "--help"],
+        ["convert", "--help"],
+        ["convert", "import", "--help"],
     ],
 )
 def test_help_imports_nothing_heavy(args):
@@ -80,7 +82,7 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    assert sorted(cli.main.commands) == ["config", "ppo", "sft", "slurm"], "a command exists when it works"
+    assert sorted(cli.main.commands) == ["config", "convert", "ppo", "sft", "slurm"], "a command exists when it works"
 
 
 def test_the_package_says_the_same_version():

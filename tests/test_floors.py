@@ -19,7 +19,7 @@ FLOORS = {
     "algorithms": 1, "data": 1, "rewards": 1, "converters": 1,
     "mcore_models": 2,
     "engine": 3,
-    "trainers": 4, "roles": 4, "rollout": 4,
+    "trainers": 4, "roles": 4, "rollout": 4, "convert": 4,
     "cli": 5, "cli_slurm": 5, "launch": 5, "__main__": 5,
 }  # fmt: skip
 

@@ -8,22 +8,32 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mrl.converters.algebra import Shape
 from mrl.converters.fused import unstacked
+from mrl.converters.mcore_weights import is_imported, open_imported
+from mrl.converters.mtp import EMBEDDING, LM_HEAD, announced, copies_in, layers_in, tensors_in
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, some
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 
 # Buffers that older versions of transformers saved and that follow from the config.
 _BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# GPTQ and AWQ; compressed-tensors and modelopt; bitsandbytes: where config.json does not say so
+_PACKED = re.compile(r"\.(qweight|weight_packed|weight\.absmax|SCB)$")
 _READABLE = ("F32", "BF16", "F16", "F64")
 _ROWS_AT_ONCE = 8192
-LM_HEAD, EMBEDDING, SCORE = "lm_head.weight", "model.embed_tokens.weight", "score.weight"
+SCORE = "score.weight"
+_WHY_EQUAL = {
+    True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
+    False: "and megatron has one for both; remove the layers that predict further tokens, and set num_nextn_predict_layers to 0",
+}
+"""Of a tied head, and of what layers that predict further tokens share with the model."""
 
 
 def account(
@@ -60,6 +70,8 @@ def account(
         parts.append(
             f"{len(dtypes)} of a dtype that cannot be read, use one of {', '.join(_READABLE)} ({some(dtypes)})"
         )
+    if parts and any(_PACKED.search(name) for name in found):
+        parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
             f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one model"
@@ -84,29 +96,37 @@ def check_model(
     *,
     head: str = "lm",
     may_lack: Collection[str] = (),
+    carried: bool = False,
 ) -> list[str]:
     """Account for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
 
-    A value head leaves the LM head unread.
-    `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit.
+    A value head leaves the LM head unread. Layers that predict further tokens are there as config.json says, or not at all.
+    `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further layers
+    share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
     """
-    expected = expected_hf_names(family, hf_config, head=head)
+    mtp = layers_in(reader.tensors, hf_config)
+    expected = expected_hf_names(family, hf_config, head=head, mtp=mtp)
     may_have = {LM_HEAD} if head == "value" else set()
     if head == "value" and SCORE in reader.tensors and reader.tensors[SCORE].shape[0] != 1:
         raise ModelError(
             f"{reader.path}: {SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number; "
             "use a sequence classifier that was made with num_labels=1"
         )
-    tied = head == "lm" and hf_config["tie_word_embeddings"] and LM_HEAD in reader.tensors
-    if tied:
-        may_have.add(LM_HEAD)
+    known = copies_of(hf_config, head=head, mtp=mtp)
+    copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
+    may_have |= copies.keys()
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
-    if tied and not _equal(reader, LM_HEAD, EMBEDDING):
-        raise ModelError(
-            f"{reader.path}: {LM_HEAD} differs from {EMBEDDING} though config.json ties them; "
-            f"set tie_word_embeddings to false or remove {LM_HEAD}"
-        )
+    for name, of in copies.items():
+        if (carried or name == LM_HEAD) and not _equal(reader, name, of):
+            raise ModelError(f"{reader.path}: {name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
+
+
+def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
+    """What a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp` layers that predict
+    further tokens share with the model."""
+    tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
+    return tied | copies_in(hf_config, mtp)
 
 
 @contextlib.contextmanager
@@ -115,20 +135,40 @@ def stored_weights(
 ) -> Iterator[Callable[[str], Any]]:
     """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
 
+    path: a Hugging Face folder, or one that `mrl convert import` made.
+
     trained: a value head that is going to be trained starts at zero where the folder has none.
     """
-    with HFReader(path) as stored:
-        reader = unstacked(stored, family)
+    imported = is_imported(path)
+    with open_imported(path, family, hf_config) if imported else HFReader(path) as stored:
+        reader = stored if imported else unstacked(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
         zeros = torch.zeros(1, hf_config["hidden_size"])
         yield lambda name: zeros if name in absent else reader(name)
 
 
+def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
+    """Tensors of the folder `path`, Hugging Face or imported, that engines leave unread: of layers that predict further tokens."""
+    if not announced(hf_config):
+        return []
+    if is_imported(path):
+        with open_imported(path, family, hf_config) as reader:
+            return tensors_in(reader.tensors, hf_config)
+    if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
+        return []  # a config.json to start from scratch
+    with HFReader(path) as reader:
+        return tensors_in(unstacked(reader, family).tensors, hf_config)
+
+
 def _equal(reader: HFReader, a: str, b: str) -> bool:
-    """Whether two tensors are equal, read a block of rows at a time."""
+    """Whether two tensors are equal bit for bit, read a block of rows at a time."""
     if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
         return False
     rows = reader.tensors[a].shape[0]
     blocks = (slice(at, min(at + _ROWS_AT_ONCE, rows)) for at in range(0, rows, _ROWS_AT_ONCE))
-    return all(torch.equal(reader(a)[block], reader(b)[block]) for block in blocks)
+    return all(torch.equal(_bits(reader(a)[block]), _bits(reader(b)[block])) for block in blocks)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

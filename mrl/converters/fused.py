@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mrl.converters.quantized import dequantised
 from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.stacks import StackReader
 from mrl.converters.table import Family
 
 _STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
@@ -73,9 +75,16 @@ class UnstackedReader(HFReader):
         """The whole tensor, on CPU."""
         return self(name)[:] if name in self._where else self._stored.tensor(self._routers.get(name, name))
 
+    def close(self) -> None:
+        self._stored.close()
+
 
 def unstacked(reader: HFReader, family: Family) -> HFReader:
-    """`reader` itself, or a view of it where it holds stacked experts and the family's tables do not."""
+    """`reader` itself, or a view of it under the names of the family's tables: without quantisation (mrl.converters.quantized),
+    and an expert at a time where files hold them stacked."""
+    reader = dequantised(reader)
+    if family.stacks:
+        return StackReader(reader, family)
     if family.sparse and any(_STACKED.fullmatch(name) for name in reader.tensors):
         return UnstackedReader(reader, family)
     return reader

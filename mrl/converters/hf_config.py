@@ -11,12 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
+from mrl.converters.plain_config import completed
 from mrl.errors import ModelError
 
 
-def read_hf_config(path: str | Path) -> dict[str, Any]:
+def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     """The config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -27,37 +26,52 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: holds a JSON {type(raw).__name__}, not an object; get the file again")
-    return normalize(raw, where=str(file))
+    return normalize(raw, where=str(file), quick=quick)
 
 
-def normalize(raw: dict[str, Any], where: str = "config.json") -> dict[str, Any]:
+def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
     """`raw` completed with transformers' defaults, and with one meaning for each of these keys whatever its spelling.
 
     rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int.
     num_key_value_heads: int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None.
     tie_word_embeddings: bool. A `model_type` that transformers does not know is returned as it is:
-    `family_for` refuses it by name.
+    `family_for` refuses it by name. quick: without transformers where the file is plain; fields that no family reads may then
+    be missing.
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{where}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
-    if raw["model_type"] not in CONFIG_MAPPING:
+    config = completed(raw) if quick else None
+    if config is None:
+        config = _of_transformers(raw, where)
+    if config is None:
         return dict(raw)
-    try:
-        config = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
-    except Exception as error:  # transformers has no common class for what a config can have wrong
-        raise ModelError(
-            f"{where}: transformers refuses it: {' '.join(str(error).split())}; correct the field, or get the file again"
-        ) from None
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None)
+    if theta is not None and type(theta) not in (int, float):
+        raise ModelError(f"{where}: rope_theta {theta!r} is not a number; correct the field, or get the file again")
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     heads = config.get("num_attention_heads")
     if heads:
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
-    config["num_experts"] = config.get("num_experts") or config.get("num_local_experts") or 0
+    experts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    config["num_experts"] = next(filter(None, experts), 0)
     dtype = config.get("dtype") or config.get("torch_dtype")
     config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
     return config
+
+
+def _of_transformers(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """What transformers makes of it; None where it does not know the model_type."""
+    from transformers import CONFIG_MAPPING  # slow to import: the tables need none
+
+    if raw["model_type"] not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
+    except Exception as error:  # transformers has no common class for what a config can have wrong
+        raise ModelError(
+            f"{where}: transformers refuses it: {' '.join(str(error).split())}; correct the field, or get the file again"
+        ) from None

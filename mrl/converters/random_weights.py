@@ -20,7 +20,7 @@ class RandomWeights:
 
     def __call__(self, name: str) -> Tensor:
         shape = self.shapes[name]
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

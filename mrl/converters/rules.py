@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import KINDS, Cut, Piece, Shape, padded_vocab
+from mrl.converters.stacks import stored_shapes
 from mrl.converters.table import (
     EMBEDDING,
     FINAL_NORM,
@@ -31,11 +32,15 @@ from mrl.parallel import Coordinates, ParallelDims, stage_layers
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head."""
+    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head.
+
+    mtp: how many layers past the model's last it holds, which predict further tokens.
+    """
 
     layers: tuple[int, ...]
     has_embedding: bool
     has_output: bool
+    mtp: int = 0
 
 
 def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
@@ -55,6 +60,7 @@ class Rule:
     degree, rank: size of that group and this rank's place in it (1 and 0 when axis is None).
     expert: global number of its expert, else None. layer: global number of its layer, else None.
     copy: a second copy of tied embeddings on the last pipeline stage: loaded, never exported.
+    buffer: no parameter; fp32 and untrained.
     """
 
     mcore: str
@@ -68,6 +74,7 @@ class Rule:
     expert: int | None = None
     layer: int | None = None
     copy: bool = False
+    buffer: bool = False
 
     def pieces(self, rank: int) -> list[Piece]:
         """What the shard of `rank` of the axis is made of, in order."""
@@ -137,6 +144,10 @@ def _chunk_entries(
             yield LM_HEAD, None, None
         elif not chunk.has_embedding:
             yield TIED_HEAD, None, None
+    for local in range(chunk.mtp):
+        layer = config["num_hidden_layers"] + local
+        for entry in family.mtp_entries(config, layer):
+            yield entry, local, layer
 
 
 def param_map(
@@ -157,6 +168,7 @@ def param_map(
     Raises ConfigError when the layout does not fit the model's sizes.
     """
     sizes = sizes_of(hf_config, padded_vocab(hf_config["vocab_size"], layout.tp, vocab_multiple))
+    sizes |= family.sizes(hf_config)
     if sizes["experts"] % layout.ep:
         raise ConfigError(
             f"engine.parallel.ep: {layout.ep} does not divide the model's {sizes['experts']} experts; "
@@ -202,6 +214,7 @@ def _rule(
         expert=expert,
         layer=layer,
         copy=entry is TIED_HEAD,
+        buffer=entry.buffer,
     )
 
 
@@ -253,19 +266,35 @@ def export_order(
                 yield Owned(pp_rank, chunk, ep_rank, of_ep[ep_rank or 0][name])
 
 
-def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm") -> dict[str, Shape]:
-    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied."""
-    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True)
+def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:
+    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
+
+    mtp: how many layers that predict further tokens are among them, without what these hold of other tensors again.
+    """
+    whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True, mtp=mtp)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)
-    return {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    shapes = {name: shape for rule in rules.values() for name, shape in zip(rule.hf, rule.hf_shapes, strict=True)}
+    return stored_shapes(family, shapes)
+
+
+def buffer_names(family: Family, hf_config: HFConfig, *, mtp: int = 0) -> set[str]:
+    """HF names of what is no parameter: fp32 in every export. mtp: as in `expected_hf_names`."""
+    layers = range(hf_config["num_hidden_layers"] + mtp)
+    entries = [(entry, layer) for layer in layers for entry in family.layer_entries(hf_config, layer)]
+    return {name.format(l=layer) for entry, layer in entries if entry.buffer for name, _ in entry.hf}
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
-    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied."""
+    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied.
+
+    Nothing where it is that of a sequence classifier of one label, whose label has a name of its own.
+    """
+    before = hf_config.get("architectures") or []
+    after = [name.replace("ForCausalLM", "ForSequenceClassification") for name in before]
+    if before and before == after and len(hf_config.get("id2label") or ()) == 1:
+        return {}
     return {
-        "architectures": [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in hf_config.get("architectures") or []
-        ],
+        "architectures": after,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "tie_word_embeddings": False,

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ _COMPANIONS = (
     "*.py",
     "LICENSE*",
 )
+LFS_POINTER = b"version https://git-lfs"
+"""How a file begins that `git clone` left where Git LFS is not installed."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -68,27 +71,45 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard."""
+    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard. start: its first byte there."""
 
     dtype: str
     shape: Shape
     file: str = ""
+    start: int = dataclasses.field(default=0, compare=False)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes); get the file again")
         text = stream.read(length)
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", None) or {}
+        if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+            raise ValueError("__metadata__ is no map of texts")
+        for name, entry in header.items():
+            if any(type(n) is not int or n < 0 for n in (*entry["shape"], *entry["data_offsets"])):
+                raise ValueError(f"{name} has shape {entry['shape']} and offsets {entry['data_offsets']}")
         spans = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-        infos = {name: TensorInfo(e["dtype"], tuple(e["shape"]), file.name) for name, e in header.items()}
-        end = max((high for _, high in spans.values()), default=0)
+        infos = {
+            name: TensorInfo(e["dtype"], tuple(e["shape"]), file.name, 8 + length + spans[name][0])
+            for name, e in header.items()
+        }
+        end = 0
+        for low, high in sorted(spans.values()):
+            if low != end or high < low:
+                raise ValueError(f"tensors overlap or leave a hole at byte {end}")
+            end = high
         for name, (low, high) in spans.items():
             info = infos[name]
             if info.dtype in DTYPES and high - low != math.prod(info.shape) * DTYPES[info.dtype].itemsize:
@@ -110,6 +131,11 @@ def _read_index(file: Path) -> dict[str, str]:
     if bad:
         raise ModelError(f"{file}: names {bad[0]!r}, which is not a file of this folder; get the file again")
     return weight_map
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    """Bytes of a tensor of a dtype that is known."""
+    return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
 def some(names: list[str], limit: int = 5) -> str:
@@ -198,14 +224,34 @@ class HFReader:
         self.close()
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of "5GB", "200MB", "64KB" (powers of ten, as transformers counts) or of a number."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", size.strip(), re.IGNORECASE)
-    if not match:
-        raise ConfigError(f"max_shard_size: {size!r} is not a size; write it as 5GB or 200MB")
-    return int(match[1]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2].upper()]
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_size(size: int | str, key: str = "max_shard_size") -> int:
+    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for messages."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
+    count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if count < 1:
+        raise ConfigError(f"{key}: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes")
+    return count
+
+
+def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
+    """What config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any model."""
+    entries: dict[str, int] = {}
+    for info in tensors.values():
+        entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
+    return DTYPES[max(entries, key=entries.__getitem__)]
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
@@ -213,17 +259,22 @@ def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, T
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
+def companion_files(source: Path) -> list[Path]:
+    """What belongs to a model beside its weights: config, tokenizer, chat template, generation config, code."""
+    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+
+
 def copy_companions(
     source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Copy what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
+    """Copy the `companion_files`.
 
     Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
-    (in the spelling it has) when the weights are written in another one, and the keys of `changes`.
+    (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
     Returns the names of the files copied.
     """
     source, out = Path(source), Path(out)
-    files = sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
+    files = companion_files(source)
     for file in files:
         target = out / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -236,12 +287,13 @@ def copy_companions(
         if dtype is not None:
             wanted |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
         if any(config.get(key) != value for key, value in wanted.items()):
-            config_file.write_text(json.dumps(config | wanted, indent=2) + "\n", encoding="utf-8")
+            edited = {k: v for k, v in (config | wanted).items() if v is not None or k not in wanted}
+            config_file.write_text(json.dumps(edited, indent=2) + "\n", encoding="utf-8")
     return [str(file.relative_to(source)) for file in files]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
+class Shard:
     """One file to write: its header, and the byte offset in the file of each tensor."""
 
     header: bytes
@@ -249,21 +301,39 @@ class _Shard:
     size: int
 
 
-def _lay_out(tensors: Mapping[str, TensorInfo]) -> _Shard:
+def lay_out(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> Shard:
     """Header and offsets of a file of `tensors`, in their order."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     spans = {}
     for name, info in tensors.items():
         spans[name] = at
-        size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
+        size = tensor_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     header = len(text).to_bytes(8, "little") + text
-    return _Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+    return Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+
+
+def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
+    groups: list[dict[str, TensorInfo]] = [{}]
+    filled = 0
+    for name, info in tensors.items():
+        size = tensor_bytes(info)
+        if groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = info
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 class HFWriter:
@@ -288,7 +358,9 @@ class HFWriter:
         self.out = Path(out)
         self.tensors = dict(tensors)
         self._companions, self._changes = companions, config_changes
-        self._shards = {name: _lay_out(group) for name, group in self._cut(parse_size(max_shard_size)).items()}
+        self._shards = {
+            name: lay_out(group) for name, group in cut_shards(self.tensors, parse_size(max_shard_size)).items()
+        }
         self._shard_of = {name: file for file, shard in self._shards.items() for name in shard.offsets}
         self._waiting = set(self.tensors)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -306,21 +378,6 @@ class HFWriter:
         except OSError:
             self.abort()
             raise
-
-    def _cut(self, limit: int) -> dict[str, dict[str, TensorInfo]]:
-        """The tensors of each file; a tensor larger than `limit` has a file of its own."""
-        groups: list[dict[str, TensorInfo]] = [{}]
-        filled = 0
-        for name, info in self.tensors.items():
-            size = math.prod(info.shape) * DTYPES[info.dtype].itemsize
-            if groups[-1] and filled + size > limit:
-                groups.append({})
-                filled = 0
-            groups[-1][name] = info
-            filled += size
-        if len(groups) == 1:
-            return {SINGLE: groups[0]}
-        return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
     def _part(self, name: str) -> Path:
         return self.out / f".{name}.part"
@@ -360,9 +417,9 @@ class HFWriter:
         for file in [self.out / INDEX, *old]:
             file.unlink(missing_ok=True)
         if self._companions is not None:
-            dtypes = {info.dtype for info in self.tensors.values()}
-            dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 else None
-            copy_companions(self._companions, self.out, dtype=dtype, changes=self._changes)
+            # what is written is not quantised, whatever it was made from
+            changes = {"quantization_config": None} | dict(self._changes or {})
+            copy_companions(self._companions, self.out, dtype=main_dtype(self.tensors), changes=changes)
         for name in self._shards:
             os.replace(self._part(name), self.out / name)
         if len(self._shards) > 1:

@@ -20,7 +20,8 @@ class Entry:
 
     mcore: name in the local spec. te: name in the transformer-engine spec, where it differs.
     hf: pairs of HF name and shape, the shape as words of `sizes_of`. kind: a key of `algebra.KINDS`.
-    needs: a config key; the entry exists where that key is true.
+    needs, unless: a config key; the entry exists where that key is true, and where it is false.
+    buffer: it is no parameter: nothing trains it, and it is fp32 whatever the model's dtype.
     """
 
     mcore: str
@@ -28,6 +29,8 @@ class Entry:
     kind: str
     te: str | None = None
     needs: str | None = None
+    unless: str | None = None
+    buffer: bool = False
 
     @property
     def of_expert(self) -> bool:
@@ -44,20 +47,71 @@ def _never(config: HFConfig, layer: int) -> bool:
     return False
 
 
+def every_layer(config: HFConfig, layer: int) -> bool:
+    """`is_sparse` of a family whose layers all have experts."""
+    return True
+
+
+def no_sizes(config: HFConfig) -> dict[str, int]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`.
+
+    stored: its name, with `{l}`. parts: what the table calls the tensors of one expert, whose rows take turns.
+    transposed: the rows of an expert are columns of the file. bias: an expert's tensor has one dimension.
+    """
+
+    stored: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+    bias: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family. layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`."""
+    """A model family: what its tensors are called, and what its config.json means.
+
+    layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`.
+    reads: the fields of config.json that `fields` takes into account. fields: from a config of `read_hf_config` to
+    keyword arguments of megatron's TransformerConfig; ModelError where a value is not supported.
+    sizes: words for shapes beyond those of `sizes_of`. stacks: experts that the files hold stacked.
+    mtp: what a layer past the last, which predicts a further token, has beside a block: see `mrl.converters.mtp`.
+    """
 
     model_type: str
     layer: tuple[Entry, ...]
+    reads: frozenset[str]
+    fields: Callable[[dict[str, Any]], dict[str, Any]]
     dense: tuple[Entry, ...] = ()
     sparse: tuple[Entry, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = _never
+    sizes: Callable[[HFConfig], dict[str, int]] = no_sizes
+    stacks: tuple[Stack, ...] = ()
+    mtp: tuple[Entry, ...] = ()
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """What global layer number `layer` holds in a model with this config."""
         entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
-        return tuple(entry for entry in entries if entry.needs is None or config.get(entry.needs))
+        return tuple(
+            entry
+            for entry in entries
+            if (entry.needs is None or config.get(entry.needs))
+            and (entry.unless is None or not config.get(entry.unless))
+        )
+
+    def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
+        """What global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first such layer."""
+        return self.mtp + tuple(
+            dataclasses.replace(
+                entry,
+                mcore=entry.mcore.replace(_MCORE, _MTP_BLOCK),
+                te=entry.te and entry.te.replace(_MCORE, _MTP_BLOCK),
+            )
+            for entry in self.layer_entries(config, layer)
+        )
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
@@ -68,6 +122,7 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
         "vocab": config["vocab_size"],
         "padded_vocab": padded,
         "hidden": config["hidden_size"],
+        "two_hidden": 2 * config["hidden_size"],
         "head_dim": head_dim,
         "heads": heads,
         "groups": groups,
@@ -80,6 +135,9 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
 
 
 _MCORE = "decoder.layers.{l}."
+_MTP = "mtp.layers.{l}."
+# In a checkpoint of every megatron: 0.19 calls the module mtp_model_layer, and its `sharded_state_dict` keeps the older name.
+_MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
 EMBEDDING = Entry("embedding.word_embeddings.weight", (("model.embed_tokens.weight", ("vocab", "hidden")),), "vocab")
@@ -108,6 +166,11 @@ ATTENTION = (
 )
 
 
+def where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The same entries, which exist where the config key is true."""
+    return tuple(dataclasses.replace(entry, needs=key) for entry in entries)
+
+
 def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
     """Biases on q, k and v."""
     names = ("q_proj", "q"), ("k_proj", "kv"), ("v_proj", "kv")
@@ -129,6 +192,44 @@ QK_NORM = tuple(
     )
     for x in "qk"
 )
+
+
+# a norm over all query heads, and one over all key heads
+QK_NORM_OVER_HEADS = tuple(
+    Entry(
+        _MCORE + f"self_attention.{x}_layernorm.weight",
+        ((_HF + f"self_attn.{x}_norm.weight", (size,)),),
+        "replicated",
+    )
+    for x, size in (("q", "q"), ("k", "kv"))
+)
+
+
+def _latent(mcore: str, hf: str, shape: tuple[str, ...], kind: str, **options: Any) -> Entry:
+    attention = _MCORE + "self_attention."
+    te = options.pop("te", None)
+    return Entry(attention + mcore, ((_HF + "self_attn." + hf, shape),), kind, te=te and attention + te, **options)
+
+
+_LOW = "q_lora_rank"
+LATENT_ATTENTION = (
+    Entry(_MCORE + "input_layernorm.weight", ((_HF + "input_layernorm.weight", ("hidden",)),), "replicated"),
+    _latent("linear_q_proj.weight", "q_proj.weight", ("latent_q", "hidden"), "column", unless=_LOW),
+    _latent("linear_q_down_proj.weight", "q_a_proj.weight", ("q_rank", "hidden"), "replicated", needs=_LOW),
+    _latent(
+        "q_layernorm.weight", "q_a_layernorm.weight", ("q_rank",), "replicated", needs=_LOW,
+        te="linear_q_up_proj.layer_norm_weight",
+    ),
+    _latent("linear_q_up_proj.weight", "q_b_proj.weight", ("latent_q", "q_rank"), "column", needs=_LOW),
+    _latent("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", ("kv_down", "hidden"), "replicated"),
+    _latent(
+        "kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_rank",), "replicated",
+        te="linear_kv_up_proj.layer_norm_weight",
+    ),
+    _latent("linear_kv_up_proj.weight", "kv_b_proj.weight", ("latent_kv", "kv_rank"), "column"),
+    _latent("linear_proj.weight", "o_proj.weight", ("hidden", "latent_out"), "row"),
+)  # fmt: skip
+"""Multi-head latent attention (DeepSeek-V2), with and without a latent of queries."""
 
 
 def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:
@@ -184,3 +285,46 @@ def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
             te=_MCORE + "mlp.experts.linear_fc2.weight{e}",
         ),
     )
+
+
+def shared_mlp(block: str) -> tuple[Entry, ...]:
+    """The expert of every token, HF names `{block}.{gate|up|down}_proj`; the family's sizes have `shared_ffn`."""
+    shared, hf = _MCORE + "mlp.shared_experts.", _HF + block
+    return (
+        Entry(
+            shared + "linear_fc1.weight",
+            (
+                (hf + ".gate_proj.weight", ("shared_ffn", "hidden")),
+                (hf + ".up_proj.weight", ("shared_ffn", "hidden")),
+            ),
+            "gate_up",
+        ),
+        Entry(shared + "linear_fc2.weight", ((hf + ".down_proj.weight", ("hidden", "shared_ffn")),), "row"),
+    )
+
+
+# a factor in (0, 1) on what the shared expert gives
+SHARED_GATE = (
+    Entry(
+        _MCORE + "mlp.shared_experts.gate_weight",
+        ((_HF + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        "replicated",
+    ),
+)
+
+# what is added to an expert's score when experts are chosen, and to nothing else
+EXPERT_BIAS = (
+    Entry(
+        _MCORE + "mlp.router.expert_bias",
+        ((_HF + "mlp.gate.e_score_correction_bias", ("experts",)),),
+        "replicated",
+        buffer=True,
+    ),
+)
+
+# of a layer that predicts a further token: norms of a token's embedding and of the hidden state, and what joins the two
+MTP = (
+    *(Entry(_MTP + f"{x}.weight", ((_HF + f"{x}.weight", ("hidden",)),), "replicated") for x in ("enorm", "hnorm")),
+    Entry(_MTP + "eh_proj.weight", ((_HF + "eh_proj.weight", ("hidden", "two_hidden")),), "column"),
+    Entry(_MTP + "final_layernorm.weight", ((_HF + "shared_head.norm.weight", ("hidden",)),), "replicated"),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -11,9 +10,8 @@ import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mrl.data.files import one_line
+from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError, ModelError
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 def load_tokenizer(
@@ -74,20 +72,6 @@ def read_chat_template(path: str) -> str:
     if not text.strip():
         raise DataError(f"data.chat_template: {path}: is empty; give a file with a Jinja template")
     return text
-
-
-def write_chat_template(folder: str | Path, template: str) -> None:
-    """Makes `template` the one chat template of the tokenizer in `folder`, as transformers saves it."""
-    folder = Path(folder)
-    for file in (*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")):
-        file.unlink()
-    settings = folder / "tokenizer_config.json"
-    if settings.is_file():
-        content = json.loads(settings.read_text(encoding="utf-8"))
-        if content.pop("chat_template", None) is not None:
-            settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as file:
-        file.write(template)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:

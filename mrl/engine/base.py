@@ -18,6 +18,10 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.converters.accounting import further_layers
+from mrl.converters.mtp import COUNT as MTP_COUNT
+from mrl.converters.rules import value_head_config
+from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
 from mrl.engine.offload import KINDS, Offload
@@ -29,7 +33,7 @@ LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
 data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]:
-"log_probs" and "entropy" (lm head) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
+"log_probs" and "entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
 mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches and
 data-parallel ranks and divided by the same denominator as the loss.
 """
@@ -297,4 +301,10 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def export_hf(self, path: str) -> None:
-        """Writes a folder that transformers loads: weights, config, tokenizer, generation config."""
+        """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
+        tokens are not in it, and config.json says so."""
+
+    def _config_changes(self, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What an export changes in config.json."""
+        changes = value_head_config(hf_config) if self.config.head == "value" else {}
+        return changes | ({MTP_COUNT: 0} if further_layers(self.config.model.path, family, hf_config) else {})

@@ -27,12 +27,13 @@ import json
 import logging
 import os
 import shutil
-import zlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mrl
+from mrl.converters.checksums import crc32_of
 from mrl.errors import CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ ROLES = "roles"
 PREFIX, TEMPORARY, TRASH = "step_", ".tmp-", ".trash-"
 SMALL_BYTES = 2**20
 """Files up to this size are read whole wherever a checkpoint is looked at, larger ones before it is loaded."""
-CHUNK_BYTES = 2**22
 THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 
@@ -114,7 +114,7 @@ def writing(
     files = _settle(temporary, ranks)
     if ranks.rank == 0:
         serial = 1 + max((marker.serial for _, marker in _whole(root)), default=0)
-        _write_marker(temporary, files, step=step, serial=serial, backend=backend)
+        write_marker(temporary, files, step=step, serial=serial, backend=backend)
         _publish(root, name)
         if keep is not None:
             _prune(root, keep, protect)
@@ -177,7 +177,7 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
     if backend is not None and marker.backend != backend:
         raise CheckpointError(f"{path}: {other_backend(marker.backend, backend)}")
     for file, facts in marker.files.items():
-        _check_file(path, file, facts, content=facts["size"] <= SMALL_BYTES)
+        check_file(path, file, facts, content=facts["size"] <= SMALL_BYTES)
     return marker
 
 
@@ -203,7 +203,7 @@ def verify(path: str, ranks: Ranks = ALONE) -> Marker:
         marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
         largest_first = sorted(marker.files, key=lambda file: (-marker.files[file]["size"], file))
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda f: _check_file(path, f, marker.files[f], content=True), ranks.share(largest_first)))
+            list(pool.map(lambda f: check_file(path, f, marker.files[f], content=True), ranks.share(largest_first)))
     except CheckpointError as error:
         wrong = str(error)
     if found := [what for what in ranks.gather(wrong) if what is not None]:
@@ -288,13 +288,13 @@ def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
         _fsync(full)
     with ThreadPoolExecutor(THREADS) as pool:
         facts = [
-            {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(_crc32, mine), strict=True)
+            {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(crc32_of, mine), strict=True)
         ]
     everyone = ranks.gather(dict(zip(ranks.share(files), facts, strict=True)))
     return {file: everyone[i % ranks.size][file] for i, file in enumerate(files)}
 
 
-def _write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
+def write_marker(path: str, files: dict[str, dict], *, step: int, serial: int, backend: str) -> None:
     """Puts the folders on disk, then COMPLETE. files: what `_settle` returned."""
     for folder, _, _ in os.walk(path):
         _fsync(folder)
@@ -378,8 +378,8 @@ def _read_bytes(path: str) -> bytes | None:
         return source.read()
 
 
-def _check_file(path: str, file: str, facts: dict, *, content: bool) -> None:
-    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it, too."""
+def check_file(path: str, file: str, facts: dict, *, content: bool, stop: threading.Event | None = None) -> None:
+    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it, too, until `stop`."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
         raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
@@ -389,16 +389,8 @@ def _check_file(path: str, file: str, facts: dict, *, content: bool) -> None:
             f"{path}: damaged: {file} has {size} bytes and was saved with {facts['size']}; use another checkpoint"
         )
     try:
-        same = not content or _crc32(full) == facts["crc32"]
+        same = not content or crc32_of(full, stop) == facts["crc32"]
     except OSError as error:
         raise CheckpointError(f"{path}: damaged: {file} cannot be read ({error}); use another checkpoint") from error
     if not same:
         raise CheckpointError(f"{path}: damaged: the content of {file} has changed; use another checkpoint")
-
-
-def _crc32(path: str) -> int:
-    checksum = 0
-    with open(path, "rb") as source:
-        while chunk := source.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum

@@ -1,7 +1,7 @@
 """Log-probabilities of labels, and entropies, from vocabulary-parallel logits that are never gathered.
 
-Dimensions: `T` tokens, `H` hidden size, `V` columns of the vocabulary that this rank holds (all of it without
-tensor parallelism), `C` tokens of a chunk.
+Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `H` hidden size, `V` columns of the vocabulary that this
+rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
 
 For logits `z` (already divided by the temperature), with `m = max z` and `s = sum exp(z - m)` over the vocabulary:
 
@@ -48,6 +48,7 @@ def log_probs_from_hidden(
     labels: Tensor,
     *,
     shard: VocabShard,
+    rows: Tensor | None = None,
     temperature: float = 1.0,
     entropy: EntropyMode = "none",
     chunk: int | None = None,
@@ -59,18 +60,22 @@ def log_probs_from_hidden(
     hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T] global
     ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64) each, the
     same on every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A label that no
-    rank holds gives NaN.
+    rank holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all others give 0; None: of all.
 
     keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there;
     None keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each
     rank's part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
     """
     columns = weight.shape[0]
+    count = hidden.shape[0] if rows is None else rows.shape[0]
     if keep_logits is None:
-        keep_logits = hidden.shape[0] * columns <= _KEEP_LOGITS_ELEMENTS
+        keep_logits = count * columns <= _KEEP_LOGITS_ELEMENTS
     spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device))
-    log_probs, entropies = _HiddenLogProbs.apply(hidden, weight, labels, spec, keep_logits, reduce_hidden_grad)
-    return log_probs, None if entropy == "none" else entropies
+    wanted = labels if rows is None else labels[rows]
+    found = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
+    if rows is not None:
+        found = tuple(values.new_zeros(hidden.shape[0]).index_copy(0, rows, values) for values in found)
+    return found[0], None if entropy == "none" else found[1]
 
 
 _KEEP_LOGITS_ELEMENTS = 2**24
@@ -174,11 +179,22 @@ def _logits_gradient(
 
 class _HiddenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, spec: _Spec, keep: bool, reduce_grad: bool):
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: Tensor | None,
+        spec: _Spec,
+        keep: bool,
+        reduce_grad: bool,
+    ):
+        ctx.rows, ctx.total = rows, hidden.shape[0]
+        hidden = hidden if rows is None else hidden[rows]
         parts, kept = [], []
-        for rows in _chunks(hidden.shape[0], spec.chunk):
-            logits = hidden[rows] @ weight.t()
-            parts.append(_local_sums(spec.scaled(logits), labels[rows], spec))
+        for part in _chunks(hidden.shape[0], spec.chunk):
+            logits = hidden[part] @ weight.t()
+            parts.append(_local_sums(spec.scaled(logits), labels[part], spec))
             if keep:
                 kept.append(logits)
         log_prob, entropy, lse = _join_parts(parts, hidden, spec)
@@ -199,18 +215,20 @@ class _HiddenLogProbs(torch.autograd.Function):
         grad_weight = None
         if needs_weight:  # accumulated over chunks in fp32 or better
             grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for number, rows in enumerate(_chunks(hidden.shape[0], spec.chunk)):
-            logits = kept[number] if kept else hidden[rows] @ weight.t()
-            terms = (entropy[rows], grad_entropy[rows]) if spec.entropy == "differentiable" else None
+        for number, part in enumerate(_chunks(hidden.shape[0], spec.chunk)):
+            logits = kept[number] if kept else hidden[part] @ weight.t()
+            terms = (entropy[part], grad_entropy[part]) if spec.entropy == "differentiable" else None
             z = spec.scaled(logits)
-            grad = _logits_gradient(z, labels[rows], lse[rows], grad_log_prob[rows], terms, spec).to(hidden.dtype)
+            grad = _logits_gradient(z, labels[part], lse[part], grad_log_prob[part], terms, spec).to(hidden.dtype)
             if needs_hidden:
-                torch.mm(grad, real, out=grad_hidden[rows])
+                torch.mm(grad, real, out=grad_hidden[part])
             if needs_weight:
-                _accumulate(grad_weight[:valid], grad.t(), hidden[rows])
+                _accumulate(grad_weight[:valid], grad.t(), hidden[part])
+        if needs_hidden and ctx.rows is not None:
+            grad_hidden = grad_hidden.new_zeros(ctx.total, hidden.shape[1]).index_copy_(0, ctx.rows, grad_hidden)
         if needs_hidden and spec.shard.group is not None and ctx.reduce_grad:
             dist.all_reduce(grad_hidden, group=spec.shard.group)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:

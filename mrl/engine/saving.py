@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
+from mrl.converters.accounting import stored_weights
+from mrl.converters.mcore_weights import is_imported
+from mrl.converters.table import Family, HFConfig
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
 
@@ -46,3 +50,17 @@ def loading(path: str, *, backend: str, remote: str | None = None, delete_local:
     wait_for_all()
     if delete_local:
         on_main(lambda: checkpoint.delete(found))
+
+
+@contextlib.contextmanager
+def starting_weights(
+    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
+) -> Iterator[Callable[[str], Any]]:
+    """`stored_weights`; each file of a folder that `mrl convert import` made is read first and its checksum compared. Collective.
+
+    Raises CheckpointError on every rank where one of them is damaged.
+    """
+    if is_imported(path):
+        checkpoint.verify(path, all_ranks())
+    with stored_weights(path, family, hf_config, head=head, trained=trained) as read:
+        yield read

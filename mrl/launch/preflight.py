@@ -68,7 +68,7 @@ def check_code(config: Config) -> None:
     from mrl.rewards.functions import load_reward
     from mrl.rollout.environment import load_environment
 
-    with _quiet():
+    with quiet():
         for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
             load_reward(reward, f"rewards.functions[{i}]")
         if config.rollout.environment is not None:
@@ -108,10 +108,10 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
-    with _quiet():
+    with quiet():
+        from mrl.converters.families import fields_of
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models import layout
-        from mrl.mcore_models.families import fields_of
 
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
         if part.engine.backend == "megatron":
@@ -119,7 +119,7 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the warnings of libraries, which the run gives again where they belong."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -163,7 +163,8 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
 
 
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
-    if model.init == "pretrained" and not any(folder.glob("*.safetensors")):
+    imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
+    if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"{key}.path: value {model.path!r} has no *.safetensors weights; save the model with save_pretrained"
             + (f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else "")

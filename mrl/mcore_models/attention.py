@@ -19,12 +19,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.mcore_models.kv_cache import CachedStep, causal_mask
+from mrl.mcore_models import platform
+from mrl.mcore_models.kv_cache import CachedStep, causal_mask, with_sinks
 
 
 @dataclasses.dataclass
@@ -115,6 +117,14 @@ class SdpaAttention(MegatronModule):
         windows = config.window_attn_skip_freq
         windowed = config.window_size is not None and (windows is None or bool(windows[layer_number - 1]))
         self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None  # [H] scores of a place that no value is at; megatron's name
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=platform.device())
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
         self.cp, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
 
@@ -126,6 +136,7 @@ class SdpaAttention(MegatronModule):
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         if isinstance(packed_seq_params, CacheLayout):
             step, options = packed_seq_params.step, {"scale": self.scale, "window": self.window}
+            options |= {"sinks": self.softmax_offset}
             query = query.unflatten(1, (key.shape[1], -1))  # heads of a group are neighbours
             return step.attend(self.layer_number, query, key, value, **options).flatten(1).unsqueeze(1)
         if self.cp > 1:
@@ -145,6 +156,10 @@ class SdpaAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        if self.softmax_offset is not None:
+            assert not dropout, "attention sinks have no dropout"
+            places = causal_mask(q.shape[2], k.shape[2], self.window, q.device) if mask is None else mask
+            return with_sinks(q, k, v, self.softmax_offset.view(1, -1, 1, 1), places, scale=self.scale)
         call = functools.partial(
             F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
             dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1],
@@ -153,6 +168,15 @@ class SdpaAttention(MegatronModule):
             return call()
         with get_cuda_rng_tracker().fork():  # heads are split over tp: each rank draws its own mask
             return call()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout) -> Tensor:
         order = zigzag_inverse(packed.padded_lengths, self.cp).to(query.device)

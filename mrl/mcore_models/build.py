@@ -14,13 +14,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
+from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
 from mrl.mcore_models import layers, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
-from mrl.mcore_models.families import fields_of
+from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
@@ -52,7 +53,7 @@ def transformer_config(
     recompute: Literal["none", "selective", "full"] = "none",
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
-) -> TransformerConfig:
+) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
@@ -64,7 +65,8 @@ def transformer_config(
             "moe_z_loss_coeff": z_loss or None,
             "moe_grouped_gemm": platform.has_transformer_engine(),
         }
-    return TransformerConfig(
+    fields = {"bias_activation_fusion": True} | fields  # on a CPU, elementwise.swiglu
+    config = config_class(fields)(
         **fields,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -75,8 +77,13 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=True,  # on a CPU, elementwise.swiglu
     )
+    scaling = hf.get("rope_scaling")
+    if scaling is not None and scaling["rope_type"] == "yarn" and not config.multi_latent_attention:
+        # attributes that megatron's attention looks for, to scale cosines and sines as `layers.rotary_scale`
+        config.yarn_rotary_scaling_factor = scaling["factor"]
+        config.yarn_mscale, config.yarn_mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return config
 
 
 def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
@@ -115,7 +122,7 @@ def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> di
 
 
 def build_chunks(
-    config: TransformerConfig,
+    config: Config | LatentConfig,
     hf: Mapping[str, Any],
     *,
     dims: ParallelDims,
@@ -125,7 +132,9 @@ def build_chunks(
 ) -> list[Model]:
     """This rank's model chunks, with weights as megatron initialises them, on the device."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    inverse = layers.inverse_frequencies(config.kv_channels, float(hf["rope_theta"]), hf.get("rope_scaling"))
+    turning = int(config.kv_channels * config.rotary_percent)
+    inverse = layers.inverse_frequencies(turning, float(hf["rope_theta"]), hf.get("rope_scaling"))
+    scale = layers.rotary_scale(hf.get("rope_scaling"))
     tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
     models = []
     with _no_deprecation_notice():
@@ -139,6 +148,12 @@ def build_chunks(
                 pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
+            for layer in model.decoder.layers:
+                if config.multi_latent_attention:
+                    layer.self_attention.turning = inverse.to(platform.device())
+                    layer.self_attention.rotary_scale = scale
+            if config.add_bias_linear:
+                _experts_keep_their_sums(model)
             if chunk.has_output:
                 replaced = (
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
@@ -146,6 +161,20 @@ def build_chunks(
                 model.output_layer = replaced
             models.append(model.to(device=platform.device()))
     return models
+
+
+def _experts_keep_their_sums(model: Model) -> None:
+    """Experts with biases lie on one rank each (`check_layout`): there is nothing to sum over tensor-parallel ranks.
+
+    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input. It sums the
+    bias' gradient over the ranks of a sequence, where the experts' replicas are summed already; and it leaves it out of the
+    gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert:
+            module.explicit_expert_comm = True
+            module.bias.sequence_parallel = False
+            module.bias.tensor_model_parallel = True
 
 
 class _no_deprecation_notice:

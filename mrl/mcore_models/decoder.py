@@ -26,7 +26,7 @@ from mrl.mcore_models.layers import RMSNorm
 
 _KNOWN = re.compile(
     r"(input_layernorm|pre_mlp_layernorm|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm))\.weight"
-    r"|self_attention\.linear_qkv\.bias|mlp\.linear_fc[12]\.weight|mlp\.(router|experts)\..*"
+    r"|self_attention\.linear_qkv\.bias|mlp\.linear_fc[12]\.weight|mlp\.(router|experts|shared_experts)\..*"
 )
 
 
@@ -39,7 +39,8 @@ def fits(model: torch.nn.Module) -> bool:
     sparse_in_pieces = (
         config.num_moe_experts is not None and config.sequence_parallel
     )  # experts take a part of the tokens
-    return known and ours and whole_groups and not sparse_in_pieces and config.activation_func is F.silu
+    plain_heads = config.rotary_percent == 1.0 and not config.qk_norm_over_heads
+    return known and ours and whole_groups and plain_heads and not sparse_in_pieces and config.activation_func is F.silu
 
 
 class Decoder:

@@ -22,11 +22,12 @@ class KVCache:
         self.rows, self.length = rows, length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """like: new keys [T, G, D]."""
+    def of_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key, value: new ones [T, G, D]; a value's D may be another."""
         if layer not in self.layers:
-            shape = (self.rows, like.shape[1], self.length, like.shape[2])
-            self.layers[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+            self.layers[layer] = tuple(
+                new.new_zeros(self.rows, new.shape[1], self.length, new.shape[2]) for new in (key, value)
+            )
         return self.layers[layer]
 
     def arrange(self, copies: Sequence[tuple[int, int, int]], shape: tuple[int, int] | None) -> None:
@@ -114,31 +115,54 @@ class CachedStep:
         return self._made[name]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 
-        window: how many tokens a query sees, itself included; None for all. Returns what query's shape is, zeros for padding.
+        window: how many tokens a query sees, itself included; None for all. sinks: [H] as in `with_sinks`. Returns query's shape with the D of a value,
+        zeros for padding.
         """
-        keys, values = self.cache.of_layer(layer, key)
-        groups, size = key.shape[1:]
-        where = self.slots(groups)
+        keys, values = self.cache.of_layer(layer, key, value)
+        where = self.slots(key.shape[1])
         for cached, new in ((keys, key), (values, value)):
+            size = new.shape[2]
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
         count, padded = self.decoding, query.shape[0] > self.tokens
         if count:
             mask = self.decode_mask(window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
             # the query heads of a group meet the same keys: they stand where several queries would
-            decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
+            if sinks is None:
+                decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
+            else:
+                decoded = with_sinks(query[:count], k, v, sinks.view(1, key.shape[1], -1, 1), mask == 0, scale=scale)
             if count == len(self.new_lengths) and not padded:
                 return decoded
-        out = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
+        shape = (*query.shape[:-1], value.shape[-1])
+        out = query.new_zeros(shape) if padded else query.new_empty(shape)
         if count:
             out[:count] = decoded
         start = count
         for row in range(count, len(self.new_lengths)):
             new, old = self.new_lengths[row], self.cached_lengths[row]
+            if sinks is not None:
+                heads = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
+                places = self.prefill_mask(new, old, window)
+                attended = with_sinks(
+                    heads, keys[row, None, :, : old + new], values[row, None, :, : old + new], sinks.view(1, -1, 1, 1),
+                    places, scale=scale,
+                )  # fmt: skip
+                out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
+                start += new
+                continue
             mask = self.prefill_mask(new, old, window) if old or window is not None else None
             attended = F.scaled_dot_product_attention(
                 query[None, start : start + new].flatten(2, 3).transpose(1, 2), keys[row, None, :, : old + new],
@@ -154,3 +178,15 @@ def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.
     """[q_length, k_length] bool, True where the query (aligned to the end of the keys) may look; `window` tokens back at most."""
     allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
     return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
+
+
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Attention whose softmax has one more place, of score `sinks` and value zero (arXiv 2309.17453, "zero sink", learned).
+
+    query [..., H, Q, D], key and value [..., G, K, D]; sinks: [..., H, 1 or Q, 1]; mask: bool, True where a query may look.
+    """
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))
+    scores = ((query @ key.transpose(-1, -2)) * scale).masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value

@@ -13,17 +13,23 @@ import inspect
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl.errors import ModelError
 from mrl.mcore_models import elementwise, platform
 from mrl.mcore_models.attention import SdpaAttention
+from mrl.mcore_models.config import Config, LatentConfig
+from mrl.mcore_models.latent import LATENT_EPS, LatentAttention, LatentSubmodules
 from mrl.mcore_models.router import Router
 
 
@@ -45,14 +51,71 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
+class NormOverHeads(RMSNorm):
+    """RMSNorm over all heads of a query or key together, though each tensor-parallel rank has some of them.
+
+    Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in part.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+        super().__init__(config, self.count(config) * hidden_size, eps)
+        self.group = parallel_state.get_tensor_model_parallel_group()
+
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        """Heads of the whole model that the norm is over."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, 1, heads of this rank, D]; returns the same."""
+        tp, flat = self.group.size(), x.flatten(2)
+        if tp == 1:
+            return super().forward(flat).view_as(x)
+        whole, here = self.weight.numel(), flat.shape[-1]
+        copies = here * tp // whole  # ranks that hold the same heads
+        start = self.group.rank() // copies * here
+        squares = _SumOverRanks.apply(flat.float().square().sum(-1, keepdim=True) / copies, self.group)
+        normed = flat.float() * torch.rsqrt(squares / whole + self.eps)
+        return (self.weight[start : start + here] * normed.to(x.dtype)).view_as(x)
+
+
+class QueryNormOverHeads(NormOverHeads):
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        return config.num_attention_heads
+
+
+class KeyNormOverHeads(NormOverHeads):
+    @staticmethod
+    def count(config: TransformerConfig) -> int:
+        return config.num_query_groups
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over a group, every rank of which goes on from it: so is its gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        dist.all_reduce(x := x.clone(), group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        dist.all_reduce(grad := grad.clone(), group=ctx.group)
+        return grad, None
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
-    """[head_dim / 2] fp32 RoPE frequencies; `scaling` is Hugging Face's: None, linear, or llama3 (with any values)."""
+    """[head_dim / 2] fp32 RoPE frequencies; `scaling` is Hugging Face's: None, linear, llama3 or yarn (with any values)."""
     inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return inverse
     factor = scaling["factor"]
     if scaling["rope_type"] == "linear":
         return inverse / factor
+    if scaling["rope_type"] == "yarn":
+        return _yarn_frequencies(head_dim, theta, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     original = scaling["original_max_position_embeddings"]
@@ -60,6 +123,38 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Te
     between = (1 - smooth) * inverse / factor + smooth * inverse
     scaled = torch.where(wavelength > original / low, inverse / factor, inverse)
     return torch.where((wavelength <= original / low) & (wavelength >= original / high), between, scaled)
+
+
+def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): slow frequencies are divided by the factor, fast ones stay, as transformers does."""
+
+    def channel(rotations: float) -> float:
+        """The channel that turns so often over the original length."""
+        length = scaling["original_max_position_embeddings"]
+        return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0
+    stays = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    periods = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return 1.0 / (scaling["factor"] * periods) * (1 - stays) + 1.0 / periods * stays
+
+
+def rotary_scale(scaling: dict | None) -> float:
+    """The factor on cosines and sines: of yarn alone (its attention factor), as transformers computes it."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1.0)
 
 
 class Rotary(RotaryEmbedding):
@@ -82,7 +177,7 @@ class Rotary(RotaryEmbedding):
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
     """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
     if platform.has_transformer_engine():
         return _te_block_spec(config, layers)
@@ -93,17 +188,29 @@ def block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlock
     )
 
 
-def _local_layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    attention = spec.submodules.self_attention
-    norms = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {}
-    attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
     spec.submodules = dataclasses.replace(
         spec.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map={}
     )
+    if config.multi_latent_attention:
+        latent = LatentSubmodules(
+            up=ColumnParallelLinear, heads=ColumnParallelLinear, norm=RMSNorm, core_attention=SdpaAttention,
+            linear_proj=RowParallelLinear,
+        )  # fmt: skip
+        spec.submodules.self_attention = ModuleSpec(module=LatentAttention, submodules=latent)
+        return _with_our_router(spec)
+    attention = spec.submodules.self_attention
+    norms = _over_heads(config) or ({"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if config.qk_layernorm else {})
+    attention.submodules = dataclasses.replace(attention.submodules, core_attention=SdpaAttention, **norms)
     return _with_our_router(spec)
+
+
+def _over_heads(config: Config) -> dict[str, type]:
+    """The norms of queries and keys where they are over all heads."""
+    return {"q_layernorm": QueryNormOverHeads, "k_layernorm": KeyNormOverHeads} if config.qk_norm_over_heads else {}
 
 
 def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
@@ -115,15 +222,34 @@ def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
     return layer
 
 
-def _te_block_spec(config: TransformerConfig, layers: list[int]) -> TransformerBlockSubmodules:
+def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
+    if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
+        raise ModelError(
+            f"config.json: rms_norm_eps = {config.layernorm_epsilon!r} does not work with transformer-engine, whose norm of "
+            f"latents takes it where the model has {LATENT_EPS}; run it where transformer-engine is not installed"
+        )
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 
     known = inspect.signature(te_layer).parameters
 
     def layer(experts: int | None) -> ModuleSpec:
-        wanted = {"num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm}
-        return _with_our_router(te_layer(**{k: v for k, v in wanted.items() if k in known}))
+        wanted = {
+            "num_experts": experts, "moe_grouped_gemm": bool(experts), "qk_layernorm": config.qk_layernorm,
+            "multi_latent_attention": config.multi_latent_attention,
+        }  # fmt: skip
+        spec = te_layer(**{k: v for k, v in wanted.items() if k in known})
+        attention = spec.submodules.self_attention
+        if config.multi_latent_attention:
+            theirs = attention.submodules
+            latent = LatentSubmodules(
+                up=theirs.linear_kv_up_proj, heads=theirs.linear_q_proj, norm=None,
+                core_attention=theirs.core_attention, linear_proj=theirs.linear_proj,
+            )  # fmt: skip
+            spec.submodules.self_attention = ModuleSpec(module=LatentAttention, submodules=latent)
+            return _with_our_router(spec)
+        attention.submodules = dataclasses.replace(attention.submodules, **_over_heads(config))
+        return _with_our_router(spec)
 
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(

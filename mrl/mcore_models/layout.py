@@ -32,6 +32,11 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
     if "num_moe_experts" in fields:
         divides("ep", dims.ep, "experts", fields["num_moe_experts"])
         divides("etp", dims.etp, "expert channels", fields["moe_ffn_hidden_size"])
+        if dims.etp > 1 and fields.get("add_bias_linear"):
+            raise ConfigError(
+                f"engine.parallel.etp: value {dims.etp} does not work for experts with biases, which megatron would add once a "
+                "rank; set it to 1"
+            )
         if dims.tp > 1 and not dims.sp:
             raise ConfigError(
                 f"engine.parallel.sp: value false does not work for experts with tp {dims.tp}; set it to auto or true"

@@ -28,6 +28,9 @@ class Router(TopKRouter):
             dist.all_reduce(count, group=self.tp_cp_group)
         return count
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """megatron counts tokens here, to move the experts' bias after the step; ours stays what the model came with."""
+
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:

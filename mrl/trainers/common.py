@@ -12,7 +12,12 @@ from typing import Any, Protocol, TypeVar
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
-from mrl.data.tokenizer import write_chat_template
+from mrl.converters.accounting import further_layers
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mtp import COUNT
+from mrl.converters.safetensors_io import some
+from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console
@@ -109,16 +114,42 @@ def check_outside(config: SFTConfig | PPOConfig) -> None:
         checkpoint_remote.probe(config.checkpoint.remote)
 
 
+def further_layers_of(folder: str) -> list[str]:
+    """Tensors of a model's folder that no engine loads: of layers that predict further tokens."""
+    hf_config = read_hf_config(folder)
+    return further_layers(folder, family_for(hf_config), hf_config)
+
+
+def say_unread(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
+    """Says which layers of the models stay out of the run, a line for each folder. folders: by config key."""
+    for folder in dict.fromkeys(folders.values()):
+        if names := ranks.on_main(lambda folder=folder: further_layers_of(folder)):
+            key = next(key for key, of in folders.items() if of == folder)
+            console.say(
+                f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded and not "
+                "trained, and what is exported has none"
+            )
+
+
 def export(
-    ranks: Ranks, directory: RunDirectory, console: Console, write: Callable[[str], None], chat_template: str | None
+    ranks: Ranks,
+    directory: RunDirectory,
+    console: Console,
+    write: Callable[[str], None],
+    *,
+    folder: str,
+    chat_template: str | None,
 ) -> None:
-    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. chat_template: the text
-    of data.chat_template, which takes the place of the tokenizer's."""
+    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the model
+    started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's."""
     write(str(directory.partial_hf))
     if chat_template is not None:
         ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
     ranks.on_main(directory.publish_export)
-    console.say(f"model: {directory.hf} (loadable with transformers)")
+    without = ""
+    if ranks.on_main(lambda: further_layers_of(folder)):
+        without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
+    console.say(f"model: {directory.hf} (loadable with transformers{without})")
 
 
 def stopped(ranks: Ranks, stop: StopSignal, *, where: str, saved: str) -> Stopped:

@@ -9,35 +9,44 @@ import pathlib
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
-from mrl.data.tokenizer import TOKENIZER_FILES
+from mrl.converters.safetensors_io import INDEX
+from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ConfigError, ModelError
 
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*")
 """What a model needs: no copies of its weights in other formats."""
+COPIES = ("*/*.safetensors",)
+"""Weights in folders inside: the model again, as another program wants it."""
 
 NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that change nothing here: model.dtype says what the weights are."""
 
 
-def model_folder(path: str, *, weights: bool = True) -> str:
+def model_folder(path: str, *, weights: bool = True, key: str = "model.path") -> str:
     """`path` where it is a folder, else the folder of that hub id in the local cache, downloaded where it is not there.
 
-    weights: False leaves them out (a model that starts from scratch). Ranks of a node may call this together: the cache
-    has locks.
+    weights: False leaves them out (a model that starts from scratch). key: what the user set to `path`, for messages. Ranks
+    of a node may call this together: the cache has locks. Raises ModelError.
     """
     folder = os.path.expanduser(path)
     if os.path.exists(folder):
         return folder
-    files = [f for f in FILES if weights or f != "*.safetensors"]
+    wanted = {"allow_patterns": [f for f in FILES if weights or f != "*.safetensors"], "ignore_patterns": list(COPIES)}
+    cached = _cached(path, wanted)
+    if cached and _is_whole(cached, weights=weights, tokenizer=True):
+        return cached
     try:
-        cached = _cached(path, weights)
-        return cached or huggingface_hub.snapshot_download(path, allow_patterns=files)
-    except (OSError, ValueError) as error:  # the hub client's own errors are among these
-        reason = " ".join(str(error).split())
+        # One request that is not repeated: without a network, the download would retry for half a minute.
+        huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(path, "config.json"), timeout=10)
+        return huggingface_hub.snapshot_download(path, **wanted)
+    except (OSError, ValueError, HTTPError) as error:
+        if cached and _is_whole(cached, weights=weights, tokenizer=False):  # who needs a tokenizer says so
+            return cached
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"model.path: value {path!r} is no folder here and cannot be read from the hub ({reason}); give a model folder, "
+            f"{key}: value {path!r} is no folder here and cannot be read from the hub ({reason}); give a model folder, "
             "or a hub id that is cached or can be downloaded"
         ) from error
 
@@ -73,12 +82,25 @@ def check_same_model(
         )
 
 
-def _cached(hub_id: str, weights: bool) -> str | None:
-    """The folder in the cache, if it has what is needed: an earlier look at config.json alone makes one, too."""
+def _cached(hub_id: str, wanted: dict[str, list[str]]) -> str | None:
+    """The folder of a hub id in the cache, whatever it has: an earlier look at config.json alone makes one, too."""
     try:
-        folder = huggingface_hub.snapshot_download(hub_id, local_files_only=True)
-    except LocalEntryNotFoundError:
+        return huggingface_hub.snapshot_download(hub_id, local_files_only=True, **wanted)
+    except (LocalEntryNotFoundError, ValueError):  # a ValueError: it is no id
         return None
+
+
+def _is_whole(folder: str, *, weights: bool, tokenizer: bool) -> bool:
+    """Whether a folder of the cache has what is needed; a download may have stopped between two files."""
     names = os.listdir(folder)
-    whole = any(n.startswith("tokenizer") for n in names) and any(n.endswith(".safetensors") for n in names) >= weights
-    return folder if whole else None
+    if "config.json" not in names or (tokenizer and not any(n.startswith("tokenizer") for n in names)):
+        return False
+    if not weights:
+        return True
+    if INDEX not in names:
+        return any(name.endswith(".safetensors") for name in names)
+    try:
+        index = json.loads(pathlib.Path(folder, INDEX).read_text(encoding="utf-8"))
+        return set(index["weight_map"].values()) <= set(names)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False

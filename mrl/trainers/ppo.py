@@ -8,6 +8,8 @@ scored (rl/scoring.py).
 
 from __future__ import annotations
 
+import functools
+
 from mrl import metrics
 from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
@@ -15,7 +17,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import already_done, check_outside, export, say_left_out
+from mrl.trainers.common import already_done, check_outside, export, say_left_out, say_unread
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
@@ -46,6 +48,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     dispatch.init_model()
+    say_unread(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     progress, experience = restore(trainer, start)
     dispatch.on_main(lambda: directory.prepare(config, command_line, [f"algorithm: {in_words(trainer.recipe)}"]))
     log = metrics.open_metrics(
@@ -61,7 +64,9 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_left_out(console, "train", trainer.source.counts)
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
-        export(dispatch, directory, console, lambda path: dispatch.save_hf_model("actor", path), trainer.chat_template)
+        folder, template = trainer.folders["actor"], trainer.chat_template
+        write = functools.partial(dispatch.save_hf_model, "actor")
+        export(dispatch, directory, console, write, folder=folder, chat_template=template)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )

@@ -38,6 +38,7 @@ from mrl.trainers.common import (
     load_newest,
     problems_in_words,
     say_left_out,
+    say_unread,
     stopped,
 )
 from mrl.trainers.console import Console, open_console
@@ -142,6 +143,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
     engine.init_model()
+    say_unread(engine, console, {"model.path": engine.config.model.path})
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
@@ -159,7 +161,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_left_out(console, "train", trainer.source.counts)
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
-        export(engine, directory, console, engine.export_hf, trainer.chat_template)
+        folder = engine.config.model.path
+        export(engine, directory, console, engine.export_hf, folder=folder, chat_template=trainer.chat_template)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )
@@ -353,4 +356,5 @@ class FlopsMeter:
         """`perf/mfu` of a step, or nothing."""
         if self.peak is None:
             return {}
-        return {"perf/mfu": training_flops(self.hf, batch.lengths) / (step_s * self.peak)}
+        labels = int((batch.loss_mask != 0).sum())
+        return {"perf/mfu": training_flops(self.hf, batch.lengths, labels) / (step_s * self.peak)}

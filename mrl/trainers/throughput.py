@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from mrl.converters.families import family_for
+from mrl.converters.table import HFConfig, sizes_of
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),
@@ -37,33 +38,26 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_BF16_FLOPS if f" {part} " in words), None)
 
 
-def training_flops(hf: Mapping[str, Any], lengths_S: Tensor) -> float:
+def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int) -> float:
     """FLOPs of the matrix products in one forward and backward pass over sequences of these lengths.
 
-    hf: the content of config.json. 2 FLOPs per weight and token, causal attention at half the full square, and a
-    backward pass twice the forward; recomputation is not counted, nor is a sliding window (Narayanan et al., "Efficient
-    Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
+    hf: the normalised content of config.json. labels: how many tokens train; the output layer computes no others
+    (docs/loss.md). 2 FLOPs per weight and token, of experts those that a token is sent to; causal attention at half the full
+    square; a backward pass twice the forward. Recomputation is not counted, nor is a sliding window (Narayanan et al.,
+    "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
     """
-    hidden, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
-    groups = hf.get("num_key_value_heads") or heads
-    head_dim = hf.get("head_dim") or hidden // heads
-    attention = hidden * head_dim * (2 * heads + 2 * groups)
-    weights = layers * attention + hidden * hf["vocab_size"]
-    weights += sum(_mlp_weights(hf, layer) for layer in range(layers))
+    family = family_for(hf)
+    sizes = sizes_of(hf, hf["vocab_size"]) | family.sizes(hf)
+    weights = 0
+    for layer in range(hf["num_hidden_layers"]):
+        for entry in family.layer_entries(hf, layer):
+            times = hf["num_experts_per_tok"] if entry.of_expert else 1
+            weights += times * sum(sizes[shape[0]] * sizes[shape[1]] for _, shape in entry.hf if len(shape) == 2)
+    products = sizes.get("latent_q", sizes["q"]) + sizes.get("latent_out", sizes["q"])  # with keys, and with values
     lengths = lengths_S.double()
-    scores = 2 * layers * heads * head_dim * float((lengths * lengths).sum())
-    return 3 * (2 * weights * float(lengths.sum()) + scores)
-
-
-def _mlp_weights(hf: Mapping[str, Any], layer: int) -> int:
-    """Weights of one layer's gated MLP that a token passes through: of the experts chosen, and the router."""
-    hidden = hf["hidden_size"]
-    experts = hf.get("num_experts") or hf.get("num_local_experts")
-    dense = layer in (hf.get("mlp_only_layers") or ()) or (layer + 1) % (hf.get("decoder_sparse_step") or 1) != 0
-    if not experts or dense:
-        return 3 * hidden * hf["intermediate_size"]
-    width = hf.get("moe_intermediate_size") or hf["intermediate_size"]
-    return 3 * hidden * width * hf["num_experts_per_tok"] + hidden * experts
+    scores = hf["num_hidden_layers"] * products * float((lengths * lengths).sum())
+    output = sizes["hidden"] * sizes["vocab"]
+    return 3 * (2 * weights * float(lengths.sum()) + 2 * output * labels + scores)
 
 
 def memory_gb(device: torch.device) -> float:

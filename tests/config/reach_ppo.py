@@ -111,7 +111,7 @@ class Seen:
     scorers: int = 0
     to_host: int = 0
 
-    def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, **limits: int) -> None:
+    def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, *, told: Any, **limits: int) -> None:
         self.limits = limits
 
     def note_score(self, scorer: Scorer, samples: Any) -> None:

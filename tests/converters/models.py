@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -37,8 +39,46 @@ MODELS = {
         "decoder_sparse_step": 2,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4},  # its norms are as wide as the hidden size
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "use_qk_norm": True,
+    },
+    "deepseek_v3_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 2,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "glm4_moe_bias": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "attention_bias": True,
+    },
 }
-MOE = tuple(name for name in MODELS if "moe" in name or name == "mixtral")
+MODELS["deepseek_v3_moe_q"] = MODELS["deepseek_v3_moe"] | {"q_lora_rank": None}
+MOE = tuple(name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss"))
 
 DENSE_LAYOUTS = {
     "tp1": ParallelDims(),
@@ -54,6 +94,7 @@ MOE_LAYOUTS = {
     "ep2": ParallelDims(world_size=2, ep=2),
     "tp2xep2_etp1": ParallelDims(world_size=2, tp=2, ep=2),
     "tp2xep2_etp2": ParallelDims(world_size=4, tp=2, ep=2, etp=2),
+    "ep2xetp2": ParallelDims(world_size=4, ep=2, etp=2),
     "tp2xpp2xep2": ParallelDims(world_size=8, tp=2, pp=2, ep=2),
     "tp2xpp2xvpp2xep4": ParallelDims(world_size=8, tp=2, pp=2, vpp=2, ep=4),
 }
@@ -68,14 +109,22 @@ class Saved:
     weights: dict[str, torch.Tensor]
 
 
-def save(folder: Path, name: str, *, tied: bool, dtype: torch.dtype = torch.float32, **options: object) -> Path:
-    """Save the random model `name` into `folder`; every weight random, norms and biases too."""
-    model_type = name.removesuffix("_bias").removesuffix("_step")
-    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name], tie_word_embeddings=tied)
+def save(
+    folder: Path,
+    name: str,
+    *,
+    tied: bool,
+    dtype: torch.dtype = torch.float32,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    **options: object,
+) -> Path:
+    """Save the random model `name` into `folder`; every weight random, norms and biases too. fields: of its config."""
+    model_type = "deepseek_v3" if name.startswith("deepseek") else name.removesuffix("_bias").removesuffix("_step")
+    config = CONFIG_MAPPING[model_type](**COMMON | MODELS[name] | fields, tie_word_embeddings=tied)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(b for n, b in model.named_buffers() if n in model.state_dict())):
             parameter.normal_()
     model.to(dtype).save_pretrained(folder, **options)
     return folder

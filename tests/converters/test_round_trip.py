@@ -1,4 +1,4 @@
-"""HF -> shards of every rank -> HF, bit for bit, for every family, tied and not, in every layout.
+"""HF -> shards of every rank -> HF, bit for bit, for every family, tied and not, in fp32 and bf16, in every layout.
 
 Covers names, slices and coordinates. Not covered here: that megatron-core's modules have these names and mean
 these rows by them (the engine's parity tests compare logits and gradients with Hugging Face).
@@ -14,6 +14,7 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.rules import chunk_plans, expected_hf_names, export_order, padded_vocab, param_map
 from mrl.converters.safetensors_io import HFReader
+from mrl.converters.stacks import reading, restacked, stored_shapes
 from mrl.parallel import Coordinates
 from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB
 
@@ -23,7 +24,7 @@ CASES = [(m, layout) for m in MODELS for layout in (LAYOUTS if m in MOE else DEN
 def load_all(read, family, config, layout, **options):
     """The shards of every rank: {rank: {(chunk, mcore name): tensor}}, and the rules beside them."""
     plans = chunk_plans(config["num_hidden_layers"], layout.pp, layout.vpp)
-    shards, rules = {}, {}
+    shards, rules, read = {}, {}, reading(read, family)
     for rank in range(layout.world_size):
         coords = layout.coordinates(rank)
         for (pp_rank, chunk), plan in plans.items():
@@ -48,14 +49,22 @@ def export_all(shards, family, config, layout, **options):
         merged = owned.rule.merge([group[i] for i in range(owned.rule.degree)])
         assert not merged.keys() & out.keys(), "written twice"
         out |= merged
-    return out
+    return dict(restacked(out.items(), family, config))
 
 
-@pytest.mark.parametrize("spec", ["local", "te"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+VARIANTS = {
+    "untied fp32 local": (False, torch.float32, "local"),
+    "untied bf16 te": (False, torch.bfloat16, "te"),
+    "tied fp32 te": (True, torch.float32, "te"),
+    "tied bf16 local": (True, torch.bfloat16, "local"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_shards_merge_to_the_same_tensors(saved, model, layout, tied, spec):
-    hf, layout = saved(model, tied=tied), LAYOUTS[layout]
+def test_shards_merge_to_the_same_tensors(saved, model, layout, variant):
+    tied, dtype, spec = VARIANTS[variant]
+    hf, layout = saved(model, tied=tied, dtype=dtype), LAYOUTS[layout]
     config = read_hf_config(hf.path)
     family = family_for(config)
     with HFReader(hf.path) as reader:
@@ -66,7 +75,7 @@ def test_shards_merge_to_the_same_tensors(saved, model, layout, tied, spec):
     assert list(out) == list(expected_hf_names(family, config)) or layout.ep > 1
     assert out.keys() == hf.weights.keys()
     for name, tensor in hf.weights.items():
-        assert torch.equal(out[name], tensor), name
+        assert out[name].dtype == tensor.dtype == dtype and torch.equal(out[name], tensor), name
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3_moe", "mixtral"])
@@ -149,7 +158,10 @@ def test_trap_33_experts_of_every_ep_rank_are_exported(saved, model, layout):
     experts = [owned for owned in order if owned.rule.expert is not None]
     assert {owned.ep_rank for owned in experts} == set(range(layout.ep))
     assert all(owned.rule.expert // (4 // layout.ep) == owned.ep_rank for owned in experts)
-    assert {n for owned in experts for n in owned.rule.hf} == {n for n in hf.weights if ".experts." in n}
+    names = {n for owned in experts for n in owned.rule.hf}
+    assert set(stored_shapes(family_for(config), dict.fromkeys(names, (1,)))) == {
+        n for n in hf.weights if ".experts." in n
+    }
 
 
 def test_one_table_serves_tied_and_untied_models_in_one_process(saved):

@@ -95,6 +95,18 @@ def test_config_follows_the_dtype_written(saved, tmp_path):
     assert load_file(tmp_path / SINGLE)["model.norm.weight"].dtype == torch.bfloat16
 
 
+def test_config_has_the_dtype_of_most_weights(saved, tmp_path):
+    """A few tensors are fp32 in a bf16 model, as the router's bias is."""
+    hf = saved("deepseek_v3_moe")
+    infos = {name: TensorInfo("F32" if "bias" in name else "BF16", tuple(t.shape)) for name, t in hf.weights.items()}
+    assert {info.dtype for info in infos.values()} == {"F32", "BF16"}
+    with HFWriter(tmp_path, infos, companions=hf.path) as writer:
+        for name, tensor in hf.weights.items():
+            writer.add(name, tensor)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (hf.path, tmp_path))
+    assert (before["dtype"], after["dtype"]) == ("float32", "bfloat16")
+
+
 def test_companions_keep_the_old_spelling_and_leave_the_rest(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     (source / "additional_chat_templates").mkdir(parents=True)
@@ -162,6 +174,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
 
 def test_sizes():
     assert (parse_size("5GB"), parse_size("20 mb"), parse_size(7)) == (5 * 10**9, 20 * 10**6, 7)
+    assert (parse_size("1GiB"), parse_size("1.5gb"), parse_size("1234")) == (2**30, 1_500_000_000, 1234)
     with pytest.raises(ConfigError, match="'5 apples' is not a size"):
         parse_size("5 apples")
 
@@ -194,7 +207,11 @@ FAULTS = {  # name: (sharded, damage, what the message says)
     "trailing bytes": (False, lambda f: (f / SINGLE).open("ab").write(b"x"), "its header promises"),
     "truncated header": (False, lambda f: _truncate(f, keep=20), "truncated or not a safetensors file"),
     "empty file": (False, lambda f: _truncate(f, keep=0), "truncated or not a safetensors file"),
-    "not safetensors": (False, lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"), "truncated or not"),
+    "not safetensors": (
+        False,
+        lambda f: (f / SINGLE).write_bytes(b"version https://git-lfs"),
+        "is a pointer of Git LFS",
+    ),
     "header is no JSON": (False, lambda f: _header(f, b"{" * 16), "not a safetensors header"),
     "shape and bytes differ": (
         False,

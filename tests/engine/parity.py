@@ -59,6 +59,52 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # which transformers does not read
     ),
+    "olmoe": ("olmoe", {}),
+    "olmoe normalised": ("olmoe", {"norm_topk_prob": True}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe window": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe groups": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "use_qk_norm": False,
+            "attention_bias": False,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 yarn": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }

@@ -23,6 +23,16 @@ ONE_PROCESS = (
     Row("qwen3_moe window", size=4),
     Row("mixtral", size=4),
     Row("mixtral window", tokens=64),
+    Row("olmoe", size=4),
+    Row("olmoe normalised", size=8, packing=False),
+    Row("qwen2_moe", size=4),
+    Row("qwen2_moe window", tokens=64),
+    Row("glm4_moe", size=4),
+    Row("glm4_moe groups", packing=False, size=4),
+    Row("deepseek_v3", size=4),
+    Row("deepseek_v3 yarn", packing=False, size=4, recompute="selective"),
+    Row("gpt_oss", size=4),
+    Row("gpt_oss", packing=False, size=8),
     Row("llama tied", tokens=48, recompute="full"),
     Row("llama value head", size=2),
 )
@@ -63,6 +73,21 @@ TWO_PROCESSES = (
     Row("qwen3_moe", "pp2", size=4),
     Row("mixtral", "dp2xep2", packing=False, size=4),
     Row("mixtral", "cp2", size=4),
+    Row("deepseek_v3", "tp2+sp", size=4, why="a rotary key that the heads of all ranks share"),
+    Row("deepseek_v3", "dp2xep2", size=4),
+    Row("deepseek_v3", "cp2", size=4, why="keys and values of unequal sizes"),
+    Row("deepseek_v3 yarn", "pp2", size=4),
+    Row("gpt_oss", "tp2+spxetp1", size=4),
+    Row("gpt_oss", "dp2xep2", size=4),
+    Row("gpt_oss", "cp2", size=4),
+    Row("gpt_oss", "pp2", size=4),
+    Row("olmoe", "tp2+sp", size=4, why="a norm over heads that are split"),
+    Row("olmoe", "pp2", size=4),
+    Row("qwen2_moe", "tp2+sp", size=4, why="a shared expert that is split, beside its gate that is not"),
+    Row("qwen2_moe", "dp2xep2", size=4),
+    Row("glm4_moe", "tp2+sp", size=4),
+    Row("glm4_moe", "dp2xep2", size=4),
+    Row("glm4_moe groups", "pp2xvpp2", size=4),
 )
 
 FOUR_PROCESSES = (
@@ -85,6 +110,10 @@ EIGHT_PROCESSES = (
 ROWS = ONE_PROCESS + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
 
 SLOW_ROWS = (
+    Row("deepseek_v3", "tp2+spxpp2xdp2xep2", size=2),
+    Row("olmoe", "tp4+sp", size=4, why="key heads that two ranks share"),
+    Row("qwen2_moe", "tp2+spxdp2xep2xetp2", size=4),
+    Row("glm4_moe", "tp2+spxdp2xep2", size=4),
     Row("llama", "dp2", size=4, packing=False),
     Row("llama", "tp2", tokens=64, recompute="selective"),
     Row("qwen2", "pp2xvpp2", size=2, packing=False, recompute="full"),

@@ -115,6 +115,17 @@ def test_dropout(folder, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder("llama", attention_dropout=0.5), path=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("layout", "family"), [("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe"), ("megatron tp2", "deepseek_v3")]
+)
+def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
+    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
+    model = folder(family)
+    run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
+    run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
+    run(layout, "guards_find_nothing_on_a_right_step", model)
+
+
 def test_random_numbers_go_on(folder, tmp_path):
     run("fsdp dp2", "random_numbers_go_on", folder("llama"), path=str(tmp_path))
 
@@ -140,6 +151,7 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     run(**refuse, folder=folder("llama"), path=str(tmp_path / "none"), message="none: holds no whole checkpoint")
     run(**refuse, folder=folder("llama", layers=3), path=path, message="is of another model")
     run(**refuse, folder=folder("llama", intermediate_size=40), path=path, message="is of another model")
+    run(**refuse, folder=folder("llama", rms_norm_eps=1e-3), path=path, message="another model: rms_norm_eps ")
     damaged = shutil.copytree(step, str(tmp_path / "damaged"))
     os.remove(max((os.path.join(d, f) for d, _, fs in os.walk(damaged) for f in fs), key=os.path.getsize))
     run(**refuse, folder=folder("llama"), path=damaged, message="is missing")

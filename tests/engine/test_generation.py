@@ -31,6 +31,13 @@ LAYOUTS = {
     "megatron qwen2": (1, "megatron", {}, "qwen2", 2),
     "megatron llama3 rope tp2": (2, "megatron", {"tp": 2}, "llama3", 2),
     "megatron mixtral": (1, "megatron", {}, "mixtral", 2),
+    "megatron olmoe tp2": (2, "megatron", {"tp": 2}, "olmoe", 2),
+    "megatron qwen2_moe": (1, "megatron", {}, "qwen2_moe", 2),
+    "megatron glm4_moe ep2": (2, "megatron", {"ep": 2}, "glm4_moe", 2),
+    "megatron deepseek_v3 tp2": (2, "megatron", {"tp": 2}, "deepseek_v3", 2),
+    "megatron deepseek_v3 pp2": (2, "megatron", {"pp": 2}, "deepseek_v3", 2),
+    "megatron gpt_oss": (1, "megatron", {}, "gpt_oss", 2),
+    "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
 }
@@ -79,7 +86,16 @@ def test_the_weights_of_now_generate(model, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", ["megatron", "megatron mistral", "megatron tp2", "megatron tied pp2", "megatron ep2", "megatron pp2 vpp2"]
+    "layout",
+    [
+        "megatron",
+        "megatron mistral",
+        "megatron qwen2_moe",
+        "megatron tp2",
+        "megatron tied pp2",
+        "megatron ep2",
+        "megatron pp2 vpp2",
+    ],
 )
 def test_gpt_model_itself_gives_the_same(model, layout):
     run(layout, "gpt_model_itself_gives_the_same", model)

@@ -51,6 +51,23 @@ def test_values_and_gradients_match_log_softmax(keep_logits, temperature, chunk)
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("wanted", [[], [4], [0, 3, 4, 9, 12], list(range(T))])
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_rows_are_those_of_all_tokens_and_others_are_0(keep_logits, wanted):
+    rows, mask = torch.tensor(wanted, dtype=torch.int64), torch.zeros(T, dtype=torch.float64)
+    mask[rows] = 1.0
+    ours, all_ours = ([t.clone().requires_grad_() for t in inputs()[:2]] for _ in range(2))
+    options = {"shard": VocabShard(V), "entropy": "differentiable", "chunk": 2, "keep_logits": keep_logits}
+    log_probs, entropy = log_probs_from_hidden(*ours, inputs()[2], rows=rows, **options)
+    every, every_entropy = log_probs_from_hidden(*all_ours, inputs()[2], **options)
+    torch.testing.assert_close(log_probs, every * mask)
+    torch.testing.assert_close(entropy, every_entropy * mask)
+    objective(log_probs, entropy).backward()
+    objective(every * mask, every_entropy * mask).backward()
+    for a, b in zip(ours, all_ours, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("entropy", ["none", "differentiable"])
 def test_gradcheck(entropy):
     hidden, weight, labels = inputs()

@@ -6,6 +6,7 @@ denominator, and reports gradients and weights under the names of the files that
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -37,6 +38,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+            "head_dim": 16,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+            "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 20,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8, "sliding_window": 5,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+                "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+            },
+        },
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
@@ -71,16 +107,21 @@ def make_model(
         "initializer_range": 0.15, "tie_word_embeddings": tied, "rope_parameters": DEFAULT_ROPE,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **{**common, **fields, **overrides})
+    config = AutoConfig.for_model(
+        model_type, **copy.deepcopy({**common, **fields, **overrides})
+    )  # it edits its arguments
     torch.manual_seed(seed)
     if head == "value":
         config.num_labels = 1
     model = HEADS[head].from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim < 2:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2 or name.endswith("bias"):
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
 
@@ -160,8 +201,9 @@ def hf_reference(
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
     model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    # stacked biases of experts have two dimensions, and are biases
+    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
     losses, norms, first = [], [], None
@@ -176,7 +218,8 @@ def hf_reference(
             group["lr"] = optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps
         adamw.step()
         losses.append(loss), norms.append(norm)
-    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()})
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()} | buffers)
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
@@ -190,13 +233,13 @@ def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
-    """(token mean loss, log-probs or values [T]); gradients of the loss are left on the model."""
+    """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
     total, log_probs = 0.0, []
     split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
     for tokens, labels, mask in split:
         if head == "lm":
             logits = model(input_ids=tokens[None]).logits[0].float()
-            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0])
+            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:
             log_probs.append(model.score(model.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])

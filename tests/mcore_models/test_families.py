@@ -13,9 +13,9 @@ from mrl.mcore_models import platform
 
 platform.prepare()
 
+from mrl.converters.families import FAMILIES, fields_of  # noqa: E402
 from mrl.mcore_models.build import transformer_config  # noqa: E402
-from mrl.mcore_models.families import FAMILIES, fields_of  # noqa: E402
-from mrl.mcore_models.layers import inverse_frequencies  # noqa: E402
+from mrl.mcore_models.layers import inverse_frequencies, rotary_scale  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 SIZES = {
@@ -26,6 +26,8 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.5,
     "original_max_position_embeddings": 24,
 }  # fmt: skip
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.fixture
@@ -78,9 +80,10 @@ def test_both_spellings_mean_the_same(read, name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_config_that_transformers_writes_is_understood(read, model_type):
-    written = json.loads(CONFIG_MAPPING[model_type](**SIZES).to_json_string())
+    sizes = SIZES | ({"num_key_value_heads": 4} if model_type == "deepseek_v3" else {})
+    written = json.loads(CONFIG_MAPPING[model_type](**sizes).to_json_string())
     fields = fields_of(read(**written))
-    assert fields["num_layers"] == 4 and fields["num_query_groups"] == 2
+    assert fields["num_layers"] == 4 and fields["num_query_groups"] == sizes["num_key_value_heads"]
     transformer_config(read(**written), ParallelDims(), dtype=torch.float32)
 
 
@@ -110,6 +113,17 @@ def test_sparse_layers_and_routing(read):
     assert mixtral["moe_router_dtype"] == "fp32"
 
 
+def test_a_router_of_sigmoids(read):
+    fields = fields_of(read("glm4_moe", n_group=4, topk_group=2, num_experts_per_tok=5, routed_scaling_factor=2.5))
+    assert fields["moe_router_score_function"] == "sigmoid" and fields["moe_router_topk_scaling_factor"] == 2.5
+    assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 2)
+    assert fields["moe_router_enable_expert_bias"] and fields["moe_router_bias_update_rate"] == 0.0
+    assert "moe_router_num_groups" not in fields_of(read("glm4_moe", n_group=4, topk_group=4))  # limits nothing
+    assert fields["moe_layer_freq"] == [0, 1, 1, 1] and fields["rotary_percent"] == 0.5
+    assert fields_of(read("glm4_moe", partial_rotary_factor=0.25))["rotary_percent"] == 0.25
+    assert fields["moe_shared_expert_intermediate_size"] == 1408
+
+
 def test_biases_and_head_norms(read):
     assert fields_of(read("qwen2"))["add_qkv_bias"] and not fields_of(read("qwen2"))["qk_layernorm"]
     for model_type in ("qwen3", "qwen3_moe"):
@@ -118,14 +132,20 @@ def test_biases_and_head_norms(read):
 
 @pytest.mark.parametrize(
     "scaling",
-    [{"rope_type": "linear", "factor": 3.0}, LLAMA3, LLAMA3 | {"factor": 8.0, "low_freq_factor": 1.0}],
+    [
+        {"rope_type": "linear", "factor": 3.0}, LLAMA3, LLAMA3 | {"factor": 8.0, "low_freq_factor": 1.0}, YARN,
+        YARN | {"beta_fast": 4.0, "beta_slow": 2.0, "truncate": False}, YARN | {"attention_factor": 1.25},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, YARN | {"mscale": 1.0},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_frequencies_are_those_of_transformers(read, scaling):
-    config = CONFIG_MAPPING["llama"](**SIZES, rope_parameters={"rope_theta": 1e4, **scaling})
+    config = CONFIG_MAPPING["llama"](
+        **SIZES, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **scaling}
+    )
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
     ours = read(rope_theta=1e4, rope_scaling=scaling)
-    assert factor == 1.0
+    assert rotary_scale(ours["rope_scaling"]) == factor
     torch.testing.assert_close(inverse_frequencies(8, 1e4, ours["rope_scaling"]), expected, rtol=0, atol=0)
 
 
@@ -146,6 +166,39 @@ REFUSED = {
     "layer types of mistral": ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1"),
     "top 1, normalised": ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+    "clipped projections": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    "attention bias, olmoe": ("olmoe", {"attention_bias": True}, "attention_bias = True"),
+    "heads of another size, olmoe": ("olmoe", {"head_dim": 16}, "head_dim = 16"),
+    "experts not normalised, glm4_moe": ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+    "groups that megatron would rank otherwise": (
+        "glm4_moe",
+        {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 8},
+        "num_experts_per_tok = 8 with topk_group = 2",
+    ),
+    "experts not normalised, deepseek_v3": (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "num_key_value_heads": 4},
+        "norm_topk_prob = False",
+    ),
+    "scores of another kind": (
+        "deepseek_v3",
+        {"scoring_func": "softmax", "num_key_value_heads": 4},
+        "scoring_func = 'softmax'",
+    ),
+    "grouped heads, deepseek_v3": ("deepseek_v3", {}, "num_key_value_heads = 2"),
+    "attention bias, deepseek_v3": (
+        "deepseek_v3",
+        {"attention_bias": True, "num_key_value_heads": 4},
+        "attention_bias = True",
+    ),
+    "quantized, deepseek_v3": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}, "num_key_value_heads": 4},
+        "quantization_config",
+    ),
+    "a bias that is left out": ("gpt_oss", {"attention_bias": False}, "attention_bias = False"),
+    "dropout beside sinks": ("gpt_oss", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    "quantized, gpt_oss": ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     "another family": ("gemma2", {}, "model_type 'gemma2'"),
 }
 
@@ -185,6 +238,8 @@ LAYOUTS = {
     "experts": ({"model_type": "mixtral", "num_local_experts": 6}, {"ep": 4, "dp": 4}, "engine.parallel.ep: value 4 does not divide"),
     "expert channels": ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 9}, {"tp": 2, "etp": 2, "sp": True},
                         "engine.parallel.etp: value 2 does not divide the model's 9 expert channels"),
+    "split experts with biases": ({"model_type": "gpt_oss", "num_local_experts": 4}, {"tp": 2, "etp": 2, "sp": True},
+                                  "engine.parallel.etp: value 2 does not work for experts with biases"),
     "no sp": ({"model_type": "mixtral", "num_local_experts": 4}, {"tp": 2}, "engine.parallel.sp: value false does not work for experts with tp 2"),
 }  # fmt: skip
 

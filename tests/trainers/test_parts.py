@@ -125,21 +125,42 @@ def test_signals_are_remembered_and_handlers_put_back(signum):
 
 DENSE = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3,
-    "intermediate_size": 10, "vocab_size": 16,
+    "intermediate_size": 10, "vocab_size": 16, "model_type": "llama",
+}  # fmt: skip
+MLA = DENSE | {
+    "model_type": "deepseek_v3", "q_lora_rank": 5, "kv_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2,
+    "v_head_dim": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
 }  # fmt: skip
 
 
 def test_flops_of_a_dense_model_counted_by_hand():
     per_layer = 8 * 12 + 2 * (8 * 6) + 12 * 8 + 3 * 8 * 10  # q, k and v, output, gated MLP
-    weights = 2 * per_layer + 8 * 16
+    weights, output = 2 * per_layer, 8 * 16
     scores = 2 * (5 * 5 + 3 * 3) * 4 * 3 * 2  # two products, over half the square, 2 FLOPs, 4 heads of 3, 2 layers
-    assert throughput.training_flops(DENSE, torch.tensor([5, 3])) == 3 * (2 * weights * 8 + scores)
+    assert throughput.training_flops(DENSE, torch.tensor([5, 3]), 6) == 3 * (2 * weights * 8 + 2 * output * 6 + scores)
+
+
+def flops(hf):
+    """Of 4 tokens, all of which train."""
+    return throughput.training_flops(hf, torch.tensor([4]), 4)
 
 
 def test_flops_of_experts_count_the_chosen_ones_and_the_router():
-    moe = DENSE | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
-    difference = throughput.training_flops(moe, torch.tensor([4])) - throughput.training_flops(DENSE, torch.tensor([4]))
-    assert difference == 6 * 4 * (2 * 3 * 8 * 7 + 8 * 6 - 3 * 8 * 10)
+    sparse = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
+    moe = DENSE | sparse | {"model_type": "qwen3_moe", "decoder_sparse_step": 1}
+    assert flops(moe) - flops(DENSE) == 6 * 4 * (2 * 3 * 8 * 7 + 8 * 6 - 3 * 8 * 10)
+
+
+def test_flops_of_latent_attention_and_shared_experts():
+    latent = (
+        8 * 5 + 5 * 4 * (3 + 2) + 8 * (6 + 2) + 6 * 4 * (3 + 4) + 4 * 4 * 8
+    )  # q down and up, kv down and up, output
+    weights = (
+        2 * latent + 3 * 8 * 10 + 8 * 6 + (2 + 2) * 3 * 8 * 7
+    )  # one dense layer; router, chosen and shared experts
+    scores = 2 * 4 * 4 * 4 * ((3 + 2) + 4)  # 2 layers, 4 x 4 tokens, 4 heads
+    assert flops(MLA) == 3 * (2 * weights * 4 + 2 * 8 * 16 * 4 + scores)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +375,7 @@ def test_a_cache_without_weights_is_enough_for_a_model_from_scratch_only(hub_cac
         return download(hub_id, **options) if options.get("local_files_only") else asked.append(options) or "downloaded"
 
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.huggingface_hub, "get_hf_file_metadata", lambda url, timeout: None)  # the hub is there
     assert hub.model_folder("org/tiny") == "downloaded" and "*.safetensors" in asked[0]["allow_patterns"]
 
 

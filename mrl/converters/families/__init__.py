@@ -1,12 +1,21 @@
-"""The families that mrl converts, by the `model_type` of their config.json."""
+"""The families that mrl converts and trains, by the `model_type` of their config.json: one module of this package each.
+
+A module here that defines `FAMILY` is a family; nothing else lists them. docs/families.md shows how one is added.
+"""
 
 from __future__ import annotations
 
-from mrl.converters.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+import importlib
+import pkgutil
+from typing import Any
+
+from mrl.converters.fields import NEUTRAL, harmless
+from mrl.converters.quantized import check_readable
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)}
+_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 
 def family_for(hf_config: HFConfig) -> Family:
@@ -17,3 +26,26 @@ def family_for(hf_config: HFConfig) -> Family:
             f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]
+
+
+def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of megatron's TransformerConfig that the architecture decides; `hf` is a normalised config.json.
+
+    Every field of config.json is accounted for: the family reads it, or it is known not to change the maths (`NEUTRAL`,
+    and private names), or its value is the one that changes nothing, or the model is refused with the field's name.
+    """
+    family = FAMILIES.get(hf["model_type"])
+    if family is None:
+        raise ModelError(
+            f"config.json: model_type {hf['model_type']!r} is not supported by the megatron engine; use one of {', '.join(FAMILIES)}, or engine.backend=fsdp"
+        )
+    check_readable(hf.get("quantization_config"))
+    for name, value in hf.items():
+        if name == "quantization_config":
+            continue
+        if not (name.startswith("_") or name in NEUTRAL or name in family.reads or harmless(value)):
+            raise ModelError(
+                f"config.json: {name} = {value!r} may change the maths and the {hf['model_type']} model of the megatron "
+                "engine does not know it; remove the field if it does not matter, or use engine.backend=fsdp"
+            )
+    return family.fields(hf)

@@ -1,5 +1,13 @@
-"""Mistral: Llama's names without biases (its sliding window has no weights)."""
+"""Mistral: Llama's names without biases, and a sliding window in every layer."""
 
+from typing import Any
+
+from mrl.converters.fields import DENSE, dense_fields, window_fields
 from mrl.converters.table import ATTENTION, DENSE_MLP, Family
 
-FAMILY = Family(model_type="mistral", layer=ATTENTION, dense=DENSE_MLP)
+
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    return dense_fields(hf) | window_fields(hf)
+
+
+FAMILY = Family(model_type="mistral", layer=ATTENTION, dense=DENSE_MLP, reads=DENSE | {"sliding_window"}, fields=fields)

@@ -1,19 +1,26 @@
-"""Mixtral: every layer sparse; on disk the experts are `block_sparse_moe.experts.N.w1` (gate), `w3` (up), `w2` (down).
+"""Mixtral: Mistral's attention, every layer sparse, weights of the chosen experts normalised.
 
-transformers 5 renames them in memory and still writes these names.
+On disk the experts are `block_sparse_moe.experts.N.w1` (gate), `w3` (up), `w2` (down). transformers 5 renames them in
+memory and still writes these names.
 """
 
-from mrl.converters.table import ATTENTION, Family, HFConfig, sparse_mlp
+from typing import Any
+
+from mrl.converters.fields import DENSE, EXPERTS, dense_fields, moe_fields, window_fields
+from mrl.converters.table import ATTENTION, Family, every_layer, sparse_mlp
 
 
-def is_sparse(config: HFConfig, layer: int) -> bool:
-    """Every layer is."""
-    return True
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    sparse = [1] * hf["num_hidden_layers"]
+    moe = moe_fields(hf, expert_ffn=hf["intermediate_size"], sparse=sparse, normalise=True)
+    return dense_fields(hf) | window_fields(hf) | moe
 
 
 FAMILY = Family(
     model_type="mixtral",
     layer=ATTENTION,
     sparse=sparse_mlp("block_sparse_moe", "w1", "w3", "w2"),
-    is_sparse=is_sparse,
+    is_sparse=every_layer,
+    reads=DENSE | EXPERTS | {"sliding_window"},
+    fields=fields,
 )

@@ -1,6 +1,9 @@
 """Qwen3-MoE: Qwen3's attention; dense layers among sparse ones by `mlp_only_layers` and `decoder_sparse_step`."""
 
+from typing import Any
+
 from mrl.converters.families.qwen3 import FAMILY as QWEN3
+from mrl.converters.fields import DENSE, EXPERTS, dense_fields, moe_fields, window_fields
 from mrl.converters.table import DENSE_MLP, Family, HFConfig, sparse_mlp
 
 
@@ -11,10 +14,25 @@ def is_sparse(config: HFConfig, layer: int) -> bool:
     return (layer + 1) % config["decoder_sparse_step"] == 0
 
 
+def fields(hf: dict[str, Any]) -> dict[str, Any]:
+    moe = moe_fields(
+        hf,
+        expert_ffn=hf["moe_intermediate_size"],
+        sparse=[int(is_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])],
+        normalise=bool(hf.get("norm_topk_prob", False)),
+    )
+    return dense_fields(hf, qk_norm=True) | window_fields(hf) | moe
+
+
 FAMILY = Family(
     model_type="qwen3_moe",
     layer=QWEN3.layer,
     dense=DENSE_MLP,
     sparse=sparse_mlp("mlp", "gate_proj", "up_proj", "down_proj"),
     is_sparse=is_sparse,
-)
+    reads=DENSE | EXPERTS | {
+        "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
+        "sliding_window", "use_sliding_window", "max_window_layers",  # transformers slides in every layer or in none
+    },
+    fields=fields,
+)  # fmt: skip

@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from mrl.converters.mcore_weights import architecture, check_architecture
 from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
+from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.fsdp.rng import Generators
 from mrl.errors import CheckpointError
-
-STATE = "state.pt"
 
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
@@ -44,7 +44,8 @@ def save(
     torch.save(generators.states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
         updates = 0 if optimizer is None else optimizer.updates
-        facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state)}
+        about = architecture(model.family, model.hf_config)
+        facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
         torch.save(facts, os.path.join(folder, STATE))
 
 
@@ -59,10 +60,12 @@ def load(
     wanted = tensors(model, optimizer)
     try:
         _check_fit(folder, wanted)
+        facts = torch.load(os.path.join(folder, STATE), weights_only=True)
+        if "architecture" in facts:  # an older mrl saved none
+            check_architecture(facts["architecture"], model.family, model.hf_config, folder)
         dcp.load(wanted, checkpoint_id=folder)
     except collective.LOAD_ERRORS as error:
         raise collective.cannot_load(folder, error) from error
-    facts = torch.load(os.path.join(folder, STATE), weights_only=True)
     if optimizer is not None:
         optimizer.updates = facts["updates"]
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")

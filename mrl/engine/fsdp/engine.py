@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from mrl.batch import Batch
 from mrl.config.checks import check_backend
 from mrl.config.schema import RoleConfig
-from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
@@ -284,7 +283,7 @@ class FSDPEngine(BaseEngine):
         writer = contextlib.nullcontext()
         if self.dp_rank == 0:
             infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
-            changes = value_head_config(self.model.hf_config) if self.config.head == "value" else None
+            changes = self._config_changes(self.model.family, self.model.hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:
             for name, tensor in self.hf_weights():

@@ -15,13 +15,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names
+from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.names import Piece, pieces, read_rows
+from mrl.engine.saving import starting_weights
+from mrl.errors import ModelError
 
 Result = TypeVar("Result")
 
@@ -48,6 +49,13 @@ class Model:
         self.hf_config = read_hf_config(config.model.path)
         self.family = family_for(self.hf_config)
         self.head = config.head
+        odd = "a router bias" if buffer_names(self.family, self.hf_config) else ""
+        odd = "attention sinks" if self.family.stacks else odd
+        if odd:
+            raise ModelError(
+                f"config.json: model_type {self.family.model_type!r} has {odd}, which the fsdp engine does not carry; use "
+                "engine.backend=megatron"
+            )
         self.file_shapes = expected_hf_names(self.family, self.hf_config, head=config.head)
         # never by code of the model's own: the tables of the families say what it is, on every backend
         transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
@@ -96,7 +104,7 @@ class Model:
 
     def pieces(self, name: str, parameter: nn.Parameter) -> list[Piece]:
         """The file tensors that a parameter holds."""
-        return pieces(name, parameter.shape, model_type=self.hf_config["model_type"], head=self.head)
+        return pieces(name, parameter.shape, family=self.family, head=self.head)
 
     def _load(self, config: RoleConfig) -> None:
         """Fills this rank's shards, each rank reading its own rows."""
@@ -116,7 +124,7 @@ class Model:
             self._fill(read)
 
     def _stored(self, path: str, *, trained: bool):
-        return stored_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
+        return starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
 
     @torch.no_grad()
     def _fill(self, read: Callable[[str], Any]) -> None:

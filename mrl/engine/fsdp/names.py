@@ -7,17 +7,19 @@ file has three matrices for each expert. One function tells which tensors a para
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# model_type -> (name of the sparse block in files, and of its gate, up and down matrices)
-SPARSE = {
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-}
+from mrl.converters.table import Family
+
+STATE = "state.pt"
+"""The file of a checkpoint that has what is no sharded tensor."""
+
+_FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\.down_proj|gate\.weight)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,29 +35,25 @@ class Piece:
         return parameter if self.expert is None else parameter[self.expert][self.start : self.stop]
 
 
-def pieces(name: str, shape: Sequence[int], *, model_type: str, head: str) -> list[Piece]:
+def pieces(name: str, shape: Sequence[int], *, family: Family, head: str) -> list[Piece]:
     """The file tensors that parameter `name` of `shape` holds, in order. head: "lm", or "value" for a score."""
     if head == "value" and name == "lm_head.weight":
         return [Piece("score.weight")]
-    if model_type not in SPARSE:
+    found = _FUSED.fullmatch(name)
+    if found is None or not family.sparse:
         return [Piece(name)]
-    block, gate, up, down = SPARSE[model_type]
-    layer, found, rest = name.partition(".mlp.")
-    if not found:
-        return [Piece(name)]
-    of_expert = f"{layer}.{block}.experts."
-    if rest == "experts.gate_up_proj":
-        half = shape[1] // 2
-        return [
-            Piece(f"{of_expert}{e}.{matrix}.weight", e, start, start + half)
-            for e in range(shape[0])
-            for matrix, start in ((gate, 0), (up, half))
-        ]
-    if rest == "experts.down_proj":
-        return [Piece(f"{of_expert}{e}.{down}.weight", e) for e in range(shape[0])]
-    if rest == "gate.weight":
-        return [Piece(f"{layer}.{block}.gate.weight")]
-    return [Piece(name)]
+    layer = int(found[1])
+    if found[2] == "gate.weight":
+        (router,) = (entry for entry in family.sparse if entry.mcore.endswith("router.weight"))
+        return [Piece(router.hf[0][0].format(l=layer))]
+    fc = "linear_fc1.weight" if found[2] == "experts.gate_up_proj" else "linear_fc2.weight"
+    (matrices,) = (entry.hf for entry in family.sparse if entry.of_expert and entry.mcore.endswith(fc))
+    rows = shape[1] // len(matrices)
+    return [
+        Piece(hf.format(l=layer, e=expert), expert, i * rows, (i + 1) * rows)
+        for expert in range(shape[0])
+        for i, (hf, _) in enumerate(matrices)
+    ]
 
 
 def read_rows(of: Sequence[Piece], read: Callable[[str], Any], start: int, stop: int) -> Tensor:

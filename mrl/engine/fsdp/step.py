@@ -34,6 +34,7 @@ def fsdp_loss(loss_sum: Tensor, *, denominator: float, dp: int) -> Tensor:
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
     """What the model is fed. tokens, positions: [1, T] packed or [S, L] padded on the right. labels: [T].
+    trained: which of these count in the loss; None for all.
 
     document_lengths: of the documents in the one packed row, None when padded. places: [T] where each real token lies
     in the flattened rows, None when that is where it already is.
@@ -42,6 +43,7 @@ class ModelInputs:
     tokens: Tensor
     positions: Tensor
     labels: Tensor
+    trained: Tensor | None
     document_lengths: list[int] | None
     places: Tensor | None
 
@@ -51,23 +53,25 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device) -> ModelInputs:
     if not batch.num_sequences:
         dummy = torch.zeros(1, 1, dtype=torch.int64, device=device)
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return ModelInputs(dummy, dummy, nothing, None, nothing)
+        return ModelInputs(dummy, dummy, nothing, None, None, nothing)
     lengths = batch.lengths.tolist()
     labels, positions = batch.labels.to(device), batch.position_ids
+    counts = batch.loss_mask.cpu() != 0
+    trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
     if packed:
         rows = (batch.tokens[None].to(device), positions[None].to(device))
-        return ModelInputs(*rows, labels, lengths, None)
+        return ModelInputs(*rows, labels, trained, lengths, None)
     tokens = pad_sequence(batch.tokens.split(lengths), batch_first=True)
     longest = tokens.shape[1]
     row_starts = torch.arange(len(lengths), device=positions.device).repeat_interleave(batch.lengths) * longest
     every_position = torch.arange(longest).expand(len(lengths), -1)
     return ModelInputs(
-        tokens.to(device), every_position.to(device), labels, None, (row_starts + positions).to(device)
+        tokens.to(device), every_position.to(device), labels, trained, None, (row_starts + positions).to(device)
     )  # fmt: skip
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
-    """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for; or values [T].
+    """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
 
     head: "lm" or "value".
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
@@ -84,6 +88,7 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predi
         hf.lm_head.weight,
         inputs.labels,
         shard=VocabShard(hf.config.vocab_size),
+        rows=inputs.trained,
         temperature=ctx.get("temperature", 1.0),
         entropy=ctx.get("entropy", "none"),
     )

@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
 from mrl.engine.megatron import optim_state
 from mrl.errors import CheckpointError
@@ -50,6 +51,10 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
+    if engine.optimizer is not None and not saved["layout"]:
+        raise CheckpointError(
+            f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
+        )
     if engine.optimizer is not None and saved["optimizer_steps"] is None:
         raise CheckpointError(f"{found}: was saved without an optimizer; resume with the role that it was saved by")
     sharded = _sharded(engine, loading=True)
@@ -69,18 +74,14 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Refuses a checkpoint of another model, naming what differs."""
+    """Refuses a checkpoint of another model, naming what differs. An older mrl told a model by fewer fields."""
     if saved.get("layer_spec") != own.get("layer_spec"):
         raise CheckpointError(
             f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than those of the "
             f"{own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are there); resume where it "
             "was saved, or export it and start from that"
         )
-    differ = [
-        f"{k} {saved.get(k)!r} there and {own.get(k)!r} here"
-        for k in sorted(saved.keys() | own.keys())
-        if saved.get(k) != own.get(k)
-    ]
+    differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:
         raise CheckpointError(
             f"{path}: is of another model: {'; '.join(differ)}; resume with the model it was made from"
@@ -88,11 +89,7 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
 
 
 def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
-    names = (
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
-    )  # fmt: skip
-    return {name: engine.hf.get(name) for name in names} | {
+    return architecture(engine.family, engine.hf) | {
         "head": engine.config.head,
         "dtype": engine.config.model.dtype,
         "layer_spec": engine.spec,

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import stored_weights
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import expected_hf_names, padded_vocab, value_head_config
+from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -33,6 +33,7 @@ from mrl.engine.base import (
 )
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
+from mrl.engine.saving import starting_weights
 from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
@@ -137,10 +138,11 @@ class MegatronEngine(BaseEngine):
         """Where weights start from: Hugging Face name -> tensor or lazy slice."""
         if self.config.model.init == "random":
             shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-            yield RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            random = RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
+            yield reading(random, self.family)
             return
         trained = self.config.optimizer is not None
-        with stored_weights(
+        with starting_weights(
             self.config.model.path, self.family, self.hf, head=self.config.head, trained=trained
         ) as read:
             yield read
@@ -301,7 +303,7 @@ class MegatronEngine(BaseEngine):
 
     @installed
     def load_hf(self, path: str) -> None:
-        stored = stored_weights(path, self.family, self.hf, head=self.config.head, trained=False)
+        stored = starting_weights(path, self.family, self.hf, head=self.config.head, trained=False)
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
@@ -317,11 +319,12 @@ class MegatronEngine(BaseEngine):
         with self.eval_mode():
             return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, told=told)
 
-    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], *kinds: str) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed(), self.offload.used(*kinds):
+    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed(), self.offload.used(kind):
             yield from weights.stream(
-                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec, head=self.config.head
-            )
+                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec,
+                head=self.config.head, buffers=kind == "parameters",
+            )  # fmt: skip
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream(lambda parameter: parameter.data, "parameters")
@@ -338,8 +341,9 @@ class MegatronEngine(BaseEngine):
             for _ in self.hf_weights():
                 pass
         else:
-            changes = value_head_config(self.hf) if self.config.head == "value" else None
-            infos = tensor_infos(shapes, self.dtype)
+            changes = self._config_changes(self.family, self.hf)
+            exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
+            infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
             with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
                 for name, tensor in self.hf_weights():
                     writer.add(name, tensor)

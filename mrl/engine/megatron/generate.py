@@ -66,12 +66,15 @@ def _work_left(engine: "MegatronEngine", here: bool) -> bool:
 
 @contextlib.contextmanager
 def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
-    """Core attention that knows `CacheLayout`, in place of transformer-engine's; neither has parameters."""
+    """Core attention that knows `CacheLayout`, in place of transformer-engine's, with its sinks where it has any."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     attentions = [layer.self_attention for model in engine.models for layer in model.decoder.layers]
     replaced = [attention.core_attention for attention in attentions]
     for attention in attentions:
-        own = SdpaAttention(engine.model_config, attention.layer_number, pg_collection=groups)
+        scale = engine.model_config.latent_scale if engine.model_config.multi_latent_attention else None
+        own = SdpaAttention(engine.model_config, attention.layer_number, softmax_scale=scale, pg_collection=groups)
+        if own.softmax_offset is not None:
+            own.softmax_offset = attention.core_attention.softmax_offset
         attention.core_attention = own.eval()
     try:
         yield

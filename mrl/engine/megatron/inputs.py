@@ -25,13 +25,15 @@ from mrl.parallel import Coordinates, ParallelDims
 class ModelInputs:
     """What one rank feeds the model.
 
-    tokens, labels: [P/cp] int64, 0 in padding. padding: [P/cp] bool, True there. layout: which places belong together.
-    places: [T] the place of each real token among all P. order: [P] index that undoes the zigzag, None without cp.
+    tokens, labels: [P/cp] int64, 0 in padding. padding: [P/cp] bool, True there. trained: which of these places have a label
+    that counts in the loss; None for all. layout: which places belong together. places: [T] the place of each real token among
+    all P. order: [P] index that undoes the zigzag, None without cp.
     """
 
     tokens: Tensor
     labels: Tensor
     padding: Tensor
+    trained: Tensor | None
     layout: PackedLayout
     places: Tensor
     order: Tensor | None
@@ -60,18 +62,22 @@ def prepare(
     places = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     total = sum(padded)
     tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
-    padding = torch.ones(total, dtype=torch.bool)
+    padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
     tokens[places], labels[places], padding[places] = batch.tokens.cpu(), batch.labels.cpu(), False
+    counts[places] = batch.loss_mask.cpu() != 0
     positions = torch.cat([torch.arange(n) for n in padded])
     order = None
     if dims.cp > 1:
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
-        tokens, labels, padding, positions = (t[mine] for t in (tokens, labels, padding, positions))
+        tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = zigzag_inverse(tuple(padded), dims.cp).to(device)
     layout = PackedLayout.make(
         lengths or padded, padded, positions=positions.to(device), qkv_format="thd" if thd else "sbhd"
     )
-    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), layout, places.to(device), order)
+    trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
+    return ModelInputs(
+        tokens.to(device), labels.to(device), padding.to(device), trained, layout, places.to(device), order
+    )
 
 
 def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:

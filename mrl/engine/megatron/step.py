@@ -97,7 +97,7 @@ def _forward_step(iterator, chunk, *, setup: Setup, call: Call, count: int):
 
 
 def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
-    """[P/cp, 1 or 2] fp32: log-probs of the labels, and entropies where `ctx["entropy"]` asks for them."""
+    """[P/cp, 1 or 2] fp32: log-probs of the labels that train, and entropies where `ctx["entropy"]` asks for them; 0 elsewhere."""
     group = parallel_state.get_tensor_model_parallel_group()
     shard = VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
     mode = ctx.get("entropy", "none")
@@ -106,6 +106,7 @@ def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_input
         weight,
         ins.labels,
         shard=shard,
+        rows=ins.trained,
         temperature=ctx.get("temperature", 1.0),
         entropy=mode,
         reduce_hidden_grad=not setup.dims.sp,

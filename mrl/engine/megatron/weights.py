@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
+from mrl.converters.stacks import restacked
 from mrl.converters.table import Family
 from mrl.engine.megatron.optim import shards
 from mrl.mcore_models.build import Model
@@ -19,12 +20,19 @@ from mrl.parallel import Coordinates, ParallelDims
 def load(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], read: Callable[[str], Any]) -> None:
     """Fills the model chunks from `read` (HF name -> tensor or lazy slice); each rank reads its own entries."""
     for model, of_chunk in zip(models, rules, strict=True):
-        parameters = dict(model.named_parameters())
+        parameters = tensors_of(model)
         unknown, unfilled = sorted(set(of_chunk) - set(parameters)), sorted(set(parameters) - set(of_chunk))
         assert not unknown and not unfilled, f"the model has no {unknown}; the table does not fill {unfilled}"
         with torch.no_grad():
             for name, rule in of_chunk.items():
                 parameters[name].copy_(rule.load(read))
+
+
+def tensors_of(model: Model) -> dict[str, Tensor]:
+    """Parameters and stored buffers of a chunk, by name."""
+    buffers = dict(model.named_buffers())
+    stored = model.state_dict(keep_vars=True).keys() & buffers.keys()
+    return dict(model.named_parameters()) | {name: buffers[name] for name in sorted(stored)}
 
 
 def load_masters(
@@ -65,16 +73,37 @@ def stream(
     *,
     spec: str,
     head: str,
+    buffers: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, whole tensor on the host) of every parameter, in one order, on rank 0; other ranks yield nothing.
 
     `value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time.
+    buffers: with the stored buffers, which have data and no gradient.
     """
-    parameters = [dict(model.named_parameters()) for model in models]
+    pairs = _by_rule(models, value, family, hf, dims, coords, spec=spec, head=head, buffers=buffers)
+    return restacked(pairs, family, hf)
+
+
+def _by_rule(
+    models: Sequence[Model],
+    value: Callable[[torch.nn.Parameter], Tensor],
+    family: Family,
+    hf: Mapping[str, Any],
+    dims: ParallelDims,
+    coords: Coordinates,
+    *,
+    spec: str,
+    head: str,
+    buffers: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name of the tables, whole tensor) as `stream` says."""
+    parameters = [tensors_of(model) for model in models]
     for owned in export_order(
         family, hf, layout=dims, chunks=chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp), spec=spec, head=head
     ):
         rule = owned.rule
+        if rule.buffer and not buffers:
+            continue
         holders = _holders(dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
         mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
         shard = value(parameters[owned.chunk][rule.mcore]).detach() if mine else None

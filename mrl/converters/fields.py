@@ -1,4 +1,7 @@
-"""What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths."""
+"""Words of a family's config mapping: Hugging Face config -> fields of megatron's TransformerConfig. Plain data, no megatron.
+
+What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,12 @@ DENSE = frozenset(
 )
 """Fields that `dense_fields` reads."""
 
+EXPERTS = frozenset(["num_experts", "num_local_experts", "num_experts_per_tok"])
+"""Fields that `moe_fields` reads."""
+
+HINTS = frozenset(["aux_loss_alpha", "seq_aux", "ep_size"])
+"""Fields that families read and that do not change what a model computes."""
+
 LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_layers", "layer_types"])
 """Fields that say which layers have a sliding window; transformers makes `layer_types` of the others."""
 
@@ -89,13 +98,20 @@ def harmless(value: Any) -> bool:
     return not value
 
 
-def dense_fields(hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
+def dense_fields(
+    hf: dict[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    partial_rotary: bool = False,
+    yarn: bool = False,
+) -> dict[str, Any]:
     """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not supported."""
     require(hf, "hidden_act", ("silu",))
     require(hf, "mlp_bias", (False, None))
     if not qkv_bias:
         require(hf, "attention_bias", (False, None))
-    check_rope(hf)
+    check_rope(hf, partial_supported=partial_rotary, yarn_supported=yarn)
     heads = hf["num_attention_heads"]
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -133,10 +149,13 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(t == "sliding_attention") for t in types]}
 
 
-def moe_fields(hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normalise: bool) -> dict[str, Any]:
+def moe_fields(
+    hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normalise: bool, shared_ffn: int = 0
+) -> dict[str, Any]:
     """Fields of a top-k router over SwiGLU experts; `sparse` has 1 for each MoE layer. The router computes in fp32.
 
     `normalise`: the weights of the chosen experts sum to 1, which is a softmax over the chosen logits alone.
+    `shared_ffn`: channels of an expert that every token visits; 0 for none.
     """
     experts, topk = hf["num_experts"], hf["num_experts_per_tok"]
     if topk < 2 and normalise:
@@ -151,13 +170,60 @@ def moe_fields(hf: dict[str, Any], *, expert_ffn: int, sparse: list[int], normal
         "moe_router_pre_softmax": not normalise,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
+        **({"moe_shared_expert_intermediate_size": shared_ffn} if shared_ffn else {}),
     }
 
 
-def check_rope(hf: dict[str, Any]) -> None:
+def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """Fields of DeepSeek-V3's router (arXiv 2412.19437, eq. 12-16), over those of `moe_fields`.
+
+    Scores are sigmoids; a bias that nothing trains here is added to choose experts; of `n_group` groups the `topk_group`
+    whose two best scores sum highest may be chosen from; the weights of the chosen sum to `routed_scaling_factor`.
+    """
+    require(hf, "norm_topk_prob", (True,))
+    require(hf, "scoring_func", ("sigmoid",))
+    require(hf, "topk_method", ("noaux_tc",))
+    groups, chosen, topk = hf["n_group"] or 1, hf["topk_group"] or 1, hf["num_experts_per_tok"]
+    limits = {}
+    if chosen < groups:
+        if topk // chosen != 2:  # megatron sums the best topk // topk_group of a group, transformers the best two
+            raise ModelError(
+                f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not supported "
+                f"by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group"
+            )
+        limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return limits | {
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": float(hf["routed_scaling_factor"]),
+    }
+
+
+SIGMOID_ROUTER = frozenset(
+    [
+        "norm_topk_prob",
+        "scoring_func",
+        "topk_method",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "n_routed_experts",
+    ]
+)
+"""Fields that `sigmoid_router_fields` reads."""
+
+
+def rotary_percent(hf: dict[str, Any]) -> float:
+    """The part of each head that turns."""
+    return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
+
+
+def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supported: bool = False) -> None:
     """Refuses rotary scalings that `inverse_frequencies` does not compute."""
-    partial = (hf.get("rope_parameters") or {}).get("partial_rotary_factor")
-    if partial not in (None, 1):
+    partial = rotary_percent(hf)
+    if partial != 1 and not partial_supported:
         raise ModelError(
             f"config.json: partial_rotary_factor = {partial!r} is not supported by the megatron engine; supported: 1"
         )
@@ -168,6 +234,8 @@ def check_rope(hf: dict[str, Any]) -> None:
         "linear": ["factor"],
         "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
     }
+    if yarn_supported:
+        needed["yarn"] = ["factor", "original_max_position_embeddings"]
     kind = scaling.get("rope_type")
     if kind not in needed:
         raise ModelError(

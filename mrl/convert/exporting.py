@@ -1,0 +1,203 @@
+"""`mrl convert export`: the weights of a checkpoint or run become a Hugging Face folder.
+
+Files, their order and their index are those of the Hugging Face folder that the model comes from, where it had the same
+tensors; config.json, tokenizer, chat template and generation config are its own, unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mrl
+from mrl.convert.sources import HFFiles, Source, open_checkpoint
+from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
+from mrl.converters.accounting import account
+from mrl.converters.mcore_weights import blocks_of_rows
+from mrl.converters.mtp import COUNT
+from mrl.converters.rules import expected_hf_names, value_head_config
+from mrl.converters.safetensors_io import (
+    DTYPES,
+    INDEX,
+    TensorInfo,
+    copy_companions,
+    cut_shards,
+    lay_out,
+    main_dtype,
+    parse_size,
+    some,
+    tensor_bytes,
+)
+from mrl.data.tokenizer_files import write_chat_template
+from mrl.engine.item_file import ItemFile, as_bytes
+from mrl.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What an export did. tensors: written. files: of weights. bytes: of weights. notes: what the model has lost, a line each."""
+
+    out: Path
+    what: str
+    tensors: int
+    files: int
+    bytes: int
+    notes: list[str]
+
+
+def export_hf(
+    path: str | Path,
+    out: str | Path,
+    *,
+    model: str | None = None,
+    role: str | None = None,
+    max_shard_size: str | int | None = None,
+    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+) -> Exported:
+    """Converts the checkpoint or run at `path` into the Hugging Face folder `out`, which appears when it is whole.
+
+    model, role: as in `open_checkpoint`. max_shard_size: bytes or "5GB", where files are not to be as in the source. Raises
+    CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is left of `out` then.
+    """
+    check_free(Path(out))
+    limit = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
+    with open_checkpoint(path, model=model, role=role) as source:
+        files = _files(source, limit)
+        _account(source, files)
+        shards = {file: dict(held) for file, held in files.files.items()}
+        needed = {file: sum(tensor_bytes(info) for info in held.values()) for file, held in shards.items()}
+        total = sum(needed.values())
+        shown = progress(total)
+
+        def told(count: int) -> None:
+            source.check(wait=False)
+            shown(count)
+
+        with Workspace(out, _plan(source, files), needed) as work:
+            makers = {
+                file: functools.partial(_write, held, files.metadata[file], source, told)
+                for file, held in shards.items()
+            }
+            try:
+                work.write_all(makers, told)
+                source.check()
+            except CheckpointError:
+                work.remove()
+                raise
+            with work.finishing() as folder:
+                _finish(folder, source, files)
+        return Exported(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
+
+
+def _files(source: Source, limit: int | None) -> HFFiles:
+    """The files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
+    if source.files is not None and limit is None:
+        return _known(source, source.files)
+    again = {name: source.reader.tensors[of] for name, of in source.copies.items()}
+    cut = cut_shards(dict(source.reader.tensors) | again, limit or parse_size("5GB"))
+    files = {
+        file: [(name, dataclasses.replace(info, file=file)) for name, info in held.items()]
+        for file, held in cut.items()
+    }
+    index = None
+    if len(files) > 1:
+        weight_map = {name: file for file, held in files.items() for name, _ in held}
+        total = sum(tensor_bytes(info) for held in files.values() for _, info in held)
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    return HFFiles(files, {file: {"format": "pt"} for file in files}, index)
+
+
+def _known(source: Source, files: HFFiles) -> HFFiles:
+    """The files of the source, without buffers that follow from the config, with an index where the source had one."""
+    keep = {
+        file: [(name, info) for name, info in held if name in source.reader.tensors or name in source.copies]
+        for file, held in files.files.items()
+    }
+    keep = {file: held for file, held in keep.items() if held}
+    kept = HFFiles(keep, files.metadata, files.index)
+    if len(kept.tensors) == len(files.tensors) and (files.index is not None or len(keep) == 1):
+        return kept
+    if len(keep) == 1 and files.index is None:
+        return kept
+    weight_map = {name: file for file, held in keep.items() for name, _ in held}
+    total = sum(tensor_bytes(info) for info in kept.tensors.values())
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    return HFFiles(keep, files.metadata, index)
+
+
+def _account(source: Source, files: HFFiles) -> None:
+    """Every tensor of the model is written, once, in its shape, and nothing else."""
+    expected = expected_hf_names(source.family, source.hf_config, head=source.head, mtp=source.mtp)
+    copies = {name: expected[of] for name, of in source.copies.items()}
+    written = sum(len(held) for held in files.files.values())
+    assert written == len(files.tensors), f"{source.folder}: {written} tensors planned under {len(files.tensors)} names"
+    account(files.tensors, expected | copies, where=str(source.folder))
+
+
+def _notes(source: Source) -> list[str]:
+    if not source.left:
+        return []
+    return [
+        f"{COUNT} is 0 in config.json: the layers of {source.companions} that predict further tokens ({some(source.left, 1)}) "
+        "were not trained, and are not here"
+    ]
+
+
+def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
+    held = json.dumps({file: [[n, i.dtype, i.shape] for n, i in of] for file, of in files.files.items()})
+    weights = source.folder / "mcore" if source.kind == "megatron" else source.folder
+    stats = {path.name: path.stat() for path in sorted(weights.iterdir()) if path.is_file()}
+    return {
+        "command": "export", "mrl": mrl.__version__, "folder": str(source.folder.resolve()),
+        "files": hashlib.sha256(held.encode()).hexdigest(),
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+    }  # fmt: skip
+
+
+def _write(
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str],
+    source: Source,
+    progress: Callable[[int], None],
+    path: Path,
+) -> Facts:
+    """One safetensors file, from front to back."""
+    file = ItemFile(path)
+    try:
+        shard = lay_out(tensors, metadata)
+        file.write(shard.header)
+        for name, info in tensors.items():
+            assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
+            stored = source.copies.get(name, name)
+            if not info.shape:
+                progress(file.write(as_bytes(source.reader.tensor(stored).to(DTYPES[info.dtype]))))
+                continue
+            for block in blocks_of_rows(source.reader(stored), info.shape, 0, info.shape[0]):
+                progress(file.write(as_bytes(block.to(DTYPES[info.dtype]))))
+        assert file.size == shard.size, f"{path}: {file.size} bytes, not {shard.size}"
+        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    return {"size": file.size, "crc32": file.crc32}
+
+
+def _finish(folder: Path, source: Source, files: HFFiles) -> None:
+    # what is written is not quantised, whatever training began with
+    changes = {"quantization_config": None}
+    if source.left:
+        changes[COUNT] = 0
+    if source.head == "value":
+        changes |= value_head_config(source.hf_config)
+    trained = source.files is None or source.kind == "fsdp" or not (source.folder / "config.json").is_file()
+    dtype = main_dtype(files.tensors) if trained else None
+    copy_companions(source.companions, folder, dtype=dtype, changes=changes)
+    if source.chat_template is not None:
+        write_chat_template(folder, source.chat_template)
+    if files.index is not None:
+        (folder / INDEX).write_text(files.index, encoding="utf-8")

@@ -1,0 +1,242 @@
+"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout loads.
+
+    OUT/
+        mcore/            the weights, as in the checkpoints of the Megatron engine
+        engine.pt         architecture; no optimizer, no layout
+        source.json       how the Hugging Face folder was laid out, for an export that gives the same files
+        config.json, tokenizer, chat template, ...   the folder's own, unchanged: OUT can be a model.path
+        COMPLETE          size and checksum of each file
+
+Rows go from file to file in blocks; what a block needs is all that is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mrl
+from mrl.convert.opening import open_model
+from mrl.convert.sources import SOURCE, Source, source_as_json
+from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
+from mrl.converters.accounting import EMBEDDING
+from mrl.converters.checksums import crc32_of
+from mrl.converters.families import fields_of
+from mrl.converters.mcore_weights import (
+    DESCRIPTION,
+    FOLDER,
+    architecture,
+    row_blocks,
+    stored_key,
+    stored_shapes,
+    whole_rules,
+)
+from mrl.converters.rules import Rule, expected_hf_names
+from mrl.converters.safetensors_io import DTYPES, copy_companions, some
+from mrl.converters.stacks import place_of
+from mrl.engine import checkpoint
+from mrl.engine.item_file import Item, ItemFile, extra_state_keys
+from mrl.errors import ModelError
+
+FILE_BYTES = 2**29
+"""Size that a data file grows to: a conversion that was killed writes those again that it had not finished."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """What an import did. tensors: of the Hugging Face folder, all read. parameters: of the checkpoint. bytes: of weights."""
+
+    out: Path
+    tensors: int
+    parameters: int
+    bytes: int
+    notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A part of the tensor `key` to write: an expert's, or the whole."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    rule: Rule
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+def import_hf(
+    source: str | Path,
+    out: str | Path,
+    *,
+    allow_pickle: bool = False,
+    tokenizer: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+) -> Imported:
+    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is whole.
+
+    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
+    where the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
+    """
+    check_free(Path(out))
+    with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
+        fields_of(dict(model.hf_config))  # what the Megatron engine cannot compute is refused by its name
+        rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
+        parts = list(_parts(rules, model))
+        groups = _group(parts, file_bytes)
+        needed = {file: sum(part.bytes for part in held) for file, held in groups.items()}
+        total = sum(needed.values())
+        objects = f"{FOLDER}/__0_{len(groups)}.distcp"
+        told = progress(total)
+        plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
+        with Workspace(out, plan, needed | {objects: 0}) as work:
+            makers = {file: functools.partial(_write, held, model, told) for file, held in groups.items()}
+            shapes = stored_shapes(rules.values())
+            extra = extra_state_keys(shapes)
+            makers[objects] = functools.partial(_write_nothing, extra)
+            done = work.write_all(makers, told)
+            if _fingerprint(model) != plan["source"]:
+                raise ModelError(f"{source}: changed while it was converted; run the same command again")
+            with work.finishing() as folder:
+                tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
+                _finish(folder, model, done, tensors, extra)
+        return Imported(Path(out), len(model.reader.tensors), len(shapes), total, _notes(model))
+
+
+def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
+    """What is written, in model order. All parts of one tensor have one dtype, that holds each of its sources exactly."""
+    dtypes: dict[str, torch.dtype] = {}
+    for rule in rules.values():
+        places = {name: place_of(model.family, name) for name in rule.hf}
+        files = [name if place is None else place.stored for name, place in places.items()]
+        of_rule = [DTYPES[model.reader.tensors[name].dtype] for name in files]
+        key = stored_key(rule)
+        dtypes[key] = functools.reduce(torch.promote_types, of_rule, dtypes.get(key, of_rule[0]))
+    for rule in rules.values():
+        key, shape = stored_key(rule), rule.shape()
+        lead = () if rule.expert is None else (rule.expert,)
+        sizes = shape if rule.expert is None else (1, *shape)
+        yield _Part(key, (*lead, *(0 for _ in shape)), sizes, dtypes[key], rule)
+
+
+def _group(parts: list[_Part], file_bytes: int) -> dict[str, list[_Part]]:
+    """The parts of each data file."""
+    groups: list[list[_Part]] = [[]]
+    filled = 0
+    for part in parts:
+        if groups[-1] and filled + part.bytes > file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(part)
+        filled += part.bytes
+    return {f"{FOLDER}/__0_{i}.distcp": held for i, held in enumerate(groups)}
+
+
+def _write(parts: list[_Part], model: Source, progress: Callable[[int], None], path: Path) -> Facts:
+    file = ItemFile(path)
+    try:
+        items = [
+            file.tensor(part.key, part.offsets, part.sizes, part.dtype, _told(part, model, progress)) for part in parts
+        ]
+        file.close()
+    except BaseException:
+        file.abort()
+        raise
+    return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
+
+
+def _told(part: _Part, model: Source, progress: Callable[[int], None]) -> Iterator[Tensor]:
+    for block in row_blocks(part.rule, model.reader):
+        yield block.to(part.dtype)
+        progress(block.numel() * part.dtype.itemsize)
+
+
+def _write_nothing(keys: list[str], path: Path) -> Facts:
+    import mrl.engine.torch_dist_files  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
+
+    file = ItemFile(path)
+    items = [file.nothing(key) for key in keys]
+    file.close()
+    return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
+
+
+def _finish(
+    folder: Path,
+    model: Source,
+    done: Mapping[str, Facts],
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    extra: list[str],
+) -> None:
+    """The small files, COMPLETE last."""
+    from mrl.engine.torch_dist_files import write_metadata  # which imports torch.distributed.checkpoint
+
+    items = {
+        Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in facts["items"]]
+        for file, facts in done.items()
+    }
+    small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
+    torch.save(_description(model), folder / DESCRIPTION)
+    (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
+    copy_companions(model.companions, folder, changes={"quantization_config": None})  # the weights here are not
+    files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
+    for name in [*small, DESCRIPTION, SOURCE, "config.json"]:
+        files[name] = {"size": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
+    checkpoint.write_marker(str(folder), files, step=0, serial=1, backend="megatron")
+
+
+def _tuple(values: Any) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _description(model: Source) -> dict[str, Any]:
+    """`engine.pt`, as the Megatron engine writes it; without a layout no rank takes its random numbers from here."""
+    weights = DTYPES[model.reader.tensors[EMBEDDING].dtype]
+    about = architecture(model.family, model.hf_config) | {
+        "head": model.head, "dtype": str(weights).removeprefix("torch."), "layer_spec": "local",
+    }  # fmt: skip
+    return {"schedule_step": 0, "layout": {}, "architecture": about, "optimizer_steps": None, "state": {}}
+
+
+def _fingerprint(model: Source) -> dict[str, Any]:
+    """What tells this source from any other, and from itself after a change."""
+    folder = model.folder.parent if model.kind == "gguf" else model.folder
+    files = {info.file for info in model.reader.tensors.values()}
+    if model.kind == "hf":
+        files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
+    stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
+    config = hashlib.sha256((model.companions / "config.json").read_bytes()).hexdigest()
+    return {
+        "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+    }  # fmt: skip
+
+
+def _notes(model: Source) -> list[str]:
+    """What of the folder is not in the checkpoint as it was."""
+    notes = list(model.notes)
+    if model.copies:
+        notes.append(
+            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an export has them"
+        )
+    if model.quantised:
+        method = model.hf_config["quantization_config"].get("quant_method")
+        notes.append(
+            f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
+        )
+    held = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
+    follow = [name for name in model.reader.tensors if name not in held and name not in model.copies]
+    if follow:
+        notes.append(f"{some(follow)}: not stored, as it follows from the rest")
+    return notes

@@ -1,0 +1,37 @@
+"""What a path given to `mrl convert` holds, whichever it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl.convert.gguf_source import open_gguf
+from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
+from mrl.converters.mcore_weights import MARKER
+from mrl.converters.safetensors_io import some
+from mrl.errors import ModelError
+
+
+def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
+    """The Hugging Face folder or the GGUF file `path`. tokenizer: of a GGUF file, as in `open_gguf`."""
+    if Path(path).is_file():
+        return open_gguf(Path(path), tokenizer=tokenizer)
+    if tokenizer is not None:
+        raise ModelError(f"--tokenizer: value {tokenizer!r} has no effect: {path} is no GGUF file; leave it out")
+    lone = sorted(file.name for file in Path(path).glob("*.gguf")) if not (Path(path) / "config.json").is_file() else []
+    if lone:
+        raise ModelError(f"{path}: is a folder of GGUF files ({some(lone)}); give the one to convert")
+    if str(path).endswith(".gguf") and not Path(path).exists():
+        raise ModelError(f"{path}: no such file; give a GGUF file, a Hugging Face model folder or a hub id")
+    return open_hf(path, allow_pickle=allow_pickle)
+
+
+def open_any(
+    path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
+) -> Source:
+    """A Hugging Face folder, a GGUF file, or what `open_checkpoint` takes."""
+    if Path(path).is_file():
+        return open_model(path)
+    place = local_folder(path, "a Hugging Face folder or hub id, a GGUF file, a checkpoint, or a run's output_dir")
+    if (place / "config.json").is_file() and not (place / MARKER).is_file():
+        return open_hf(place, allow_pickle=allow_pickle)
+    return open_checkpoint(place, model=model, role=role)

@@ -1,0 +1,386 @@
+"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.config.load import from_dict, read_yaml
+from mrl.config.ppo import PPOConfig
+from mrl.config.roles import ROLES as ROLE_NAMES
+from mrl.config.roles import model_of
+from mrl.config.schema import ModelConfig, SFTConfig
+from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
+from mrl.converters.families import family_for
+from mrl.converters.fused import unstacked
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mcore_weights import MARKER, open_imported, read_description
+from mrl.converters.mtp import layers_in, tensors_in
+from mrl.converters.quantized import check_readable
+from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
+from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
+from mrl.converters.table import Family
+from mrl.engine import checkpoint
+from mrl.engine.fsdp.stored import FSDPReader
+from mrl.errors import CheckpointError, ModelError
+
+SOURCE = "source.json"
+"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
+`metadata` and `index` (null where it was laid out in another way than ours); `copies`, what it held of another tensor again."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class HFFiles:
+    """How a Hugging Face folder spreads its tensors over files. metadata: of each file's header. index: text of the index file."""
+
+    files: dict[str, list[tuple[str, TensorInfo]]]
+    metadata: dict[str, dict[str, str]]
+    index: str | None
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: info for held in self.files.values() for name, info in held}
+
+
+class Sums:
+    """The large files of a checkpoint against its checksums, read by threads of their own from now on, until `close`."""
+
+    def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
+        self._stop = threading.Event()
+        pool = concurrent.futures.ThreadPoolExecutor(checkpoint.THREADS)
+        check = functools.partial(checkpoint.check_file, str(folder), content=True, stop=self._stop)
+        large = [file for file in sorted(files) if files[file]["size"] > checkpoint.SMALL_BYTES]
+        self._found = [pool.submit(check, file, files[file]) for file in large]
+        pool.shutdown(wait=False)
+
+    def check(self, *, wait: bool) -> None:
+        for found in self._found:
+            if wait or found.done():
+                found.result()
+
+    def close(self) -> None:
+        self._stop.set()
+
+
+@dataclasses.dataclass
+class Source:
+    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron" or "fsdp". reader: weights by
+    HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
+    laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
+    tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
+    that predict further tokens. notes: what an import is to say, a line each. ends: closed with it.
+    """
+
+    folder: Path
+    kind: str
+    what: str
+    reader: HFReader
+    hf_config: dict[str, Any]
+    family: Family
+    head: str
+    companions: Path
+    files: HFFiles | None
+    copies: dict[str, str]
+    chat_template: str | None = None
+    sums: Sums | None = None
+    left: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    @property
+    def mtp(self) -> int:
+        """How many layers that predict further tokens the reader has."""
+        return layers_in(self.reader.tensors, self.hf_config)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the reader gives as bf16 what its files hold in fewer bits."""
+        return self.kind == "hf" and bool(self.hf_config.get("quantization_config"))
+
+    def check(self, *, wait: bool = True) -> None:
+        """Raises CheckpointError where a file of the checkpoint is not as it was written; wait: when all are read."""
+        if self.sums is not None:
+            self.sums.check(wait=wait)
+
+    def close(self) -> None:
+        if self.sums is not None:
+            self.sums.close()
+        self.reader.close()
+        self.ends.close()
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
+    """The Hugging Face folder or hub id `path`, every tensor of it accounted for."""
+    folder = local_folder(path, "a Hugging Face model folder or a hub id")
+    _check_is_model(folder)
+    hf_config = read_hf_config(folder, quick=True)
+    family = family_for(hf_config)
+    check_readable(hf_config.get("quantization_config"), str(folder / "config.json"))
+    pickled = not any((folder / name).is_file() for name in (SINGLE, INDEX)) and any(
+        (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
+    )
+    try:
+        stored: HFReader = PickleReader(folder) if pickled and allow_pickle else StreamReader(folder)
+    except ModelError as error:
+        if pickled and not allow_pickle:
+            raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
+        raise
+    layers = hf_config["num_hidden_layers"]
+    if layers > len(stored.tensors):
+        raise ModelError(
+            f"{folder / 'config.json'}: num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all"
+        )
+    files = None if pickled else hf_files(stored)
+    reader = unstacked(stored, family)
+    if reader.tensors is not stored.tensors:
+        files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
+    if {SCORE, LM_HEAD} <= reader.tensors.keys():
+        raise ModelError(
+            f"{folder}: has two heads, {SCORE} and {LM_HEAD}, of which a checkpoint has one; remove the other"
+        )
+    head = "value" if SCORE in reader.tensors else "lm"
+    check_model(reader, family, hf_config, head=head, carried=True)
+    copies = _copies(reader.tensors, reader, hf_config, head)
+    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files, copies)
+
+
+def _copies(names: Iterable[str], reader: HFReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
+    """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
+    found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
+    return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
+
+
+def local_folder(path: str | Path, wanted: str) -> Path:
+    """The folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"{folder}: is a file; give {wanted}")
+    if not _HUB_ID.fullmatch(str(path)):
+        raise ModelError(f"{folder}: no such folder; give {wanted}")
+    from mrl.trainers.hub import model_folder  # the hub's client is slow to import
+
+    return Path(model_folder(str(path), key="HF"))
+
+
+def _check_is_model(folder: Path) -> None:
+    """Refuses what is another kind of folder of ours, and files beside the weights that a download left as no files."""
+    if (folder / MARKER).is_file():
+        raise ModelError(
+            f"{folder}: is a checkpoint already; name it in model.path to start from it, or see `mrl convert export`"
+        )
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint"
+        )
+    for file in companion_files(folder):
+        with file.open("rb") as stream:
+            begin, size = stream.read(len(LFS_POINTER)), stream.seek(0, os.SEEK_END)
+            stream.seek(max(size - 64, 0))
+            end = stream.read().rstrip()[-1:]
+        if begin == LFS_POINTER:
+            raise ModelError(
+                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+            )
+        if file.suffix == ".json" and file.name != "config.json" and end not in (b"}", b"]"):
+            raise ModelError(f"{file}: is cut off or no JSON ({size} bytes); get the file again")
+
+
+def hf_files(reader: HFReader) -> HFFiles:
+    """How a safetensors folder is laid out: tensors in the order of their bytes."""
+    files: dict[str, list[tuple[str, TensorInfo]]] = {}
+    for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+        files.setdefault(info.file, []).append((name, info))
+    metadata = {}
+    for file in files:
+        with (reader.path / file).open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        metadata[file] = dict(header.get("__metadata__") or {"format": "pt"})
+    index = reader.path / INDEX
+    return HFFiles(files, metadata, index.read_text(encoding="utf-8") if index.is_file() else None)
+
+
+def source_as_json(source: Source) -> dict[str, Any]:
+    """What `SOURCE` says of a Hugging Face folder."""
+    files, copies = source.files, list(source.copies)
+    if files is None:
+        return {"files": None, "metadata": None, "index": None, "copies": copies}
+    held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
+    return {"files": held, "metadata": files.metadata, "index": files.index, "copies": copies}
+
+
+def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
+    if fields["files"] is None:
+        return None
+    files = {
+        file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
+        for file, held in fields["files"].items()
+    }
+    return HFFiles(files, fields["metadata"], fields["index"])
+
+
+def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
+    """What `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
+    fields = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    return _files_from_json(fields), fields["copies"]
+
+
+def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
+    """A checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is read: whoever has
+    read it asks `Source.check` before anybody relies on it.
+
+    model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
+    weights, in a checkpoint of `mrl ppo`; the actor's by default.
+    """
+    folder = _checkpoint_folder(Path(path))
+    marker = checkpoint.validate(str(folder))
+    sums = Sums(folder, marker.files)
+    try:
+        return dataclasses.replace(_open(folder, marker, model, role), sums=sums)
+    except BaseException:
+        sums.close()
+        raise
+
+
+def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str | None) -> Source:
+    inside, backend = folder, marker.backend
+    if backend == checkpoint.ROLES:
+        roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
+        role = role or "actor"
+        if role not in roles:
+            raise CheckpointError(f"--role: value {role!r} is not in {folder}, which has {', '.join(roles)}")
+        inside, backend = folder / role, roles[role]
+    elif role is not None:
+        raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
+    imported = (folder / "config.json").is_file()
+    companions, config, template = (
+        (folder, None, None) if imported and model is None else _model_of(folder, model, role)
+    )
+    hf_config = read_hf_config(companions, quick=True)
+    family = family_for(hf_config)
+    files, names = read_source_file(folder) if imported else (None, [])
+    what = (
+        "imported mcore checkpoint"
+        if imported
+        else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
+    )
+    if backend == "megatron":
+        reader = open_imported(inside, family, hf_config, companions)
+        head = read_description(inside)["architecture"]["head"]
+    else:
+        dtype = DTYPES[config.dtype] if config is not None else torch.float32
+        reader = FSDPReader(inside, family, hf_config, dtype, companions)
+        head = reader.head
+    if files is None and head == "lm" and not imported:
+        files = _files_of(companions, reader, hf_config, head)
+    copies = _copies(names, reader, hf_config, head)
+    left = [] if imported else further_layers(companions, family, hf_config)
+    return Source(
+        inside, backend, what, reader, hf_config, family, head, companions, files, copies, template, left=left
+    )
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    """The whole checkpoint that `path` is, names (as `latest` does) or holds."""
+    if path.name == checkpoint.LATEST and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+        )
+    if (path / MARKER).is_file():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = checkpoint.find_checkpoint(str(root))
+    if found is None:
+        wrong = checkpoint.damage(str(root))
+        if wrong:
+            raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
+        if (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"
+            )
+        if (path.parent / MARKER).is_file():
+            raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
+        raise CheckpointError(
+            f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+        )
+    return Path(found)
+
+
+def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, ModelConfig | None, str | None]:
+    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint."""
+    config, template = None, None
+    file = folder.parent.parent / "config.yaml"
+    if file.is_file():
+        plain = read_yaml(file)
+        run = from_dict(plain, PPOConfig if "actor" in plain else SFTConfig)
+        if isinstance(run, SFTConfig):
+            config = run.model
+        else:
+            assert role in ROLE_NAMES, role
+            config = model_of(run, role)
+        if run.data.chat_template is not None and os.path.isfile(run.data.chat_template):
+            template = Path(run.data.chat_template).read_text(encoding="utf-8")
+        elif run.data.chat_template is not None:
+            raise CheckpointError(
+                f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was started"
+            )
+    if model is None and config is None:
+        raise CheckpointError(
+            f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with --model"
+        )
+    if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
+        raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
+    from mrl.trainers.hub import model_folder
+
+    key = "--model" if model is not None else f"{file}: model.path"
+    found = Path(model_folder(model or config.path, weights=False, key=key))
+    if not found.is_dir():
+        raise ModelError(f"{key}: value {model or config.path!r} is not a folder; give a Hugging Face model folder")
+    return found, config, template
+
+
+def _files_of(companions: Path, reader: HFReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
+    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the checkpoint, and
+    at most copies and layers that predict further tokens besides."""
+    if (companions / SOURCE).is_file():
+        found, _ = read_source_file(companions)
+    elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
+        with StreamReader(companions) as stored:
+            found = hf_files(stored)
+    else:
+        return None
+    if found is None:
+        return None
+    besides = {*_copies(found.tensors, reader, hf_config, head), *tensors_in(found.tensors, hf_config)}
+    if found.tensors.keys() - besides != reader.tensors.keys():
+        return None
+    # the dtype is the run's, the files and their order those of the folder it began with
+    files = {
+        file: [
+            (name, dataclasses.replace(reader.tensors[name], file=file)) for name, _ in held if name in reader.tensors
+        ]
+        for file, held in found.files.items()
+    }
+    return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None)

@@ -1,0 +1,261 @@
+"""`mrl convert verify`: two models compared, tensor by tensor and bit by bit, and then by what they compute.
+
+Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine by
+megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two engines round differently, so logits may differ a little where
+every bit of the weights is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from mrl.convert.sources import Source
+from mrl.convert.workspace import in_words, no_progress
+from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
+from mrl.converters.safetensors_io import tensor_bytes
+from mrl.data.tokenizer_files import TOKENIZER_FILES
+from mrl.errors import DataError
+
+PROMPTS = (
+    "The capital of France is",
+    "Question: What is 17 + 25? Answer:",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time, in a small village by the sea, there lived",
+)
+RANDOM_TOKENS = 24
+TOLERANCE = 1e-3
+"""Largest difference of two logits, as a part of the logits' spread, that two engines' rounding explains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsRow:
+    """How two sets of logits over one prompt compare. kl: mean over its tokens of KL(A || B), in nats."""
+
+    prompt: str
+    tokens: int
+    max_difference: float
+    mean_difference: float
+    top1_agreement: float
+    kl: float
+    spread: float
+
+    @property
+    def alike(self) -> bool:
+        return self.max_difference <= TOLERANCE * max(self.spread, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two models have in common. differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`."""
+
+    a: str
+    b: str
+    tensors: int
+    bytes: int
+    differences: list[str]
+    config: list[str]
+    logits: list[LogitsRow]
+    no_logits: str | None
+
+    @property
+    def same(self) -> bool:
+        return not (self.differences or self.config) and all(row.alike for row in self.logits)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; a number of logits that is not finite is None, for which JSON has a word."""
+        finite = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            for row in map(dataclasses.asdict, self.logits)
+        ]
+        return dataclasses.asdict(self) | {"same": self.same, "logits": finite}
+
+
+def compare(
+    a: Source,
+    b: Source,
+    *,
+    prompts: Sequence[str] = (),
+    logits: bool = True,
+    progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
+) -> Comparison:
+    """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares tensors alone."""
+    differences, total = _tensors(a, b, progress)
+    a.check(), b.check()
+    rows, why = [], None
+    if not logits:
+        why = "not asked for"
+    elif a.head != "lm" or b.head != "lm":
+        why = "a value head has none"
+    elif a.hf_config["vocab_size"] != b.hf_config["vocab_size"]:
+        why = "the vocabularies differ"
+    elif a.quantised or b.quantised:
+        why = f"{(a if a.quantised else b).folder} is quantised, and transformers computes such a model in another way"
+    else:
+        why = _no_room(a)
+        rows = [] if why else _logits(a, b, prompts)
+    names = a.reader.tensors.keys() | b.reader.tensors.keys()
+    return Comparison(_name(a), _name(b), len(names), total, differences, _configs(a, b), rows, why)
+
+
+def _configs(a: Source, b: Source) -> list[str]:
+    """A line for each field of config.json that makes the same weights another model."""
+    fields = [architecture(source.family, source.hf_config) for source in (a, b)]
+    if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
+        for found in fields:
+            del found["tie_word_embeddings"]
+    return differing(*fields, f"in {a.companions}", f"in {b.companions}")
+
+
+def _no_room(source: Source) -> str | None:
+    """Why logits cannot be computed on this machine: the model does not fit in its memory in fp32."""
+    needed = 4 * sum(math.prod(info.shape) for info in source.reader.tensors.values())
+    free = psutil.virtual_memory().available
+    if needed <= free:
+        return None
+    return f"the model needs {in_words(needed)} of memory in fp32, and {in_words(free)} are free"
+
+
+def _name(source: Source) -> str:
+    return f"{source.folder} ({source.what})"
+
+
+def _tensors(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int]:
+    """(a line for each tensor that differs, bytes compared)."""
+    ours, theirs = _names(a), _names(b)
+    differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
+    differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
+    both = [name for name in ours if name in theirs]
+    total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
+    told = progress(total)
+    for name in both:
+        of_a, of_b = a.reader.tensors[name], b.reader.tensors[name]
+        if of_a.shape != of_b.shape:
+            differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
+            told(tensor_bytes(of_a))
+        elif of_a.dtype != of_b.dtype:
+            differences.append(f"{name}: dtype {of_a.dtype} and {of_b.dtype}")
+            told(tensor_bytes(of_a))
+        else:
+            differences += _bits(name, a.reader(name), b.reader(name), of_a.shape, told)
+    return differences, total
+
+
+def _names(source: Source) -> list[str]:
+    """Tensors by name, without those that are another one again: opening the folder compared them."""
+    return [name for name in source.reader.tensors if name not in source.copies]
+
+
+def _bits(name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int], None]) -> list[str]:
+    """A line with how many entries differ, and by how much at most; none where all bits are the same."""
+    count, largest = 0, 0.0
+    rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
+    for of_a, of_b in rows:
+        told(of_a.numel() * of_a.element_size())
+        same = torch.equal(of_a.contiguous().view(torch.uint8), of_b.contiguous().view(torch.uint8))
+        if not same:
+            width = of_a.element_size()
+            bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (of_a, of_b)]
+            count += int((bits[0] != bits[1]).any(1).sum())
+            gap = (of_a.double() - of_b.double()).abs()
+            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+    return [f"{name}: {count} entries differ, by up to {largest:.3g}"] if count else []
+
+
+def _logits(a: Source, b: Source, prompts: Sequence[str]) -> list[LogitsRow]:
+    named = _tokens(a, b, prompts)
+    tokens = [ids for _, ids in named]
+    of_a = _run(a, tokens)
+    of_b = _run(b, tokens)
+    return [_row(name, x, y) for (name, _), x, y in zip(named, of_a, of_b, strict=True)]
+
+
+def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """(what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else seeded tokens."""
+    vocabulary = a.hf_config["vocab_size"]
+    folder = next(
+        (s.companions for s in (a, b) if any((s.companions / name).is_file() for name in TOKENIZER_FILES)), None
+    )
+    if folder is None:
+        if prompts:
+            raise DataError(
+                f"--prompt: neither {a.companions} nor {b.companions} has a tokenizer; leave it out to use seeded tokens"
+            )
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(vocabulary, (len(PROMPTS), RANDOM_TOKENS), generator=generator).tolist()
+        return [(f"{RANDOM_TOKENS} seeded tokens", ids) for ids in drawn]
+    from mrl.data.tokenizer import load_tokenizer  # transformers is slow to import, and comparing bits needs none
+
+    tokenizer = load_tokenizer(str(folder))
+    named = [(text, tokenizer(text)["input_ids"]) for text in prompts or PROMPTS]
+    for text, ids in named:
+        if not ids:
+            raise DataError(f"--prompt: value {text!r} has no tokens; give a longer one")
+        if max(ids) >= vocabulary:
+            raise DataError(
+                f"{folder}: its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}; get the model's own"
+            )
+    return named
+
+
+def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
+    """Logits for each prompt. One model is in memory at a time."""
+    path = str(source.companions)
+    if source.kind == "megatron":
+        from mrl.engine.megatron.logits import logits  # megatron is slow to import, and most of this needs none
+
+        return logits(path, source.reader, tokens)
+    from mrl.engine.fsdp.logits import logits_of_folder, logits_of_weights
+
+    if source.kind == "hf":
+        return logits_of_folder(path, tokens)
+    return logits_of_weights(path, source.reader, tokens)
+
+
+def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
+    gap = (a.double() - b.double()).abs()
+    log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    return LogitsRow(
+        prompt=name,
+        tokens=len(a),
+        max_difference=float(gap.max()),
+        mean_difference=float(gap.mean()),
+        top1_agreement=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
+        kl=float((log_a.exp() * (log_a - log_b)).sum(-1).mean()),
+        spread=float(a.std()),
+    )
+
+
+def table(found: Comparison, most: int = 20) -> str:
+    """A comparison as a person reads it."""
+    lines = [f"A  {found.a}", f"B  {found.b}", ""]
+    same = found.tensors - len(found.differences)
+    lines.append(f"tensors  {same} of {found.tensors} the same, bit for bit ({found.bytes} bytes compared)")
+    lines += [f"  {line}" for line in found.differences[:most]]
+    if len(found.differences) > most:
+        lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
+    if found.config:
+        lines += ["config   another model:", *(f"  {line}" for line in found.config)]
+    if found.no_logits is not None:
+        lines.append(f"logits   not compared: {found.no_logits}")
+    else:
+        lines += ["", "logits   max difference  mean difference   top-1 same  KL(A||B)  tokens  prompt"]
+        for row in found.logits:
+            shown = row.prompt.replace("\n", " ")
+            shown = shown if len(shown) <= 40 else shown[:37] + "..."
+            mark = "" if row.alike else "  DIFFERENT"
+            lines.append(
+                f"         {row.max_difference:14.3g}  {row.mean_difference:15.3g}  {row.top1_agreement:10.1%}  {row.kl:8.2g}  "
+                f"{row.tokens:6d}  {shown}{mark}"
+            )
+    lines += ["", "the same" if found.same else "DIFFERENT"]
+    return "\n".join(lines)

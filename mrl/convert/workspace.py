@@ -1,0 +1,225 @@
+"""The folder that a conversion writes into: beside its result, given its name when it is whole, gone on with after a kill.
+
+OUT/                 appears at the end, by one rename
+.OUT.converting/     being written
+    .plan.json       what is converted, from what; another plan begins anew
+    .done.jsonl      one line a finished file, which is on disk: size, checksum, and what its maker wants to know again
+    .lock            held while a conversion runs
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.converters.checksums import crc32_of
+from mrl.errors import ModelError
+
+PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
+THREADS = 2
+"""Files that are written at once: while one waits for the disk, the other reads."""
+
+Facts = dict[str, Any]
+"""{"size": bytes, "crc32": checksum, ...} of a finished file."""
+
+
+def no_progress(count: int) -> None:
+    """Shows nothing."""
+
+
+class Workspace:
+    """The folder `folder` that becomes `out`. As a context manager it holds the lock.
+
+    plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check of the
+    disk. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room, and on a path in
+    `needed` that leads out of the folder.
+    """
+
+    def __init__(self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int]) -> None:
+        self.out = Path(os.path.abspath(out))
+        self.folder = self.out.parent / f".{self.out.name}.converting"
+        self._plan, self._needed = json.dumps(plan, sort_keys=True), dict(needed)
+        outside = [file for file in needed if ".." in Path(file).parts or os.path.isabs(file)]
+        if outside:
+            raise ModelError(
+                f"{self.out}: {outside[0]!r} is to be written, which is no file of it; get the source again"
+            )
+        self._journal = threading.Lock()
+        self.done: dict[str, Facts] = {}
+
+    def __enter__(self) -> "Workspace":
+        check_free(self.out)
+        self._take_lock()
+        try:
+            with self._full_disk_in_words():
+                self.done = self._finished()
+            self._check_disk()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.close()
+
+    def _take_lock(self) -> None:
+        if self.folder.is_symlink():
+            raise ModelError(f"{self.folder}: is a link, and what it leads to would be overwritten; remove it")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.folder / LOCK).open("w")
+        except OSError as error:
+            raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # one that ended between the two lines above took the folder and its lock away
+            ours = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / LOCK))
+        except OSError:
+            ours = False
+        if not ours:
+            self._lock.close()
+            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first")
+
+    def _finished(self) -> dict[str, Facts]:
+        """The files of an earlier attempt at the same plan, each read and found as it was written; all else is removed."""
+        plan, done = self.folder / PLAN, {}
+        if plan.is_file() and plan.read_text(encoding="utf-8") == self._plan and (self.folder / DONE).is_file():
+            for line in (self.folder / DONE).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # the line that a kill cut
+                    facts = json.loads(line)
+                    if _is_as_written(self.folder / facts["file"], facts):
+                        done[facts["file"]] = facts
+        for folder, _, names in os.walk(self.folder, topdown=False):
+            for name in names:
+                path = Path(folder, name)
+                if str(path.relative_to(self.folder)) not in done and path.name != LOCK:
+                    path.unlink()
+        put(plan, self._plan.encode())
+        put(self.folder / DONE, "".join(json.dumps(facts) + "\n" for facts in done.values()).encode())
+        return done
+
+    def _check_disk(self) -> None:
+        needed = sum(size for file, size in self._needed.items() if file not in self.done)
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            if not self.done:
+                shutil.rmtree(self.folder)
+            raise ModelError(
+                f"{self.out}: needs {in_words(needed)} and the disk of {self.folder.parent} has {in_words(free)} free; make room, or give "
+                "another folder"
+            )
+
+    def write_all(
+        self, makers: Mapping[str, Callable[[Path], Facts]], progress: Callable[[int], None]
+    ) -> dict[str, Facts]:
+        """Makes the files that are not done yet, several at once. Returns the facts of all, in the order of `makers`.
+
+        makers: for each path in the folder, what writes the file and puts it on disk. A UserError or a full disk ends it; what
+        is finished stays for the next attempt.
+        """
+        for file in makers:
+            if file in self.done:
+                progress(self._needed[file])
+        waiting = [file for file in makers if file not in self.done]
+        stop = threading.Event()
+
+        def make(file: str) -> None:
+            if not stop.is_set():
+                path = self.folder / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._record(file, makers[file](path))
+
+        with self._full_disk_in_words(), concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            try:
+                for future in concurrent.futures.as_completed([pool.submit(make, file) for file in waiting]):
+                    future.result()
+            except BaseException:
+                stop.set()
+                raise
+        return {file: self.done[file] for file in makers}
+
+    def remove(self) -> None:
+        """Gives up: what was written is of no use to another attempt."""
+        shutil.rmtree(self.folder)
+
+    def _record(self, file: str, facts: Facts) -> None:
+        facts = {"file": file, **facts}
+        with self._journal:
+            sync(Path(self.folder / file).parent)
+            with (self.folder / DONE).open("a", encoding="utf-8") as journal:
+                journal.write(json.dumps(facts) + "\n")
+                journal.flush()
+                os.fsync(journal.fileno())
+            self.done[file] = facts
+
+    @contextlib.contextmanager
+    def _full_disk_in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ModelError(
+                f"{self.out}: the disk is full ({error.strerror}); what was converted is kept in {self.folder}: make room and run "
+                "the same command again, or remove that folder"
+            ) from error
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[Path]:
+        """Gives the folder for the small files; then puts everything on disk and gives the folder its name."""
+        with self._full_disk_in_words():
+            yield self.folder
+            for folder, _, names in os.walk(self.folder):
+                for name in names:
+                    sync(Path(folder, name))
+                sync(Path(folder))
+            check_free(self.out)
+            os.rename(self.folder, self.out)
+            sync(self.out.parent)
+            for name in (PLAN, DONE, LOCK):
+                (self.out / name).unlink()
+
+
+def check_free(out: Path) -> None:
+    """Refuses to write over anything."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ModelError(f"{out}: exists and is not an empty folder; give another one, or remove it")
+
+
+def _is_as_written(path: Path, facts: Facts) -> bool:
+    return path.is_file() and path.stat().st_size == facts["size"] and crc32_of(path) == facts["crc32"]
+
+
+def put(path: Path, content: bytes) -> None:
+    """Writes a small file and puts it on disk."""
+    with path.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def sync(path: Path) -> None:
+    """Puts a file's content, or a folder's list of names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def in_words(count: float) -> str:
+    """Bytes as a person reads them, in powers of ten."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

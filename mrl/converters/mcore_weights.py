@@ -1,0 +1,266 @@
+"""The model part of an mcore distributed checkpoint, shown under Hugging Face names: the tables, read the other way.
+
+In a distributed checkpoint every tensor is whole, whatever the layout that wrote it, and looks as on a single rank:
+`param_map` of that layout says which rows of it are which rows of which HF tensor. Keys are mcore's names, but for the
+experts of a layer: all of them are one tensor [experts, ...] at `mlp.experts.experts.linear_fcN.weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+from mrl.converters.fields import HINTS, rotary_percent
+from mrl.converters.mtp import announced
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.rules import ChunkPlan, Rule, param_map
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
+from mrl.converters.stacks import place_of, reads_whole, stacking
+from mrl.converters.stacks import stored_shapes as files_shapes
+from mrl.converters.table import Family, HFConfig, Stack
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.errors import CheckpointError
+from mrl.parallel import Coordinates, ParallelDims
+
+FOLDER = "mcore"
+MARKER = "COMPLETE"
+DESCRIPTION = "engine.pt"
+_OF_ALL_FAMILIES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
+)  # fmt: skip
+_SAID_TWICE = (
+    "rope_parameters"  # by rope_theta, rope_scaling and partial_rotary_factor, and with other keys in each transformers
+)
+_ENGINE = ("head", "dtype", "layer_spec")  # what an engine adds to the fields
+_LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.\d+\.")
+_TE_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.(?:weight|bias))\d+$")
+_NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)")
+
+
+def whole_rules(
+    family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm", mtp: int = 0
+) -> dict[str, Rule]:
+    """The rule of every parameter of the model on a single rank, by mcore name, in model order.
+
+    mtp: how many layers that predict further tokens are among them.
+    """
+    layers = tuple(range(hf_config["num_hidden_layers"]))
+    plan = ChunkPlan(layers, has_embedding=True, has_output=True, mtp=mtp)
+    return param_map(
+        family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=plan, spec=spec, head=head
+    )  # fmt: skip
+
+
+def stored_key(rule: Rule) -> str:
+    """Under which key of a distributed checkpoint the parameter of `rule` is, alone or, an expert's, with the other experts."""
+    if rule.expert is None:
+        return rule.mcore
+    name = _TE_EXPERT.sub(r".mlp.experts.experts.\1", rule.mcore)
+    return _LOCAL_EXPERT.sub(".mlp.experts.experts.", name)
+
+
+def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the checkpoint by key, experts stacked, in model order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    experts: dict[str, int] = {}
+    for rule in rules:
+        key = stored_key(rule)
+        shapes[key] = rule.shape()
+        if rule.expert is not None:
+            experts[key] = experts.get(key, 0) + 1
+    return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
+
+
+BLOCK_ENTRIES = 2**18
+"""Of a block: it stays in the processor's cache while it is read, summed and written."""
+
+
+def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
+    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in order.
+
+    The same rows as `rule.load(read)`, without holding them at once.
+    """
+    assert rule.degree == 1, f"{rule.mcore}: rule of one of {rule.degree} shards"
+    for piece in rule.pieces(0):
+        assert piece.source is not None, f"{rule.mcore}: padding on a single rank"
+        shape = rule.hf_shapes[piece.source]
+        whole_rows = piece.dim == 0 or (piece.start, piece.length) == (0, shape[piece.dim])
+        assert whole_rows, f"{rule.mcore}: not made of whole rows"
+        first, count = (piece.start, piece.length) if piece.dim == 0 else (0, shape[0])
+        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count)
+
+
+def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
+    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
+    step = max(BLOCK_ENTRIES // max(math.prod(shape[1:]), 1), 1)
+    if reads_whole(source):
+        step = max(last - first, 1)
+    for start in range(first, last, step):
+        yield source[start : min(start + step, last)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of them."""
+
+    dim: int
+    start: int
+    length: int
+    at: int
+
+
+class McoreReader(HFReader):
+    """The weights of the distributed checkpoint `stored`, by Hugging Face name, in the dtype that they have there.
+
+    `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
+    Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
+    another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it holds. Safe to
+    use from several threads.
+    """
+
+    def __init__(
+        self, stored: TorchDistReader, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
+    ) -> None:
+        self.path, self._open = stored.path, {}
+        self._stored = stored
+        self.mtp = announced(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
+        self.rules = whole_rules(family, hf_config, spec=spec, head=head, mtp=self.mtp)
+        _account(stored, self.rules)
+        self._where: dict[str, tuple[Rule, list[_Place]]] = {}
+        self._stacks: dict[str, tuple[Stack, dict[tuple[int, int], str]]] = {}
+        shapes: dict[str, Shape] = {}
+        dtypes: dict[str, str] = {}
+        for rule in self.rules.values():
+            places: list[list[_Place]] = [[] for _ in rule.hf]
+            at = 0
+            for piece in rule.pieces(0):
+                if piece.source is not None:
+                    places[piece.source].append(_Place(piece.dim, piece.start, piece.length, at))
+                at += piece.length
+            dtype = NAMES[stored.tensors[stored_key(rule)].dtype]
+            for name, shape, of_name in zip(rule.hf, rule.hf_shapes, places, strict=True):
+                shapes[name] = tuple(shape)
+                self._where[name] = rule, sorted(of_name, key=lambda place: place.start)
+                place = place_of(family, name)
+                dtypes[name if place is None else place.stored] = dtype
+                if place is not None:
+                    _, parts = self._stacks.setdefault(place.stored, (place.stack, {}))
+                    parts[place.expert, place.part] = name
+        self._shapes = shapes
+        self.tensors = {n: TensorInfo(dtypes[n], tuple(s)) for n, s in files_shapes(family, shapes).items()}
+
+    def __call__(self, name: str) -> LazySlice:
+        """A lazy slice of HF tensor `name`."""
+        if name in self._stacks:
+            return stacking(self, *self._stacks[name], self.tensors[name].shape)
+        return LazySlice(self._shapes[name], lambda region: self._read(name, region))
+
+    def tensor(self, name: str) -> Tensor:
+        return self(name).whole()
+
+    def _read(self, name: str, region: Region) -> Tensor:
+        rule, places = self._where[name]
+        key = stored_key(rule)
+        lead = [] if rule.expert is None else [(rule.expert, rule.expert + 1)]
+        parts = []
+        for place in places:
+            low, high = region[place.dim]
+            low, high = max(low, place.start), min(high, place.start + place.length)
+            if low < high:
+                shift = place.at - place.start
+                part = [*region[: place.dim], (low + shift, high + shift), *region[place.dim + 1 :]]
+                found = self._stored.read(key, [*lead, *part])
+                parts.append(found[0] if lead else found)
+        if not parts:
+            return torch.empty([stop - start for start, stop in region], dtype=self._stored.tensors[key].dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=places[0].dim)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def _account(stored: TorchDistReader, rules: dict[str, Rule]) -> None:
+    expected = stored_shapes(rules.values())
+    padded = {stored_key(rule) for rule in rules.values() if rule.kind == "vocab"}
+    missing = [key for key in expected if key not in stored.tensors]
+    left = [key for key in stored.tensors if key not in expected and not _NOT_WEIGHTS.search(key)]
+    shapes = []
+    for key, shape in expected.items():
+        if key in stored.tensors:
+            found = stored.tensors[key].shape
+            rows = len(found) > 0 and key in padded and found[0] >= shape[0]
+            if not (found == tuple(shape) or (rows and found[1:] == tuple(shape[1:]))):
+                shapes.append(f"{key} is {list(found)}, not {list(shape)}")
+    dtypes = [f"{key} is {stored.tensors[key].dtype}" for key in expected if key in stored.tensors
+              and stored.tensors[key].dtype not in NAMES]  # fmt: skip
+    parts = []
+    for what, found in (
+        ("missing", missing), ("left over", left), ("of another shape than config.json says", shapes),
+        ("of a dtype that cannot be written", dtypes),
+    ):  # fmt: skip
+        if found:
+            parts.append(f"{len(found)} {what} ({some(found)})")
+    if parts:
+        raise CheckpointError(
+            f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model "
+            "that was trained"
+        )
+
+
+def is_imported(path: str | Path) -> bool:
+    """Whether `path` is a whole folder of `mrl convert import`, which a model may start from."""
+    folder = Path(path)
+    return all((folder / name).exists() for name in (MARKER, FOLDER, "config.json"))
+
+
+def read_description(path: str | Path) -> dict:
+    """`engine.pt` of a checkpoint of the Megatron engine: layout, architecture, counts."""
+    file = Path(path) / DESCRIPTION
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch has no common class for what a file can have wrong
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file}: cannot be read ({reason}); use another checkpoint") from error
+
+
+def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
+    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the family reads."""
+    more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
+    found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
+    return found | {"partial_rotary_factor": rotary_percent(hf_config)}
+
+
+def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
+    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`, perhaps by an
+    older mrl, which told a model by fewer fields.
+    """
+    fields = {name: value for name, value in saved.items() if name not in _ENGINE}
+    differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
+    if differ:
+        raise CheckpointError(f"{where}: is another model: {'; '.join(differ)}; give the model that was trained")
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:
+    """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
+    names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
+    return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]
+
+
+def open_imported(
+    path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
+) -> McoreReader:
+    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
+    `hf_config` is from, if it is another."""
+    about = read_description(path)["architecture"]
+    check_architecture(about, family, hf_config, companions or path)
+    stored = TorchDistReader(Path(path) / FOLDER)
+    return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])

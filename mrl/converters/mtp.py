@@ -1,0 +1,45 @@
+"""Layers past the last, which predict further tokens (MTP): DeepSeek-V3, arXiv 2412.19437, section 2.2; GLM-4.5.
+
+Files hold them as `model.layers.N` and up, N being num_hidden_layers. Each has norms of its own, a matrix that joins a hidden
+state with the embedding of the next token, and a block; it may hold the model's embedding and output layer again, of which
+megatron keeps one. Engines neither train nor export these layers; conversions carry them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mrl.converters.table import HFConfig
+
+COUNT = "num_nextn_predict_layers"
+"""How many there are, in config.json."""
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def announced(hf_config: HFConfig) -> int:
+    """How many such layers config.json says there are. What transformers saves says so and has none."""
+    return hf_config.get(COUNT) or 0
+
+
+def tensors_in(names: Iterable[str], hf_config: HFConfig) -> list[str]:
+    """Those of `names` that are of a layer past the last."""
+    layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + announced(hf_config))
+    return [name for name in names if (found := _LAYER.match(name)) and int(found[1]) in layers]
+
+
+def layers_in(names: Iterable[str], hf_config: HFConfig) -> int:
+    """How many such layers a folder with tensors of these names has: those that config.json announces, or none."""
+    return announced(hf_config) if tensors_in(names, hf_config) else 0
+
+
+def copies_in(hf_config: HFConfig, layers: int) -> dict[str, str]:
+    """What `layers` such layers may hold of other tensors again: its name, and theirs."""
+    head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
+    own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]
+    return {
+        f"{layer}{name}.weight": of
+        for layer in own
+        for name, of in (("embed_tokens", EMBEDDING), ("shared_head.head", head))
+    }

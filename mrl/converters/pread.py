@@ -1,0 +1,85 @@
+"""Parts of a tensor that lies in a file in one piece, read when they are asked for.
+
+`pread` and not a mapping of the file: pages of a mapping count as this process's memory for as long as it is open, and
+several threads read one file at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+
+Region = Sequence[tuple[int, int]]
+"""From which entry to which, in each dimension."""
+
+
+class ShortFile(Exception):
+    """The file ends before what was asked for."""
+
+
+def read_bytes(file: int, at: int, count: int) -> bytearray:
+    """`count` bytes from byte `at` of the open file."""
+    data = bytearray(count)
+    view, done = memoryview(data), 0
+    while done < count:
+        got = os.preadv(file, [view[done:]], at + done)
+        if not got:
+            raise ShortFile(f"ends before byte {at + count}")
+        done += got
+    return data
+
+
+def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region: Region) -> Tensor:
+    """The entries of `region` of a contiguous tensor of `shape` whose first byte is byte `at` of the file; new memory."""
+    if not shape:  # a single number
+        return torch.frombuffer(read_bytes(file, at, dtype.itemsize), dtype=dtype).view(())
+    wanted = tuple(stop - start for start, stop in region)
+    if not math.prod(wanted):
+        return torch.empty(wanted, dtype=dtype)
+    sizes, part = tuple(shape), list(region)
+    while len(sizes) > 1 and part[0][1] - part[0][0] == 1:  # one expert of a stack is contiguous: read no more
+        at += part[0][0] * math.prod(sizes[1:]) * dtype.itemsize
+        sizes, part = sizes[1:], part[1:]
+    row, (first, last) = math.prod(sizes[1:]) * dtype.itemsize, part[0]
+    data = read_bytes(file, at + first * row, (last - first) * row)
+    block = torch.frombuffer(data, dtype=dtype).view(last - first, *sizes[1:])
+    for dim, (low, high) in enumerate(part[1:], 1):
+        block = block.narrow(dim, low, high - low)
+    return block.reshape(wanted)
+
+
+class LazySlice:
+    """A tensor that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, and `[i, a:b, c:d]`."""
+
+    def __init__(self, shape: Shape, read: Callable[[Region], Tensor]) -> None:
+        self.shape, self._read = tuple(shape), read
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        keys = key if isinstance(key, tuple) else (key,)
+        keys += (slice(None),) * (len(self.shape) - len(keys))
+        region, single = [], []
+        for dim, (k, size) in enumerate(zip(keys, self.shape, strict=True)):
+            if isinstance(k, int):
+                region.append((k, k + 1))
+                single.append(dim)
+            else:
+                start, stop, step = k.indices(size)
+                assert step == 1, f"a step of {step}"
+                region.append((start, max(start, stop)))
+        part = self._read(region)
+        for dim in reversed(single):
+            part = part.squeeze(dim)
+        return part
+
+    def whole(self) -> Tensor:
+        return self._read([(0, size) for size in self.shape])

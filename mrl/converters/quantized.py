@@ -1,0 +1,163 @@
+"""Model folders in block-fp8 (DeepSeek-V3) or mxfp4 (GPT-OSS), read as bf16: each slice is dequantised as it is read.
+
+    block-fp8   `w` is float8_e4m3, `w_scale_inv` has one fp32 factor for each block of `weight_block_size`
+    mxfp4       `w_blocks` [E, out, in / 32, 16] has two 4-bit numbers a byte, the first in the low half, `w_scales`
+                [E, out, in / 32] their exponents of 2, offset by 127; what they make is `w` [E, in, out]
+
+OCP Microscaling Formats, version 1.0, section 5.3.3, has the sixteen values of a 4-bit number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.errors import ModelError
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_FP4_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fp8:
+    """A matrix [rows, columns]: lazy slices of numbers and factors, and the rows and columns of a block."""
+
+    numbers: Any
+    factors: Any
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
+        keys = key if isinstance(key, tuple) else (key, slice(None))
+        spans = [k.indices(size)[:2] for k, size in zip(keys, self.shape, strict=True)]
+        (top, bottom), (left, right) = spans
+        (low, high), (first, last) = (
+            (start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block, strict=True)
+        )
+        factors = self.factors[low:high, first:last]
+        factors = factors.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+        factors = factors[top - low * self.block[0] :, left - first * self.block[1] :]
+        return (self.numbers[top:bottom, left:right].float() * factors[: bottom - top, : right - left]).bfloat16()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mxfp4:
+    """Stacked matrices [E, in, out]: of one expert `[e, a:b, c:d]`, or of several `[e:f]`."""
+
+    blocks: Any
+    scales: Any
+
+    def __getitem__(self, key: slice | tuple[int, slice, slice]) -> Tensor:
+        if isinstance(key, slice):
+            return dequantised_mxfp4(self.blocks[key], self.scales[key]).transpose(1, 2)
+        expert, inputs, outputs = key
+        return dequantised_mxfp4(self.blocks[expert, outputs], self.scales[expert, outputs]).t()[inputs]
+
+
+def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[..., B, 16] and [..., B], uint8, as bf16 [..., 32 * B]. Exact: two bits of mantissa, and a power of 2."""
+    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).long()
+    values = torch.ldexp(_FP4[pairs], (scales.int() - 127)[..., None, None])
+    return values.flatten(-3).bfloat16()
+
+
+class DequantisedReader(HFReader):
+    """An `HFReader` that shows what quantised tensors stand for, under the names and shapes that a bf16 folder has."""
+
+    def __init__(self, reader: HFReader) -> None:
+        self.path, self._open, self._stored = reader.path, reader._open, reader
+        self.tensors: dict[str, TensorInfo] = {}
+        held = reader.tensors
+        self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in held) else (1, 1)
+        for name, info in held.items():
+            if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in held:
+                self._check_mxfp4(name, info, held[name.removesuffix("_blocks") + "_scales"])
+                experts, outputs, blocks, _ = info.shape
+                shape = (experts, blocks * _FP4_BLOCK, outputs)
+                self.tensors[name.removesuffix("_blocks")] = TensorInfo("BF16", shape, info.file)
+            elif name + "_scale_inv" in held:
+                self._check_fp8(name, info, held[name + "_scale_inv"])
+                self.tensors[name] = TensorInfo("BF16", info.shape, info.file)
+            elif not self._is_scale(name):
+                self.tensors[name] = info
+
+    def _is_scale(self, name: str) -> bool:
+        held = self._stored.tensors
+        return (name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in held) or (
+            name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in held
+        )
+
+    def _check_fp8(self, name: str, info: TensorInfo, factors: TensorInfo) -> None:
+        wanted = tuple(-(-size // block) for size, block in zip(info.shape, self._block, strict=False))
+        known = info.dtype == "F8_E4M3" and factors.dtype in ("F32", "BF16", "F16")
+        if not known or len(info.shape) != 2 or factors.shape != wanted:
+            raise ModelError(
+                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with factors {factors.dtype} {list(factors.shape)}, not F8_E4M3 with "
+                f"{list(wanted)} for blocks of {list(self._block)}; get the config.json and the weights of one model"
+            )
+
+    def _check_mxfp4(self, name: str, info: TensorInfo, scales: TensorInfo) -> None:
+        fits = len(info.shape) == 4 and info.shape[3] * 2 == _FP4_BLOCK and scales.shape == info.shape[:3]
+        if not fits or (info.dtype, scales.dtype) != ("U8", "U8"):
+            raise ModelError(
+                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with scales {scales.dtype} {list(scales.shape)}, not U8 "
+                f"[experts, out, in / {_FP4_BLOCK}, {_FP4_BLOCK // 2}] with U8 of its first three sizes; get the weights again"
+            )
+
+    def __call__(self, name: str) -> Any:
+        """A lazy slice of tensor `name`, in bf16 where it is quantised."""
+        held = self._stored.tensors
+        if name + "_blocks" in held:
+            return _Mxfp4(self._stored(name + "_blocks"), self._stored(name + "_scales"))
+        if name + "_scale_inv" in held:
+            numbers, factors = self._stored(name), self._stored(name + "_scale_inv")
+            return _Fp8(numbers, factors, self._block, held[name].shape)
+        return self._stored(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on CPU."""
+        source = self(name)
+        if isinstance(source, _Mxfp4):
+            return torch.stack([source[e, slice(None), slice(None)] for e in range(self.tensors[name].shape[0])])
+        return source[:] if isinstance(source, _Fp8) else self._stored.tensor(name)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def _fp8_block(path: Path) -> tuple[int, int]:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    block = (config.get("quantization_config") or {}).get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise ModelError(
+            f"{path / 'config.json'}: quantization_config.weight_block_size = {block!r} is not two sizes, such as [128, 128], "
+            "and the weights have factors for blocks; get the model's config.json again"
+        )
+    return tuple(block)
+
+
+def check_readable(quantization: Any, where: str = "config.json") -> None:
+    """Refuses `quantization_config` of a config.json, found at `where`, unless `dequantised` undoes it."""
+    if not quantization:
+        return
+    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
+    if method == "mxfp4" or (method == "fp8" and fmt == "e4m3" and quantization.get("weight_block_size")):
+        return
+    names = ("bits", "fmt", "format", "quant_algo", "load_in_4bit", "load_in_8bit", "weight_block_size")
+    details = ", ".join(f"{name} {quantization[name]!r}" for name in names if quantization.get(name) is not None)
+    raise ModelError(
+        f"{where}: quantization_config has quant_method {method!r}{f' ({details})' if details else ''}, and weights of that kind cannot "
+        "be read; fp8 of e4m3 with weight_block_size and mxfp4 can, and so can the model that it was made from, in bfloat16"
+    )
+
+
+def dequantised(reader: HFReader) -> HFReader:
+    """`reader` itself, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
+    quantised = any(name.endswith(("_scale_inv", "_blocks")) for name in reader.tensors)
+    return DequantisedReader(reader) if quantised else reader

@@ -1,0 +1,167 @@
+"""Experts that files hold stacked: the tables name one matrix an expert, and this is the way between those names and the files'.
+
+A `Stack` says how a stored tensor is made: of each expert the rows of its parts in turn (gate 0, up 0, gate 1, ...), as rows
+or, transposed, as columns, and all experts stacked. `StackReader` answers for the tables' names from the stored tensors;
+`stacking` shows a stored tensor as a lazy slice of the tables'; `restacked` makes stored tensors of a stream of the tables'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.safetensors_io import HFReader
+from mrl.converters.table import Family, HFConfig, Stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor of the tables lies: part `part` of `expert` in the stored tensor `stored`."""
+
+    stack: Stack
+    stored: str
+    expert: int
+    part: int
+
+
+@functools.cache
+def _patterns(stacks: tuple[Stack, ...]) -> list[tuple[re.Pattern[str], Stack, int]]:
+    def pattern(name: str) -> re.Pattern[str]:
+        escaped = re.escape(name).replace(r"\{l\}", r"(?P<l>\d+)").replace(r"\{e\}", r"(?P<e>\d+)")
+        return re.compile(escaped)
+
+    return [(pattern(name), stack, part) for stack in stacks for part, name in enumerate(stack.parts)]
+
+
+def place_of(family: Family, name: str) -> Place | None:
+    """Where the tensor that the tables call `name` is stacked; None where files hold it by itself."""
+    for pattern, stack, part in _patterns(family.stacks):
+        if found := pattern.fullmatch(name):
+            return Place(stack, stack.stored.format(l=found["l"]), int(found["e"]), part)
+    return None
+
+
+def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """The tensors of a folder, from those of the tables, in the same order."""
+    stored: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        place = place_of(family, name)
+        if place is None:
+            stored[name] = shape
+            continue
+        rows, *columns = shape
+        rows *= len(place.stack.parts)
+        experts = max(stored.get(place.stored, (0,))[0], place.expert + 1)
+        stored[place.stored] = (experts, *columns, rows) if place.stack.transposed else (experts, rows, *columns)
+    return stored
+
+
+class _Part:
+    """One part of one expert in a stored tensor, as a lazy slice of its own rows and columns."""
+
+    def __init__(self, source: Any, place: Place) -> None:
+        self.source, self.place = source, place
+
+    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
+        count, part = len(self.place.stack.parts), self.place.part
+        span = slice(rows.start and rows.start * count, rows.stop and rows.stop * count)
+        if self.place.stack.transposed:
+            return self.source[self.place.expert, columns, span][:, part::count].t()
+        if self.place.stack.bias:
+            return self.source[self.place.expert, span][part::count]
+        return self.source[self.place.expert, span, columns][part::count]
+
+
+def reads_whole(source: Any) -> bool:
+    """Whether any rows of a lazy slice cost as much as all: they are columns of the file."""
+    return isinstance(source, _Part) and source.place.stack.transposed
+
+
+def reading(read: Callable[[str], Any], family: Family) -> Callable[[str], Any]:
+    """`read` of stored names, for the tables' names too."""
+
+    def read_either(name: str) -> Any:
+        place = place_of(family, name)
+        return read(name) if place is None else _Part(read(place.stored), place)
+
+    return read_either
+
+
+class StackReader(HFReader):
+    """An `HFReader` with the stored tensors that gives slices under the tables' names too."""
+
+    def __init__(self, reader: HFReader, family: Family) -> None:
+        self.path, self._open, self.tensors = reader.path, reader._open, reader.tensors
+        self._stored = reader
+        self._read = reading(reader, family)
+
+    def __call__(self, name: str) -> Any:
+        """A lazy slice of tensor `name`."""
+        return self._read(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on CPU."""
+        return self._stored.tensor(name) if name in self.tensors else self(name)[:]
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int, int], str], shape: Shape) -> LazySlice:
+    """The stored tensor of `shape` as a lazy slice: the way back from `reading`.
+
+    names: what the tables call part `part` of `expert`, by (expert, part). read: gives slices under these names.
+    """
+
+    def region(asked: Region) -> Tensor:
+        (first, last), *inside = asked
+        if stack.transposed:
+            inside.reverse()
+        sizes = [stop - start for start, stop in inside]
+        whole = read(names[0, 0])[0:0].new_empty((last - first, *sizes))
+        count, (low, high) = len(stack.parts), inside[0]
+        for expert in range(first, last):
+            for part in range(count):
+                rows = slice(-((part - low) // count), -((part - high) // count))
+                if rows.start < rows.stop:
+                    found = read(names[expert, part])[(rows, *(slice(*span) for span in inside[1:]))]
+                    whole[expert - first, rows.start * count + part - low :: count] = found
+        return whole.transpose(1, 2) if stack.transposed else whole
+
+    return LazySlice(shape, region)
+
+
+def restacked(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """(stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last part."""
+    waiting: dict[str, dict[tuple[int, int], Tensor]] = {}
+    for name, tensor in pairs:
+        place = place_of(family, name)
+        if place is None:
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(place.stored, {})
+        parts[place.expert, place.part] = tensor
+        if len(parts) == hf_config["num_experts"] * len(place.stack.parts):
+            yield place.stored, _stack(waiting.pop(place.stored), place.stack, hf_config["num_experts"])
+    assert not waiting, f"parts are missing of {sorted(waiting)}"
+
+
+def _stack(parts: dict[tuple[int, int], Tensor], stack: Stack, experts: int) -> Tensor:
+    count, one = len(stack.parts), parts[0, 0]
+    rows, columns = one.shape[0] * count, one.shape[1:]
+    shape = (experts, *columns, rows) if stack.transposed else (experts, rows, *columns)
+    whole = one.new_empty(shape)
+    for (expert, part), tensor in parts.items():
+        if stack.transposed:
+            whole[expert, :, part::count] = tensor.t()
+        else:
+            whole[expert, part::count] = tensor
+    return whole

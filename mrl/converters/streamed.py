@@ -1,0 +1,119 @@
+"""Model folders read with bounded memory: `HFReader` whose slices come by `pread`, and pickle weights where they are allowed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.pread import LazySlice, Region, ShortFile, read_region
+from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, some
+from mrl.errors import ModelError
+
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+class StreamReader(HFReader):
+    """An `HFReader` that maps nothing into memory; safe to use from several threads."""
+
+    def __call__(self, name: str) -> LazySlice:
+        """A lazy slice of tensor `name`."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path}: has no tensor {name}")
+        info = self.tensors[name]
+
+        def read(region: Region) -> Tensor:
+            try:
+                return read_region(
+                    self._file(info.file), info.start, dtype=DTYPES[info.dtype], shape=info.shape, region=region
+                )
+            except (ShortFile, OSError) as error:
+                raise ModelError(f"{self.path / info.file}: {error}; get the file again") from error
+
+        return LazySlice(info.shape, read)
+
+    def tensor(self, name: str) -> Tensor:
+        return self(name).whole()
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            opened = os.open(self.path / name, os.O_RDONLY)
+            if self._open.setdefault(name, opened) != opened:
+                os.close(opened)
+        return self._open[name]
+
+    def close(self) -> None:
+        for file in self._open.values():
+            os.close(file)
+        self._open.clear()
+
+
+class PickleReader(HFReader):
+    """The weights of a folder that has `pytorch_model.bin` files, for a user who allows it.
+
+    Read with torch's `weights_only`, which builds tensors and nothing else, and mapped: what is not used is not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._open = Path(path), {}
+        index, single = self.path / PICKLE_INDEX, self.path / PICKLE
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = sorted(set(weight_map.values()))
+                lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(f"{index}: not an index of weights ({error!r}); get the file again") from None
+        elif single.is_file():
+            files, weight_map, lost = [PICKLE], None, []
+        else:
+            raise ModelError(f"{self.path}: has neither {PICKLE} nor {PICKLE_INDEX}; give a folder with weights")
+        if lost:
+            raise ModelError(
+                f"{self.path}: {PICKLE_INDEX} names {some(lost)}, not in the folder; get the missing files"
+            )
+        self.tensors: dict[str, TensorInfo] = {}
+        self._weights: dict[str, Tensor] = {}
+        for name in files:
+            self._take(name, self._load(name), weight_map)
+
+    def _load(self, name: str) -> dict[str, Any]:
+        try:
+            return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch has no common class for what a file can have wrong
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"{self.path / name}: cannot be read as weights alone ({reason}); save it as safetensors"
+            ) from None
+
+    def _take(self, name: str, held: Any, weight_map: dict[str, str] | None) -> None:
+        if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+            raise ModelError(f"{self.path / name}: holds more than tensors by name; save the model as safetensors")
+        promised = held.keys() if weight_map is None else {n for n, file in weight_map.items() if file == name}
+        if held.keys() != promised:
+            odd = sorted(held.keys() ^ promised)
+            raise ModelError(
+                f"{self.path / PICKLE_INDEX}: does not agree with {name} about {some(odd)}; get both files again"
+            )
+        for key, tensor in held.items():
+            if tensor.dtype not in NAMES:
+                raise ModelError(
+                    f"{self.path / name}: {key} is {tensor.dtype}, which cannot be read; save it as bfloat16"
+                )
+            self._weights[key] = tensor
+            self.tensors[key] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), name)
+
+    def __call__(self, name: str) -> Tensor:
+        return self.tensor(name)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._weights:
+            raise ModelError(f"{self.path}: has no tensor {name}")
+        return self._weights[name]
+
+    def close(self) -> None:
+        self._weights.clear()

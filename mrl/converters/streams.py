@@ -1,0 +1,192 @@
+"""Weights as a stream, between Hugging Face names and the shards of ranks: what an inference server's weight loader needs.
+
+No process group, no megatron, no files: names and tensors in, names and tensors out. A parameter is handed on as soon as all
+that it is made of has come, and nothing is kept of tensors that are not this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.mtp import announced, copies_in
+from mrl.converters.rules import Rule, chunk_plans, expected_hf_names, export_order, param_map
+from mrl.converters.safetensors_io import some
+from mrl.converters.stacks import place_of, reading, restacked
+from mrl.converters.table import Family, HFConfig
+from mrl.errors import ModelError
+from mrl.parallel import ParallelDims
+
+
+def hf_to_mcore(
+    weights: Iterable[tuple[str, Tensor]],
+    family: Family,
+    layout: ParallelDims,
+    rank: int,
+    *,
+    hf_config: HFConfig,
+    spec: str = "local",
+    head: str = "lm",
+    vocab_multiple: int = 1,
+) -> Iterator[tuple[int, str, Tensor]]:
+    """(model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in any order.
+
+    hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the dtype and
+    the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces them, the layers
+    past the last, which predict further tokens: the model of a rank has none. Raises ModelError on a name that the model
+    does not have, one that comes twice, another shape, and where the stream ends before all came. Names are those of files,
+    also where these hold experts stacked.
+    """
+    plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
+    coords = layout.coordinates(rank)
+    options = {"layout": layout, "spec": spec, "head": head, "vocab_multiple": vocab_multiple}
+    users: dict[str, dict[str, list[tuple[int, Rule]]]] = {}  # name in files, name in the tables
+    for chunk in range(layout.vpp):
+        rules = param_map(family, hf_config, coords=coords, chunk=plans[coords.pp_rank, chunk], **options)
+        for rule in rules.values():
+            for name in set(rule.hf):
+                place = place_of(family, name)
+                of_file = users.setdefault(name if place is None else place.stored, {})
+                of_file.setdefault(name, []).append((chunk, rule))
+    shapes = expected_hf_names(family, hf_config, head=head)
+    mtp = announced(hf_config)
+    passed_over = expected_hf_names(family, hf_config, head=head, mtp=mtp).keys() - shapes.keys()
+    passed_over |= copies_in(hf_config, mtp).keys() | {"lm_head.weight"} - shapes.keys()
+    waiting: dict[tuple[int, str], dict[str, Tensor]] = {}
+    missing = set(shapes)
+    for name, tensor in weights:
+        if name in passed_over:
+            continue
+        _check(name, tensor, shapes, missing)
+        missing.remove(name)
+        read = reading({name: tensor}.__getitem__, family)
+        for part, of_part in users.get(name, {}).items():
+            source = tensor if part == name else read(part)[:]
+            for chunk, rule in of_part:
+                held = waiting.setdefault((chunk, rule.mcore), {})
+                held[part] = _own_rows(rule, part, source)
+                if len(held) == len(set(rule.hf)):
+                    yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
+    if missing:
+        raise ModelError(
+            f"the stream ended with {len(missing)} tensors missing ({some(sorted(missing))}); send the whole model"
+        )
+
+
+def mcore_to_hf(
+    shards: Iterable[tuple[int, int, str, Tensor]],
+    family: Family,
+    layout: ParallelDims,
+    *,
+    hf_config: HFConfig,
+    spec: str = "local",
+    head: str = "lm",
+    vocab_multiple: int = 1,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any order.
+
+    Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the first one
+    counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model, and none come. Raises
+    ModelError on a name that the rank does not have, another shape, and where the stream ends before all came. Names are those
+    of files, also where these hold experts stacked; such a tensor comes when all experts of its layer came.
+    """
+    pairs = _merged(
+        shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}
+    )  # fmt: skip
+    yield from restacked(pairs, family, hf_config)
+
+
+def _merged(
+    shards: Iterable[tuple[int, int, str, Tensor]],
+    family: Family,
+    layout: ParallelDims,
+    hf_config: HFConfig,
+    options: dict[str, Any],
+) -> Iterator[tuple[str, Tensor]]:
+    """(name of the tables, tensor) as `mcore_to_hf` says."""
+    plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
+    owned = {
+        (o.pp_rank, o.chunk, o.ep_rank, o.rule.mcore): o.rule
+        for o in export_order(family, hf_config, layout=layout, chunks=plans, **options)
+    }
+    copies = _copies(family, hf_config, layout, plans, options)
+    left, waiting = set(owned), {}
+    for rank, chunk, name, shard in shards:
+        at = layout.coordinates(rank)
+        if (at.pp_rank, chunk, name) in copies:
+            continue
+        keys = [(at.pp_rank, chunk, ep, name) for ep in (None, at.ep_rank)]
+        key = next((key for key in keys if key in owned), None)
+        if key is None:
+            raise ModelError(
+                f"{name}: rank {rank} of {layout.describe()} has no such parameter in its model chunk {chunk}"
+            )
+        if key not in left:
+            continue
+        rule = owned[key]
+        place = {"tp": at.tp_rank, "etp": at.etp_rank, None: 0}[rule.axis]
+        if tuple(shard.shape) != rule.shape(place):
+            raise ModelError(f"{name}: of rank {rank} is {list(shard.shape)}, not {list(rule.shape(place))}")
+        held = waiting.setdefault(key, {})
+        held.setdefault(place, shard)
+        if len(held) == rule.degree:
+            left.remove(key)
+            found = waiting.pop(key)
+            yield from rule.merge([found[i] for i in range(rule.degree)]).items()
+    if left:
+        names = sorted(name for key in left for name in owned[key].hf)
+        raise ModelError(
+            f"the stream ended with {len(names)} tensors missing ({some(names)}); send the shards of all ranks"
+        )
+
+
+def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missing: set[str]) -> None:
+    if name not in shapes:
+        raise ModelError(f"{name}: the model has no such tensor; give the config.json of the model that is sent")
+    if name not in missing:
+        raise ModelError(f"{name}: came twice")
+    if tuple(tensor.shape) != tuple(shapes[name]):
+        raise ModelError(f"{name}: is {list(tensor.shape)}, not {list(shapes[name])} as config.json says")
+
+
+def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
+    """The entries of `tensor` that `rule` takes, in order, one after the other along the dimension that it cuts."""
+    parts = [
+        tensor.narrow(piece.dim, piece.start, piece.length)
+        for piece in rule.pieces(rule.rank)
+        if piece.source is not None and rule.hf[piece.source] == name
+    ]
+    if not parts:  # this rank's rows are all padding
+        return tensor[0:0].clone()
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
+
+
+def _dim(rule: Rule) -> int:
+    return rule.pieces(rule.rank)[0].dim
+
+
+def _assemble(rule: Rule, held: dict[str, Tensor]) -> Tensor:
+    at, parts = dict.fromkeys(held, 0), []
+    for piece in rule.pieces(rule.rank):
+        if piece.source is None:
+            parts.append(held[rule.hf[0]].new_zeros((piece.length, *rule.hf_shapes[0][1:])))
+            continue
+        name = rule.hf[piece.source]
+        parts.append(held[name].narrow(piece.dim, at[name], piece.length))
+        at[name] += piece.length
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
+
+
+def _copies(family: Family, hf_config: HFConfig, layout: ParallelDims, plans: dict, options: dict) -> set[tuple]:
+    """(pp_rank, chunk, name) of second copies of tied embeddings."""
+    return {
+        (pp_rank, chunk, name)
+        for (pp_rank, chunk), plan in plans.items()
+        for name, rule in param_map(
+            family, hf_config, layout=layout, coords=layout.coordinates(0), chunk=plan, **options
+        ).items()
+        if rule.copy
+    }

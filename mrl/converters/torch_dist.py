@@ -1,0 +1,324 @@
+"""Read a distributed checkpoint in torch's format (mcore's `torch_dist`, FSDP's), with no process group and no megatron.
+
+A folder holds `.metadata`, a pickle that says where each part of each tensor is, and data files whose items are each
+what `torch.save` writes: a zip archive whose one storage is stored as it is. Pickles are read by an unpickler that knows
+the few classes of the format and runs nothing else. Tensor bytes are read with `pread` at the moment that they are asked
+for, so memory holds no more than was asked for.
+
+Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `torch/serialization.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import io
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+from mrl.converters.pread import ShortFile, read_region
+from mrl.errors import CheckpointError
+
+METADATA = ".metadata"
+_FORMAT = "torch.distributed.checkpoint."
+_OLD_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+OPEN_FILES = 32
+"""Data files that a reader keeps open: a large checkpoint has more of them than a process may hold."""
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16, "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16,
+    "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
+
+
+class _Record:
+    """Stands for an object of the format: its fields as attributes, or whatever state its class had as `state`."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of `.metadata`, as records; refuses every other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith(_FORMAT) or (module == _OLD_MCORE and name.startswith("MCore")):
+            return _Record
+        if module == "pathlib" or (module, name) == ("torch.serialization", "_get_layout"):
+            return _nothing
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of the format")
+
+
+class _OpenFile:
+    """An open file, for as long as somebody holds this."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads `data.pkl` of a saved tensor as (shape, strides, storage offset, (dtype, key of the storage in the archive))."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: (tuple(size), tuple(stride), offset, storage)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a tensor")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
+        return pid[1], pid[2]
+
+
+class _Span(io.RawIOBase):
+    """Bytes `start` to `start + length` of an open file, as a file."""
+
+    def __init__(self, file: int, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self.length - self.at)
+        data = os.pread(self.file, max(wanted, 0), self.start + self.at)
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it begins in the whole, its shape, and the item that holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, and its parts, sorted by where they begin."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return [chunk.offsets[0] for chunk in self.chunks]
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return max((chunk.sizes[0] for chunk in self.chunks), default=0)
+
+    def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
+        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those that are asked for."""
+        if not self.shape:
+            return self.chunks
+        start, stop = region[0]
+        first = bisect.bisect_right(self._starts, start - self._longest)
+        return self.chunks[first : bisect.bisect_left(self._starts, stop)]
+
+
+class TorchDistReader:
+    """The tensors of the folder `path`, by their key in the checkpoint. Safe to use from several threads.
+
+    Raises CheckpointError, naming the folder, where it is missing, incomplete or damaged. That the bytes of the tensors are
+    those that were saved is for the checkpoint's checksums to tell. objects: keys of what is no tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = functools.lru_cache(OPEN_FILES)(self._opened)
+        self._data_at: dict[tuple[str, int], int] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: list[str] = []
+        file = self.path / METADATA
+        if not file.is_file():
+            raise CheckpointError(
+                f"{self.path}: has no {METADATA}; it is no distributed checkpoint, or not a whole one"
+            )
+        try:
+            with file.open("rb") as stream:
+                self._take(_MetadataUnpickler(stream).load())
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{file}: cannot be read ({_short(error)}); get the checkpoint again") from error
+
+    def _take(self, metadata: Any) -> None:
+        where = {}
+        for index, info in metadata.storage_data.items():
+            offset = index.__dict__.get("offset")
+            where[index.fqn, None if offset is None else tuple(offset)] = info
+        for key, stored in metadata.state_dict_metadata.items():
+            if not hasattr(stored, "chunks"):
+                self.objects.append(key)
+                continue
+            chunks = []
+            for chunk in stored.chunks:
+                info = where[key, tuple(chunk.offsets)]
+                if info.__dict__.get("transform_descriptors"):
+                    raise ValueError(f"{key} is stored with {info.transform_descriptors}, which is not supported")
+                place = (info.relative_path, info.offset, info.length)
+                if Path(place[0]).name != place[0]:
+                    raise ValueError(f"{key} is said to be in {place[0]!r}, which is not a file of this folder")
+                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            chunks.sort(key=lambda chunk: chunk.offsets)
+            tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
+            _check_cover(key, tensor)
+            self.tensors[key] = tensor
+
+    def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
+        """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
+        stored = self.tensors[key]
+        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
+        parts = [(chunk, both) for chunk, both in parts if both is not None]
+        if len(parts) == 1 and all(
+            n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
+        ):
+            return self._chunk(key, stored.dtype, parts[0][0], [(first, n) for first, _, n in parts[0][1]])
+        whole = torch.empty([stop - start for start, stop in region], dtype=stored.dtype)
+        for chunk, both in parts:
+            into = whole
+            for dim, (_, at, n) in enumerate(both):
+                into = into.narrow(dim, at, n)
+            into.copy_(self._chunk(key, stored.dtype, chunk, [(first, n) for first, _, n in both]))
+        return whole
+
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, part: Sequence[tuple[int, int]]) -> Tensor:
+        """Entries `first` to `first + n` in each dimension of one chunk."""
+        at = self._place(key, dtype, chunk)
+        region = [(first, first + n) for first, n in part]
+        try:
+            file = self._file(chunk.file)
+            return read_region(file.number, at, dtype=dtype, shape=chunk.sizes, region=region)
+        except (ShortFile, OSError) as error:
+            raise CheckpointError(f"{self.path / chunk.file}: {error}; get the checkpoint again") from error
+
+    def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
+        """Where in its file the first byte of a chunk is, found in the archive once."""
+        known = self._data_at.get((chunk.file, chunk.start))
+        if known is not None:
+            return known
+        try:
+            file = self._file(chunk.file)
+            span = io.BufferedReader(_Span(file.number, chunk.start, chunk.length))
+            with zipfile.ZipFile(span) as archive:
+                root = archive.namelist()[0].split("/")[0]
+                found = _TensorUnpickler(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
+                shape, strides, offset, (stored, storage) = found
+                info = archive.getinfo(f"{root}/data/{storage}")
+                span.seek(info.header_offset + 26)
+                lengths = span.read(4)
+            if shape != chunk.sizes or strides != _contiguous(shape) or info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"holds a tensor of shape {list(shape)} and strides {list(strides)}")
+            if stored != dtype:
+                raise ValueError(f"holds a tensor of {stored}, and {METADATA} says {dtype}")
+            at = info.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+            at += offset * dtype.itemsize
+            if info.file_size < (offset + math.prod(shape)) * dtype.itemsize:
+                raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
+        except Exception as error:  # a damaged archive raises anything
+            raise CheckpointError(
+                f"{self.path / chunk.file}: {key} cannot be read ({_short(error)}); get the checkpoint again"
+            ) from error
+        self._data_at[chunk.file, chunk.start] = chunk.start + at
+        return chunk.start + at
+
+    def _opened(self, name: str) -> _OpenFile:
+        try:
+            return _OpenFile(self.path / name)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name}: {error.strerror}; get the checkpoint again") from error
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._file.cache_clear()
+
+
+def _overlap(chunk: Chunk, region: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]] | None:
+    """For each dimension (first entry in the chunk, first entry in the region, count); None where they do not meet."""
+    both = []
+    for low, size, (start, stop) in zip(chunk.offsets, chunk.sizes, region, strict=True):
+        first, last = max(low, start), min(low + size, stop)
+        if first >= last:
+            return None
+        both.append((first - low, first - start, last - first))
+    return both
+
+
+def _check_cover(key: str, tensor: StoredTensor) -> None:
+    """The parts are inside the whole, apart, and as many entries as it: no entry is left to chance."""
+    for chunk in tensor.chunks:
+        ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+        if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
+            raise ValueError(f"a part of {key} is outside of its shape {list(tensor.shape)}")
+    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if held != math.prod(tensor.shape):
+        raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {held}")
+    near: list[Chunk] = []  # those that may meet the next one in the first dimension
+    for chunk in tensor.chunks if tensor.shape else ():
+        near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        region = [(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(_overlap(other, region) for other in near):
+            raise ValueError(f"parts of {key} overlap")
+        near.append(chunk)
+
+
+def _contiguous(shape: Shape) -> Shape:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__

@@ -1,0 +1,42 @@
+"""Logits of a model of transformers, on this process alone. Its eager attention is the one that every family has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import read_hf_config
+from mrl.engine.fsdp.names import pieces, read_rows
+
+
+def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the Hugging Face folder `path`."""
+    transformers.utils.logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    return _run(model, prompts)
+
+
+@torch.no_grad()
+def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    family = family_for(read_hf_config(path))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        of = pieces(name, parameter.shape, family=family, head="lm")
+        parameter.copy_(read_rows(of, read, 0, parameter.shape[0]))
+    return _run(model, prompts)
+
+
+@torch.no_grad()
+def _run(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    model.eval()
+    return [model(input_ids=torch.tensor([list(prompt)])).logits[0].float() for prompt in prompts]

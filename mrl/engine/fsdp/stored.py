@@ -1,0 +1,85 @@
+"""A checkpoint of the FSDP engine, shown under the names of Hugging Face files, with no process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.converters.mcore_weights import check_architecture
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.rules import expected_hf_names
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, some
+from mrl.converters.table import Family, HFConfig
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.engine.fsdp.names import STATE, Piece, pieces
+from mrl.errors import CheckpointError
+
+PREFIX = "model."
+
+
+class FSDPReader(HFReader):
+    """The weights of the checkpoint folder `path`, which are fp32, in `dtype`. head: "lm" or "value", as its output layer says.
+
+    Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config` is from.
+    """
+
+    def __init__(
+        self, path: str | Path, family: Family, hf_config: HFConfig, dtype: torch.dtype, companions: str | Path
+    ) -> None:
+        about = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
+        if "architecture" in about:  # an older mrl saved none
+            check_architecture(about["architecture"], family, hf_config, companions)
+        self.path, self._open = Path(path), {}
+        self._stored, self._dtype = TorchDistReader(path), dtype
+        output = self._stored.tensors.get(PREFIX + "lm_head.weight")
+        self.head = "value" if output is not None and output.shape[0] == 1 < hf_config["vocab_size"] else "lm"
+        expected = expected_hf_names(family, hf_config, head=self.head)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._where: dict[str, tuple[str, Piece]] = {}
+        found: dict[str, TensorInfo] = {}
+        for key, tensor in self._stored.tensors.items():
+            if key.startswith(PREFIX):
+                name = key.removeprefix(PREFIX)
+                for piece in pieces(name, tensor.shape, family=family, head=self.head):
+                    found[piece.name] = TensorInfo(NAMES[dtype], _shape(piece, tensor.shape))
+                    self._where[piece.name] = key, piece
+        missing = [name for name in expected if name not in found]
+        left = [name for name in found if name not in expected]
+        shapes = [n for n in expected if n in found and found[n].shape != tuple(expected[n])]
+        parts = [
+            f"{len(names)} {what} ({some(names)})"
+            for what, names in (("missing", missing), ("left over", left), ("of another shape", shapes))
+            if names
+        ]
+        if parts:
+            raise CheckpointError(
+                f"{path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model that "
+                "was trained"
+            )
+        self.tensors = {name: found[name] for name in expected}
+
+    def __call__(self, name: str) -> LazySlice:
+        return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
+
+    def tensor(self, name: str) -> Tensor:
+        return self(name).whole()
+
+    def _read(self, name: str, region: Region) -> Tensor:
+        key, piece = self._where[name]
+        if piece.expert is None:
+            return self._stored.read(key, region).to(self._dtype)
+        (low, high), *rest = region
+        rows = (low + piece.start, high + piece.start)
+        return self._stored.read(key, [(piece.expert, piece.expert + 1), rows, *rest])[0].to(self._dtype)
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def _shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if piece.expert is None:
+        return tuple(shape)
+    stop = shape[1] if piece.stop is None else piece.stop
+    return (stop - piece.start, *shape[2:])

@@ -1,0 +1,164 @@
+"""The data files of a distributed checkpoint (`torch_dist`), written from front to back, on one process, in bounded memory.
+
+A file's items are what `torch.save` writes. An item's bytes are streamed into its archive block by block.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import os
+import pickle
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.converters.algebra import Shape
+from mrl.converters.checksums import combined_crc32
+
+STORAGES = {
+    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """What a data file holds: a part of the tensor `key` that begins at `offsets`, or an object where offsets is None."""
+
+    key: str
+    offsets: Shape | None
+    sizes: Shape | None
+    start: int
+    length: int
+
+
+WRITE_BACK_BYTES, PAGE_BYTES = 2**23, 2**12
+
+
+class ItemFile:
+    """A data file, written from front to back. crc32, size: of what was written so far.
+
+    The disk is given what was written every few megabytes: else it has nothing to do until `close` waits for all of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+        self.size = self.crc32 = 0
+        self._sums, self._given = True, 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self._sums:
+            self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += len(view)
+        self._stream.write(view)
+        if self.size - self._given >= WRITE_BACK_BYTES:
+            self._stream.flush()
+            self._given = give_to_disk(self._stream.fileno(), self._given, self.size - self.size % PAGE_BYTES)
+        return len(view)
+
+    def flush(self) -> None:
+        """Part of being a file: `close` does it."""
+
+    def tensor(self, key: str, offsets: Shape, sizes: Shape, dtype: torch.dtype, blocks: Iterable[Tensor]) -> Item:
+        """Appends a part of a tensor. blocks: its rows in order, in `dtype`."""
+        start, count = self.size, 0
+        with zipfile.ZipFile(self, "w", zipfile.ZIP_STORED) as archive:
+            # a ZipInfo has a fixed date: the same tensor gives the same bytes
+            archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _tensor_pickle(dtype, sizes))
+            archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
+            info = zipfile.ZipInfo("archive/data/0")
+            with archive.open(info, "w", force_zip64=True) as entry:
+                before, self._sums = self.crc32, False  # the archive sums its data: once is enough
+                for block in blocks:
+                    count += entry.write(as_bytes(block))
+                self.crc32, self._sums, data_end = 0, True, self.size
+            archive.writestr(zipfile.ZipInfo("archive/version"), "3\n")
+        with_data = combined_crc32(before, info.CRC, count)
+        self.crc32 = combined_crc32(with_data, self.crc32, self.size - data_end)
+        expected = torch.Size(sizes).numel() * dtype.itemsize
+        assert count == expected, f"{key}: {count} bytes for shape {sizes} of {dtype}"
+        return Item(key, tuple(offsets), tuple(sizes), start, self.size - start)
+
+    def nothing(self, key: str) -> Item:
+        """Appends what megatron stores of a module that has no extra state."""
+        start, data = self.size, io.BytesIO()
+        torch.save([None], data)
+        self.write(data.getbuffer())
+        return Item(key, None, None, start, self.size - start)
+
+    def close(self) -> None:
+        """Puts the file on disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def abort(self) -> None:
+        """Closes a file that is of no use."""
+        self._stream.close()
+
+
+def give_to_disk(file: int, start: int, end: int) -> int:
+    """Has the system begin to write these bytes of an open file, without waiting for it. Returns `end`."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)  # begins with pages that are not on disk yet
+    return end
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+class _Storage:
+    pass
+
+
+class _Rebuilt:
+    def __init__(self, storage: _Storage, shape: Shape) -> None:
+        self.storage, self.shape = storage, shape
+
+    def __reduce__(self) -> tuple:
+        strides = torch.empty(self.shape, device="meta").stride()
+        state = (self.storage, 0, tuple(self.shape), strides, False, collections.OrderedDict())
+        return torch._utils._rebuild_tensor_v2, state
+
+
+def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
+    """`data.pkl` of a saved tensor: how it is made of the storage `data/0`."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> Any:
+            if isinstance(item, _Storage):
+                return "storage", STORAGES[dtype], "0", "cpu", torch.Size(shape).numel()
+            return None
+
+    out = io.BytesIO()
+    Pickler(out, protocol=2).dump(_Rebuilt(_Storage(), shape))
+    return out.getvalue()
+
+
+def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
+    """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them.
+
+    The down-projections of latent attention are modules of ours (mrl/mcore_models/latent.py), and have none.
+    """
+    keys = []
+    for key, shape in tensors.items():
+        module, _, kind = key.rpartition(".")
+        name = module.rpartition(".")[2]
+        linear = name.startswith("linear_") and not name.endswith("_down_proj")
+        if kind == "weight" and (linear or name == "eh_proj"):
+            experts = shape[0] if ".experts.experts." in key else 1
+            keys += [f"{module}._extra_state/shard_{e}_{experts}" for e in range(experts)]
+    return keys

@@ -1,0 +1,56 @@
+"""What makes data files (mrl/engine/item_file.py) an mcore distributed checkpoint (`torch_dist`): `.metadata` and two more.
+
+The files are those that megatron's dist_checkpointing writes and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mrl.converters.algebra import Shape
+from mrl.engine.item_file import Item
+
+
+def write_metadata(
+    folder: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Shape]],
+    items: Mapping[str, Sequence[Item]],
+    extra_state: Sequence[str],
+) -> list[str]:
+    """Writes what makes data files a checkpoint; returns the names of the files. items: by data file."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for file, held in items.items():
+        for item in held:
+            offset = None if item.offsets is None else torch.Size(item.offsets)
+            storage[MetadataIndex(item.key, offset)] = _StorageInfo(file, item.start, item.length)
+            if item.offsets is not None:
+                chunks[item.key].append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+    stored: dict[str, Any] = {
+        key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks[key])
+        for key, (dtype, shape) in tensors.items()
+    }
+    stored |= {key: BytesStorageMetadata() for key in extra_state}
+    metadata = Metadata(stored, None, storage, StorageMeta(checkpoint_id=None))
+    with (folder / ".metadata").open("wb") as out:
+        pickle.dump(metadata, out)
+    torch.save({}, folder / "common.pt")
+    facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+    (folder / "metadata.json").write_text(json.dumps(facts), encoding="utf-8")
+    return [".metadata", "common.pt", "metadata.json"]

@@ -1,0 +1,31 @@
+"""megatron's TransformerConfig with what it cannot say about the families."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+
+@dataclasses.dataclass
+class Config(TransformerConfig):
+    """qk_norm_over_heads: the norms of queries and keys are over all heads together. rotary_percent: the part of each
+    head that turns, its first channels."""
+
+    qk_norm_over_heads: bool = False
+    rotary_percent: float = 1.0
+
+
+@dataclasses.dataclass
+class LatentConfig(MLATransformerConfig):
+    """With multi-head latent attention. rope_interleave: channels that turn together are neighbours. latent_scale: of the
+    products of queries and keys."""
+
+    qk_norm_over_heads: bool = False
+    rope_interleave: bool = True
+    latent_scale: float = 1.0
+
+
+def config_class(fields: dict) -> type[Config] | type[LatentConfig]:
+    """The class that takes these fields."""
+    return LatentConfig if fields.get("multi_latent_attention") else Config

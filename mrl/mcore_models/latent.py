@@ -1,0 +1,153 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for both layer specs.
+
+Dimensions: `T` tokens on this rank, `N` hidden size, `H` heads on this tensor-parallel rank, `Q` and `C` ranks of the latents
+of queries and of keys and values, `D` channels of a head that do not turn, `R` those that do, `V` of a value.
+
+megatron's MLASelfAttention has the same parameters, names and meaning. Not used here: without transformer-engine it cuts the
+down-projections over tensor-parallel ranks and loses the gradient that the other ranks' heads have of the rotary key;
+its rotary embedding knows no positions; and its norms take the model's epsilon, where transformers has 1e-6. Down-projections
+here are whole on every rank. Keys and values are cached per head, not as latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mrl.mcore_models import platform
+from mrl.mcore_models.config import LatentConfig
+from mrl.mcore_models.elementwise import RotaryFunction
+
+LATENT_EPS = 1e-6
+
+
+@dataclasses.dataclass
+class LatentSubmodules:
+    """up: from a latent to heads, with the norm before it where `norm` is None. heads: from hidden states to heads."""
+
+    up: type
+    heads: type
+    norm: type | None
+    core_attention: type
+    linear_proj: type
+
+
+class WholeLinear(torch.nn.Module):
+    """y = x W^T with the whole W on every tensor-parallel rank."""
+
+    def __init__(self, config: LatentConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=platform.device())
+        )
+        config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(MegatronModule):
+    """Takes the place of megatron's self-attention: hidden states [T, 1, N] in and out ([T / tp, 1, N] with sequence
+    parallelism)."""
+
+    def __init__(self, config: LatentConfig, submodules: LatentSubmodules, layer_number: int, pg_collection: Any = None,
+                 cp_comm_type: str | None = None, **_: Any) -> None:  # fmt: skip
+        super().__init__(config=config)
+        self.layer_number, self.tp = layer_number, pg_collection.tp
+        self.softmax_scale = config.latent_scale
+        self.turning = torch.empty(0)  # [R / 2] frequencies, and the factor on cosines and sines: set by build
+        self.rotary_scale = 1.0
+        heads = config.num_attention_heads
+        wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
+        wide |= {"skip_bias_add": False, "tp_group": self.tp}
+        query, latent = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.kv_lora_rank
+        if config.q_lora_rank is None:
+            self.linear_q_proj = submodules.heads(config.hidden_size, query, gather_output=False, **wide)
+        else:
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
+            self.q_layernorm = _norm(submodules, config, config.q_lora_rank)
+            self.linear_q_up_proj = submodules.up(config.q_lora_rank, query, gather_output=False, **wide)
+        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, latent + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = _norm(submodules, config, latent)
+        self.linear_kv_up_proj = submodules.up(
+            latent, heads * (config.qk_head_dim + config.v_head_dim), gather_output=False, **wide
+        )
+        self.core_attention = submodules.core_attention(
+            config=config, layer_number=layer_number, attn_mask_type=AttnMaskType.causal, attention_type="self",
+            softmax_scale=self.softmax_scale, k_channels=config.qk_head_dim + config.qk_pos_emb_head_dim,
+            v_channels=config.v_head_dim, cp_comm_type=cp_comm_type, pg_collection=pg_collection,
+        )  # fmt: skip
+        self.linear_proj = submodules.linear_proj(
+            heads * config.v_head_dim, config.hidden_size, input_is_parallel=True,
+            **wide | {"init_method": config.output_layer_init_method, "skip_bias_add": True},
+        )  # fmt: skip
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
+    ):
+        """Returns (hidden states, None: no bias)."""
+        query, key, value = self._heads(hidden_states, packed_seq_params)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.core_attention(
+                query, key, value, attention_mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed_seq_params
+            )  # fmt: skip
+
+        if self.config.recompute_granularity == "selective" and self.training:
+            out = tensor_parallel.checkpoint(attend, False, query, key, value)
+        else:
+            out = attend(query, key, value)
+        return self.linear_proj(out.reshape(out.shape[0], 1, -1))
+
+    def _heads(self, hidden: Tensor, layout: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key [T, H, D + R] and value [T, H, V] of all T tokens."""
+        config = self.config
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        latent, key_turned = self.linear_kv_down_proj(hidden).split(
+            [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
+        )
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        # every rank's heads use the one rotary key: its gradient is the sum over them
+        if config.sequence_parallel:
+            key_turned = gather_from_sequence_parallel_region(key_turned, group=self.tp)
+        elif self.tp.size() > 1:
+            key_turned = copy_to_tensor_model_parallel_region(key_turned, group=self.tp)
+        query = query.view(query.shape[0], -1, config.qk_head_dim + config.qk_pos_emb_head_dim)
+        both = both.view(both.shape[0], -1, config.qk_head_dim + config.v_head_dim)
+        still, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        key_still, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
+        cos_sin = self._cos_sin(layout.positions, query.dtype)
+        query = torch.cat([still, self._turn(turned, cos_sin)], dim=-1)
+        key_turned = self._turn(key_turned, cos_sin).expand(-1, key_still.shape[1], -1)
+        return query, torch.cat([key_still, key_turned], dim=-1), value
+
+    def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[T, 1, R] each."""
+        angles = torch.outer(positions.to(self.turning.dtype), self.turning)
+        angles = torch.cat([angles, angles], dim=-1)[:, None]
+        return (angles.cos() * self.rotary_scale).to(dtype), (angles.sin() * self.rotary_scale).to(dtype)
+
+    def _turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, heads, R], turned; pairs are neighbours where `rope_interleave` is set, else halves apart."""
+        if self.config.rope_interleave:
+            x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+        return RotaryFunction.apply(x, *cos_sin)
+
+
+def _norm(submodules: LatentSubmodules, config: LatentConfig, size: int) -> torch.nn.Module:
+    return torch.nn.Identity() if submodules.norm is None else submodules.norm(config, size, eps=LATENT_EPS)

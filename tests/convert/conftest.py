@@ -1,0 +1,26 @@
+"""Worlds of test processes end with the session; tiny models are made once in it."""
+
+import pytest
+
+from tests.convert import kit
+from tests.engine import harness
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds():
+    yield harness.run_world
+    harness.close_worlds()
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory):
+    """`hf(family, tied=False, dtype=...)`: a Hugging Face folder of several shards, to be left as it is."""
+    made = {}
+
+    def get(family="llama", **options):
+        key = (family, str(sorted(options.items())))
+        if key not in made:
+            made[key] = kit.make_hf(tmp_path_factory.mktemp(family) / "hf", family, **options)
+        return made[key]
+
+    return get

@@ -1,0 +1,292 @@
+"""The commands as their users meet them: hub ids, options, sizes, progress, and what is said of a folder that cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from mrl import cli
+from mrl.convert.importing import import_hf
+from mrl.convert.progress import ProgressBar
+from mrl.engine import checkpoint
+from tests.convert import kit
+from tests.convert.test_refused import config, run
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def invoke(*arguments: object):
+    done = CliRunner().invoke(cli.main, ["convert", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+@pytest.fixture(scope="module")
+def imported(hf, tmp_path_factory):
+    out = tmp_path_factory.mktemp("imported") / "mcore"
+    import_hf(hf("llama", shard="30KB"), out)
+    return out
+
+
+HUB = """
+import sys
+from click.testing import CliRunner
+from mrl import cli
+
+for arguments in (["import", "org/tiny", "out"], ["verify", "org/tiny", "out", "--no-logits"], ["import", "org/unknown", "out2"],
+                  ["import", "org/half", "out3"]):
+    done = CliRunner().invoke(cli.main, ["convert", *arguments])
+    print("EXIT", done.exit_code, done.stderr.strip().splitlines()[-1:], done.stdout.splitlines()[-1:])
+"""
+
+
+def cached(cache: pathlib.Path, name: str, folder: pathlib.Path, but: str = "") -> None:
+    """A model in the hub's cache as its client lays it out, with all files of `folder` but those whose name has `but`."""
+    repository, commit = cache / f"models--org--{name}", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    (repository / "blobs").mkdir()
+    for file in folder.iterdir():
+        if not but or but not in file.name:
+            shutil.copyfile(file, repository / "blobs" / file.name)
+            (snapshot / file.name).symlink_to(pathlib.Path("../../blobs", file.name))
+
+
+def test_a_hub_id_in_the_cache_works_offline(hf, tmp_path):
+    cached(tmp_path / "cache", "tiny", hf("llama", shard="30KB"))
+    cached(tmp_path / "cache", "half", hf("llama", shard="30KB"), but="-00002-of")
+    environment = {
+        **os.environ,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", HUB], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    imports, verified, unknown, half = [line for line in done.stdout.splitlines() if line.startswith("EXIT")]
+    assert imports.startswith("EXIT 0") and verified.startswith("EXIT 0") and "the same" in verified
+    assert unknown.startswith(
+        "EXIT 2 [\"mrl: HF: value 'org/unknown' is no folder here and cannot be read from the hub ("
+    )
+    assert unknown.endswith('a hub id that is cached or can be downloaded"] []')
+    assert half.startswith("EXIT 2 ") and "org/half" in half
+    assert (tmp_path / "out/COMPLETE").is_file() and not (tmp_path / "out/config.json").is_symlink()
+    assert not {"out2", "out3"} & set(os.listdir(tmp_path))
+
+
+def test_what_is_no_hub_id_is_not_looked_for(tmp_path):
+    for name in (tmp_path / "nothing", "./a/b", "a/b/c", "models"):
+        code, said = run("import", name, tmp_path / "out")
+        assert code == 2 and "no such folder; give a Hugging Face model folder or a hub id" in said
+    (tmp_path / "file").touch()
+    assert "is no GGUF file; give" in run("verify", tmp_path / "file", tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "files"), [("30KB", 4), ("30000", 4), ("0.03MB", 4), ("1GiB", 1), ("5GB", 1), ("500mb", 1)]
+)
+def test_sizes_of_files(imported, hf, tmp_path, size, files):
+    done = invoke("export", imported, tmp_path / "out", "--max-shard-size", size)
+    assert done.exit_code == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == files
+    assert (tmp_path / "out/model.safetensors.index.json").is_file() == (files > 1)
+    assert kit.differences(hf("llama", shard="30KB"), tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("size", ["5 bananas", "GB", "-5GB", "0", "0GB", "", "5G", "1e9", "5GBs"])
+def test_what_is_no_size(imported, tmp_path, size):
+    code, said = run("export", imported, tmp_path / "out", "--max-shard-size", size)
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith(f"mrl: --max-shard-size: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB"), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_at_once_without_logits(hf, tmp_path):
+    source = hf("llama", shard="30KB")
+    done = invoke("import", source, tmp_path / "mcore", "--verify", "--no-logits")
+    assert done.exit_code == 0 and "logits   not compared: not asked for" in done.stdout
+    assert done.stdout.endswith("the same\n")
+    done = invoke("export", tmp_path / "mcore", tmp_path / "back", "--verify", "--no-logits")
+    assert done.exit_code == 0 and done.stdout.endswith("the same\n")
+    for command, given in (("import", source), ("export", tmp_path / "mcore")):
+        code, said = run(command, given, tmp_path / "out", "--no-logits")
+        assert code == 2 and "--no-logits: has no effect without --verify" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_that_differs_loses_its_name_each_time(hf, imported, tmp_path, monkeypatch):
+    """The source changes between the conversion and the comparison."""
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), source)
+    file = sorted(source.glob("*.safetensors"))[0]
+    original = file.read_bytes()
+    from mrl.convert import importing
+
+    def then_changes(*args, **kwargs):
+        done = import_hf(*args, **kwargs)
+        held = load_file(file)
+        next(iter(held.values())).view(torch.int32).view(-1)[0] ^= 1
+        save_file(held, file, {"format": "pt"})
+        return done
+
+    monkeypatch.setattr(importing, "import_hf", then_changes)
+    for different in ("out.different", "out.different2"):
+        file.write_bytes(original)
+        code, said = run("import", source, tmp_path / "out", "--verify", "--no-logits")
+        assert code == 2 and f"it is now {tmp_path / different}, and not to be used" in said
+        assert not (tmp_path / "out").exists() and (tmp_path / different / "COMPLETE").is_file()
+
+
+def test_logits_that_do_not_fit_in_memory_are_left_out_in_words(hf, imported, monkeypatch):
+    little = psutil.virtual_memory()._replace(available=50_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    done = invoke("verify", hf("llama", shard="30KB"), imported)
+    assert done.exit_code == 0
+    assert "logits   not compared: the model needs 95.6 KB of memory in fp32, and 50.0 KB are free" in done.stdout
+
+
+QUANTISED = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq": {"quant_method": "awq", "bits": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
+    "None": {"bits": 8},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_a_quantised_folder_is_refused_by_its_method(hf, tmp_path, method):
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), source)
+    config(quantization_config=QUANTISED[method])(source)
+    file = sorted(source.glob("*.safetensors"))[0]
+    held = {name.replace(".weight", ".qweight"): tensor for name, tensor in load_file(file).items()}
+    save_file(held, file, {"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    text = json.loads(index.read_text())
+    names = {n.replace(".weight", ".qweight") if f == file.name else n: f for n, f in text["weight_map"].items()}
+    index.write_text(json.dumps(text | {"weight_map": names}))
+    code, said = run("import", source, tmp_path / "out")
+    quoted = method if method == "None" else f"'{method}'"
+    assert code == 2 and said.count("\n") == 1, said
+    assert f"quantization_config has quant_method {quoted}" in said and "the model that it was made from" in said
+    config(quantization_config=None)(source)  # as of the first GPTQ folders, whose config.json says nothing
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1, said
+    assert "the weights are quantised in a way that cannot be read: give the model that they were made from" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_export_refuses_a_flipped_bit_in_a_large_file(imported, tmp_path, monkeypatch):
+    """Large files are summed beside the reading: what was written of a damaged one is removed."""
+    monkeypatch.setattr(checkpoint, "SMALL_BYTES", 1000)
+    shutil.copytree(imported, tmp_path / "mcore")
+    file = tmp_path / "mcore/mcore/__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+    code, said = run("export", tmp_path / "mcore", tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and "the content of mcore/__0_0.distcp has changed" in said, said
+    code, said = run("verify", tmp_path / "mcore", imported, "--no-logits")
+    assert code == 2 and "the content of mcore/__0_0.distcp has changed" in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]
+
+
+def test_export_refuses_another_models_config_by_the_fields_name(hf, tmp_path):
+    """Fields that no shape tells of."""
+    source, other = hf("deepseek_v3"), tmp_path / "other"
+    import_hf(source, tmp_path / "mcore")
+    shutil.copytree(source, other)
+    config(routed_scaling_factor=2.25, rope_theta=5000.0, rope_parameters=None)(other)
+    code, said = run("export", tmp_path / "mcore", tmp_path / "out", "--model", other)
+    assert code == 2 and "routed_scaling_factor is " in said and " and 2.25 in config.json" in said
+    assert " and 5000.0 in config.json" in said and not (tmp_path / "out").exists()
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr("mrl.convert.progress.PLAIN_EVERY_S", 0.0)
+    stream = io.StringIO()
+    with ProgressBar("imported", stream) as bar:
+        told = bar(4_000_000)
+        told(1_000_000), told(3_000_000)
+    lines = stream.getvalue().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["imported 1.0 MB of 4.0 MB", *["imported 4.0 MB of 4.0 MB"] * 2]
+    assert "\r" not in stream.getvalue() and "\033" not in stream.getvalue()
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch):
+    monkeypatch.setattr("mrl.convert.progress.EVERY_S", 0.0)
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal, ProgressBar("exported", terminal) as bar:
+        told = bar(4_000_000)
+        told(1_000_000), told(3_000_000)
+    said = b""
+    with contextlib.suppress(OSError):  # the end, when nobody holds the other side
+        while part := os.read(ours, 4096):
+            said += part
+    os.close(ours)
+    shown = said.decode()
+    assert shown.startswith("\r[#######.......................] 1.0 MB of 4.0 MB")
+    assert shown.count("\n") == 1 and "exported 4.0 MB of 4.0 MB" in shown.split("\r\033[K")[-1]
+
+
+def test_the_name_of_the_newest_checkpoint_and_a_folder_inside_of_one(imported, tmp_path):
+    checkpoints = tmp_path / "run/checkpoints"
+    shutil.copytree(imported, checkpoints / "step_00000002")
+    (checkpoints / "latest").write_text("step_00000002\n")
+    assert invoke("export", checkpoints / "latest", tmp_path / "out").exit_code == 0
+    code, said = run("export", checkpoints / "step_00000002/mcore", tmp_path / "other")
+    assert code == 2 and f"is a part of the checkpoint {checkpoints / 'step_00000002'}; give that" in said
+    code, said = run("import", tmp_path / "run", tmp_path / "other")
+    assert code == 2 and f"is a run; its final model is in {tmp_path / 'run/hf'}" in said
+    code, said = run("import", imported, tmp_path / "other")
+    assert code == 2 and "is a checkpoint already; name it in model.path" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of Git LFS"),
+        ("model-00001-of-00004.safetensors", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("tokenizer.json", '{"added_tokens": [', "is cut off or no JSON (18 bytes)"),
+        ("generation_config.json", "", "is cut off or no JSON (0 bytes)"),
+    ],
+)  # fmt: skip
+def test_files_that_a_download_left_behind(hf, tmp_path, name, content, words):
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), source)
+    (source / name).write_text(content)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and f"{source / name}: {words}" in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_the_same_weights_under_another_config_are_not_the_same(hf, tmp_path):
+    """No tensor tells, and logits may not be asked for."""
+    source, other = hf("qwen3_moe"), tmp_path / "other"
+    shutil.copytree(source, other)
+    config(norm_topk_prob=False)(other)
+    done = invoke("verify", source, other, "--no-logits")
+    assert done.exit_code == 2 and done.stdout.endswith("DIFFERENT\n")
+    assert f"norm_topk_prob is True in {source} and False in {other}" in done.stdout
+    found = json.loads(invoke("verify", source, other, "--no-logits", "--json").stdout)
+    assert not found["same"] and found["differences"] == [] and len(found["config"]) == 1

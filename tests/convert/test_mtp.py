@@ -1,0 +1,288 @@
+"""Layers past the last, which predict further tokens: conversions carry them, engines leave them unread and say so.
+
+Not covered here: that megatron computes with them what their authors did; nothing of ours runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mrl import cli
+from mrl.config.load import load_config
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import SFTConfig
+from mrl.convert.exporting import export_hf
+from mrl.convert.importing import import_hf
+from mrl.converters import family_for, hf_to_mcore, read_hf_config
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.errors import ModelError
+from mrl.parallel import ParallelDims
+from mrl.trainers import ppo, sft
+from tests.convert import kit
+from tests.convert.cases import load_folder
+from tests.convert.test_refused import run
+from tests.convert.test_verify import verify
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.engine.test_quantized import CASES
+from tests.trainers import kit as sft_kit
+from tests.trainers.rl import kit as rl_kit
+
+FAMILIES = ("deepseek_v3", "glm4_moe")
+EMBED, HEAD = "model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"
+
+
+@pytest.fixture
+def folder(hf, tmp_path):
+    """`folder(family, layers=1, copies=True, ...)`: a folder with MTP layers, to change at will."""
+
+    def make(family="deepseek_v3", *, layers=1, copies=True, **options):
+        shutil.copytree(hf(family, **options), tmp_path / "hf")
+        kit.add_mtp(tmp_path / "hf", layers=layers, copies=copies)
+        return tmp_path / "hf"
+
+    return make
+
+
+CASES_OF_ROUND_TRIP = [
+    (f, tied, dtype, 1, True) for f in FAMILIES for tied in (False, True) for dtype in ("float32", "bfloat16")
+]
+CASES_OF_ROUND_TRIP += [("deepseek_v3", False, "bfloat16", 2, True), ("glm4_moe", True, "float32", 2, False)]
+
+
+@pytest.mark.parametrize(("family", "tied", "dtype", "layers", "copies"), CASES_OF_ROUND_TRIP)
+def test_the_files_come_back_byte_for_byte(folder, tmp_path, family, tied, dtype, layers, copies):
+    source = folder(family, layers=layers, copies=copies, tied=tied, dtype=dtype)
+    done = import_hf(source, tmp_path / "mcore", file_bytes=10_000)
+    assert done.tensors == len(load_folder(str(source)))
+    assert [note for note in done.notes if EMBED in note] == done.notes[: int(copies)]
+    code, found = verify(source, tmp_path / "mcore", "--no-logits")
+    assert code == 0 and found["same"], found
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+def test_files_of_another_size_hold_the_copies_too(folder, tmp_path):
+    source = folder()
+    import_hf(source, tmp_path / "mcore")
+    export_hf(tmp_path / "mcore", tmp_path / "back", max_shard_size="15KB")
+    assert kit.differences(source, tmp_path / "back") == []
+
+
+def test_megatrons_own_model_with_mtp_loads_an_import(folder, tmp_path):
+    """Keys and shapes are those that its MultiTokenPredictionBlock asks for, and the numbers land in its parameters."""
+    for family in FAMILIES:
+        source = folder(family, layers=2)
+        import_hf(source, tmp_path / "mcore")
+        found = run_case(1, "tests.convert.cases:mtp_of_megatron", imported=str(tmp_path / "mcore"))
+        held = load_folder(str(source))
+        assert not any(tensor.isnan().any() for tensor in found.values())
+        for i in (0, 1):
+            bias = found[f"mtp.layers.{i}.transformer_layer.mlp.router.expert_bias"]
+            assert torch.equal(bias, held[f"model.layers.{2 + i}.mlp.gate.e_score_correction_bias"])
+            for ours, theirs in (
+                ("enorm", "enorm"),
+                ("hnorm", "hnorm"),
+                ("eh_proj", "eh_proj"),
+                ("final_layernorm", "shared_head.norm"),
+            ):
+                assert torch.equal(
+                    found[f"mtp.layers.{i}.{ours}.weight"], held[f"model.layers.{2 + i}.{theirs}.weight"]
+                )
+            experts = [n for n in found if n.startswith(f"mtp.layers.{i}.") and ".local_experts." in n]
+            assert experts
+            for name in experts:
+                block, _, kind = name.partition(".mlp.experts.local_experts.")
+                expert, fc, _ = kind.split(".")
+                parts = ["gate_proj", "up_proj"] if fc == "linear_fc1" else ["down_proj"]
+                hf = [held[f"model.layers.{2 + i}.mlp.experts.{expert}.{part}.weight"] for part in parts]
+                assert torch.equal(found[name], torch.cat(hf))
+        shutil.rmtree(source)
+        shutil.rmtree(tmp_path / "mcore")
+
+
+def test_block_fp8(hf, tmp_path):
+    """Every projection of the layer in blocks, as published; what is exported is plain, and has the copies."""
+    quantise, fields, method, _ = CASES["deepseek_v3"]
+    source = kit.make_hf(tmp_path / "hf", "deepseek_v3", dtype="bfloat16", **fields)
+    kit.add_mtp(source)
+    torch.manual_seed(0)
+    stored, plain = quantise(load_folder(str(source)))
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    done = CliRunner().invoke(cli.main, ["convert", "import", str(source), str(tmp_path / "mcore"), "--verify"])
+    assert done.exit_code == 0, done.output
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    written = load_folder(str(tmp_path / "back"))
+    assert written.keys() == plain.keys() and {EMBED, HEAD} < written.keys()
+    assert [n for n in plain if plain[n].dtype != written[n].dtype or not torch.equal(plain[n], written[n])] == []
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def changed(folder, change):
+    held = load_file(folder / "model-mtp.safetensors")
+    change(held)
+    index = folder / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    kept = {n: f for n, f in fields["weight_map"].items() if f != "model-mtp.safetensors"}
+    save_file(held, folder / "model-mtp.safetensors", {"format": "pt"})
+    index.write_text(json.dumps(fields | {"weight_map": kept | dict.fromkeys(held, "model-mtp.safetensors")}))
+
+
+REFUSED = {
+    "lost": (lambda w: w.pop("model.layers.2.hnorm.weight"), "1 missing (model.layers.2.hnorm.weight)"),
+    "lost layer": (lambda w: [w.pop(n) for n in list(w) if n.startswith("model.layers.3.")], "missing (model.layers.3."),
+    "unknown": (lambda w: w.update({"model.layers.2.gnorm.weight": torch.zeros(32)}), "1 left over (model.layers.2.gnorm.weight)"),
+    "a layer more": (lambda w: w.update({"model.layers.4.enorm.weight": torch.zeros(32)}), "1 left over (model.layers.4.enorm.weight)"),
+    "shape": (lambda w: w.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 32)}), "eh_proj.weight is [32, 32], not [32, 64]"),
+    "own embedding": (lambda w: w[EMBED].view(torch.int32)[3, 4].bitwise_xor_(1), f"{EMBED} differs from model.embed_tokens.weight"),
+    "own head": (lambda w: w.update({HEAD: w[HEAD].bfloat16()}), f"{HEAD} differs from lm_head.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(folder, tmp_path, fault):
+    change, words = REFUSED[fault]
+    source = folder(layers=2)
+    changed(source, change)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and words in said and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_config_json_denies_are_left_over(folder, tmp_path):
+    source = folder()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and "left over (model.layers.2." in said, said
+
+
+def test_a_stream_may_hold_them(folder):
+    """The model that a rank holds has none: they are passed over, and what no such layer has is refused."""
+    source = folder()
+    config, weights = read_hf_config(source), load_folder(str(source))
+    family = family_for(config)
+    plain = {n: t for n, t in weights.items() if not n.startswith("model.layers.2.")}
+    with_mtp, without = (
+        {name: shard for _, name, shard in hf_to_mcore(held.items(), family, ParallelDims(), 0, hf_config=config)}
+        for held in (weights, plain)
+    )
+    assert with_mtp.keys() == without.keys() and not any(name.startswith("mtp.") for name in with_mtp)
+    assert all(torch.equal(with_mtp[name], without[name]) for name in without)
+    with pytest.raises(ModelError, match="model.layers.2.gnorm.weight: the model has no such tensor"):
+        list(
+            hf_to_mcore(
+                {**weights, "model.layers.2.gnorm.weight": torch.zeros(2)}.items(),
+                family,
+                ParallelDims(),
+                0,
+                hf_config=config,
+            )
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_train_without_them(folder, tmp_path, family):
+    """From the folder and from its import; the export says that it has none, and transformers loads it."""
+    source = folder(family)
+    import_hf(source, tmp_path / "mcore")
+    for path in (source, tmp_path / "mcore"):
+        out = tmp_path / f"out-{path.name}"
+        role = tiny.role(str(path), backend="megatron", optimizer=None)
+        names = run_case(1, "tests.convert.cases:weights_and_export", config=role, out=str(out))
+        plain = {n: t for n, t in load_folder(str(source)).items() if not n.startswith("model.layers.2.")}
+        assert set(names) == plain.keys()
+        written = load_folder(str(out))
+        assert written.keys() == plain.keys() and all(torch.equal(written[n], plain[n]) for n in plain)
+        assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+        loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and loaded.config.num_mtp_layers == 0
+        back = run("import", out, tmp_path / f"again-{path.name}")
+        assert back[0] == 0, back
+
+
+def test_an_export_of_a_runs_checkpoint_says_that_it_has_none(folder, tmp_path):
+    source = folder()
+    run_case(1, "tests.convert.cases:save_checkpoints", hf=str(source), out=str(tmp_path), layouts={"run": {}})
+    done = CliRunner().invoke(
+        cli.main, ["convert", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(source)]
+    )
+    assert done.exit_code == 0, done.output
+    (line,) = [line for line in done.stdout.splitlines() if "num_nextn_predict_layers" in line]
+    assert f"the layers of {source} that predict further tokens (model.layers.2." in line
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    saved, written = torch.load(tmp_path / "run/weights.pt"), load_folder(str(tmp_path / "out"))
+    assert saved.keys() == written.keys() and all(torch.equal(saved[n], written[n]) for n in saved)
+    assert not (tmp_path / "out/model-mtp.safetensors").exists()
+    assert set(json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]) == set(written)
+
+
+def test_keys_are_megatrons(folder, tmp_path):
+    import_hf(folder(), tmp_path / "mcore")
+    keys = [key for key in TorchDistReader(tmp_path / "mcore/mcore").tensors if key.startswith("mtp.")]
+    assert {"mtp.layers.0.enorm.weight", "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"} < set(
+        keys
+    )
+
+
+def train_and_tell(command: str, path: str) -> str:
+    """A case: what a run of `mrl sft` or `mrl ppo` prints."""
+    said = io.StringIO()
+    trainer, root = {"sft": (sft, SFTConfig), "ppo": (ppo, PPOConfig)}[command]
+    with contextlib.redirect_stdout(said):
+        trainer.run(load_config(path, (), root))
+    return said.getvalue()
+
+
+def test_a_run_says_so_once_at_its_start_and_at_its_export(tmp_path):
+    sft_kit.make_inputs(tmp_path)
+    shape = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/model.safetensors").unlink()
+    kit.make_hf(tmp_path / "model", "deepseek_v3", vocab=shape["vocab_size"])
+    kit.add_mtp(tmp_path / "model")
+    config = sft_kit.make_config(
+        tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron", "device": "cpu"}
+    )
+    path = sft_kit.write_config(tmp_path / "c.yaml", config)
+    lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="sft", path=str(path)).splitlines()
+    (first, last) = [line for line in lines if "predict further tokens" in line]
+    assert "model.path: " in first and "(MTP: model.layers.2." in first and "what is exported has none" in first
+    assert "num_nextn_predict_layers is 0 in config.json" in last and str(tmp_path / "run/hf") in last
+    exported = json.loads((tmp_path / "run/hf/config.json").read_text())
+    assert exported["num_nextn_predict_layers"] == 0
+    export_hf(tmp_path / "run", tmp_path / "again")
+    assert kit.differences(tmp_path / "run/hf", tmp_path / "again") == []
+    assert json.loads((tmp_path / "again/config.json").read_text()) == exported
+
+
+def test_roles_of_a_ppo_run_share_the_line(tmp_path):
+    """Actor, critic and reference start from one folder; a value head and its export have no such layers either."""
+    rl_kit.make_inputs(tmp_path)
+    (tmp_path / "model/model.safetensors").unlink()
+    kit.make_hf(tmp_path / "model", "glm4_moe", vocab=rl_kit.VOCAB)
+    kit.add_mtp(tmp_path / "model")
+    engine = rl_kit.engine("megatron")
+    config = rl_kit.make_config(tmp_path, tmp_path / "run", "ppo", actor={"engine": engine}, critic={"engine": engine})
+    path = sft_kit.write_config(tmp_path / "c.yaml", config)
+    lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="ppo", path=str(path)).splitlines()
+    (first, last) = [line for line in lines if "predict further tokens" in line]
+    assert "actor.model.path: " in first and "num_nextn_predict_layers is 0 in config.json" in last
+    export_hf(tmp_path / "run", tmp_path / "critic", role="critic")
+    critic = load_folder(str(tmp_path / "critic"))
+    assert "score.weight" in critic and not any(name.startswith("model.layers.2.") for name in critic)
+    assert json.loads((tmp_path / "critic/config.json").read_text())["num_nextn_predict_layers"] == 0

@@ -1,0 +1,404 @@
+"""What cannot be converted is refused with one line, before or without a folder that looks whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import random
+import shutil
+import struct
+import zlib
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from mrl import cli
+from mrl.convert.importing import import_hf
+from mrl.converters import torch_dist
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.errors import CheckpointError
+from tests.convert import kit
+from tests.engine.harness import run_case
+
+
+def run(*arguments: str):
+    """(exit code, what is on stderr) of `mrl convert ...`; a fault of ours fails the test with its traceback."""
+    done = CliRunner().invoke(cli.main, ["convert", *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stderr
+
+
+@pytest.fixture
+def source(hf, tmp_path):
+    shutil.copytree(hf("llama", shard="30KB"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def imported(hf, tmp_path):
+    import_hf(hf("llama", shard="30KB"), tmp_path / "mcore")
+    return tmp_path / "mcore"
+
+
+def first_shard(folder: pathlib.Path) -> pathlib.Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def config(**fields):
+    def edit(folder: pathlib.Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return edit
+
+
+def weights(change):
+    def edit(folder: pathlib.Path) -> None:
+        """One file, its tensors changed."""
+        held = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+        for file in folder.glob("model*"):
+            file.unlink()
+        change(held)
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def truncated(folder: pathlib.Path) -> None:
+    os.truncate(first_shard(folder), first_shard(folder).stat().st_size - 1)
+
+
+def header(change):
+    def edit(folder: pathlib.Path) -> None:
+        file = first_shard(folder)
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        fields = json.loads(data[8 : 8 + length])
+        change(fields)
+        text = json.dumps(fields).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return edit
+
+
+def overlapping(fields) -> None:
+    """The first tensor twice, at the same bytes."""
+    name = next(name for name in fields if name != "__metadata__")
+    fields["model.norm.weight"] = fields[name] | {"data_offsets": [0, 16], "shape": [4]}
+
+
+def index(change):
+    def edit(folder: pathlib.Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        fields = json.loads(file.read_text())
+        change(fields)
+        file.write_text(json.dumps(fields))
+
+    return edit
+
+
+def moved(fields) -> None:
+    name, file = next(iter(fields["weight_map"].items()))
+    fields["weight_map"][name] = next(f for f in fields["weight_map"].values() if f != file)
+
+
+def no_integers(fields) -> None:
+    """4.0 equals 4, and is no number of rows."""
+    name = next(name for name in fields if name != "__metadata__")
+    fields[name]["shape"] = [float(n) for n in fields[name]["shape"]]
+
+
+def pickled(folder: pathlib.Path) -> None:
+    held = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+    for file in folder.glob("model*"):
+        file.unlink()
+    torch.save(held, folder / "pytorch_model.bin")
+
+
+FLIPS = 80
+SOURCES = {
+    "unknown field": (config(logit_softcap=30.0), "logit_softcap = 30.0 may change the maths"),
+    "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "unsupported value": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
+    "more layers than tensors": (config(num_hidden_layers=10**8), "num_hidden_layers 100000000 cannot be"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
+    "unknown tensor": (weights(lambda w: w.update({"model.extra": torch.zeros(2)})), "1 left over (model.extra)"),
+    "lost tensor": (weights(lambda w: w.pop("model.norm.weight")), "1 missing (model.norm.weight)"),
+    "other shape": (config(intermediate_size=64), "of another shape than config.json says"),
+    "missing shard": (lambda f: first_shard(f).unlink(), "get the missing files"),
+    "truncated": (truncated, "its header promises"),
+    "empty file": (lambda f: first_shard(f).write_bytes(b""), "truncated or not a safetensors file"),
+    "not safetensors": (lambda f: first_shard(f).write_bytes(b"\xff" * 4000), "truncated or not a safetensors file"),
+    "overlapping tensors": (header(overlapping), "not a safetensors header"),
+    "lying index": (index(moved), "does not agree with"),
+    "a shape that is no integers": (header(no_integers), "not a safetensors header"),
+    "metadata that is no map": (header(lambda fields: fields.update(__metadata__=[1, 2])), "not a safetensors header"),
+    "two heads": (weights(lambda w: w.update({"score.weight": torch.zeros(1, 32)})), "has two heads"),
+    "index without a map": (index(lambda fields: fields.pop("weight_map")), "not a safetensors index"),
+    "index that leaves the folder": (
+        index(lambda fields: fields["weight_map"].update({"model.norm.weight": "../elsewhere.safetensors"})),
+        "is not a file of this folder",
+    ),
+    "pickle": (pickled, "--allow-pickle"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_import_refuses(source, tmp_path, name):
+    edit, words = SOURCES[name]
+    edit(source)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2
+    assert words in said and said.startswith("mrl: ") and said.count("\n") == 1, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_import_of_flipped_and_cut_headers_is_refused_or_right(hf, tmp_path):
+    """Seeded damage to what says where tensors lie. Their bytes have no checksum in safetensors: damage there cannot be seen."""
+    refused, source = 0, hf("qwen3_moe", shard="60KB")
+    files = sorted(file.name for file in source.glob("model*"))
+    rng = random.Random(0)
+    for i in range(FLIPS):
+        damaged, out = tmp_path / f"hf{i}", tmp_path / f"out{i}"
+        shutil.copytree(source, damaged)
+        file = damaged / files[i % len(files)]
+        data = bytearray(file.read_bytes())
+        end = len(data) if file.suffix == ".json" else 8 + struct.unpack("<Q", data[:8])[0]
+        at = rng.randrange(end)
+        if i % 4:
+            data[at] ^= 1 << rng.randrange(8)
+        else:
+            del data[at:]
+        file.write_bytes(data)
+        code, said = run("import", damaged, out)
+        if code == 2:
+            assert said.count("\n") == 1 and not out.exists(), said
+            refused += 1
+            continue
+        assert code == 0, said  # in what nothing follows from, such as total_size of the index
+        assert i % 4 or file.suffix == ".json"
+        assert run("export", out, tmp_path / f"back{i}")[0] == 0
+        assert kit.differences(source, tmp_path / f"back{i}") == []
+    assert refused > 0.9 * FLIPS
+
+
+def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
+    pickled(source)
+    assert run("import", source, tmp_path / "out", "--allow-pickle")[0] == 0
+    assert run("export", tmp_path / "out", tmp_path / "back")[0] == 0
+    assert kit.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("file", [5, "../elsewhere.bin", "lost.bin", ["a"]], ids=str)
+def test_an_index_of_pickles_that_lies(source, tmp_path, file):
+    pickled(source)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    code, said = run("import", source, tmp_path / "out", "--allow-pickle")
+    assert code == 2 and said.count("\n") == 1 and "pytorch_model.bin.index.json" in said
+
+
+def resealed(folder: pathlib.Path, name: str, content: bytes) -> None:
+    """Another content of a file of an import, whose COMPLETE says that it is so."""
+    (folder / name).write_bytes(content)
+    marker = json.loads((folder / "COMPLETE").read_text())
+    marker["files"][name] = {"size": len(content), "crc32": zlib.crc32(content)}
+    (folder / "COMPLETE").write_text(json.dumps(marker))
+
+
+@pytest.mark.parametrize("where", ["absolute", "relative"])
+def test_an_import_of_somebody_elses_writes_nothing_outside(imported, tmp_path, where):
+    """Names of files in source.json are another program's word."""
+    outside = tmp_path / "elsewhere.safetensors"
+    name = str(outside) if where == "absolute" else f"../{outside.name}"
+    said_there = json.loads((imported / "source.json").read_text())
+    for of in ("files", "metadata"):
+        first = next(iter(said_there[of]))
+        said_there[of][name] = said_there[of].pop(first)
+    resealed(imported, "source.json", json.dumps(said_there).encode())
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1 and "which is no file of it" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mcore"]
+
+
+def lying_dtype(metadata) -> None:
+    metadata.state_dict_metadata["decoder.final_layernorm.weight"].properties.dtype = torch.int32
+
+
+def overlapping_parts(metadata) -> None:
+    """Two halves of a tensor, of which the second is said to begin where the first does."""
+    key = "decoder.final_layernorm.weight"
+    stored = metadata.state_dict_metadata[key]
+    index, info = next((i, info) for i, info in metadata.storage_data.items() if i.fqn == key)
+    stored.chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([16]))] * 2
+    metadata.storage_data[MetadataIndex(key, torch.Size([0]))] = info
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(lying_dtype, "says torch.int32"), (overlapping_parts, "parts of .* overlap")]
+)
+def test_metadata_that_lies_is_refused(imported, change, words):
+    file = imported / "mcore/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    change(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=words):
+        TorchDistReader(imported / "mcore").read("decoder.final_layernorm.weight", [(0, 32)])
+
+
+def test_a_reader_keeps_few_files_open(hf, tmp_path, monkeypatch):
+    """A checkpoint of a large model has more data files than a process may open."""
+    monkeypatch.setattr(torch_dist, "OPEN_FILES", 3)
+    import_hf(hf("llama", shard="30KB"), tmp_path / "mcore", file_bytes=1_000)
+    folder = tmp_path / "mcore/mcore"
+    assert len(list(folder.glob("*.distcp"))) > 10
+    reader = TorchDistReader(folder)
+    for key, tensor in reader.tensors.items():
+        reader.read(key, [(0, size) for size in tensor.shape])
+        assert len(open_below(folder)) <= 3
+    reader.close()
+    assert open_below(folder) == []
+
+
+def open_below(folder: pathlib.Path) -> list[str]:
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [found for link in links if os.path.islink(link) and (found := os.readlink(link)).startswith(f"{folder}/")]
+
+
+def test_a_link_in_place_of_the_workspace_is_refused(source, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").touch()
+    (tmp_path / ".out.converting").symlink_to(tmp_path / "precious")
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and ".out.converting: is a link" in said
+    assert os.listdir(tmp_path / "precious") == ["file"]
+
+
+class Evil:
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("allow", [True, False])
+def test_a_pickle_runs_no_code(source, tmp_path, allow):
+    pickled(source)
+    with (source / "pytorch_model.bin").open("wb") as out:
+        pickle.dump({"model.norm.weight": Evil(tmp_path / "ran")}, out)
+    code, said = run("import", source, tmp_path / "out", *["--allow-pickle"] * allow)
+    assert code == 2 and said.count("\n") == 1
+    assert ("--allow-pickle" in said) is not allow  # no advice to do what was done
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+def test_metadata_that_is_a_foreign_pickle_runs_no_code(imported, tmp_path):
+    with (imported / "mcore/.metadata").open("wb") as out:
+        pickle.dump(Evil(tmp_path / "ran"), out)
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir, which is no part of the format"):
+        TorchDistReader(imported / "mcore")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_export_refuses_flipped_and_cut_bytes(imported, tmp_path, seed):
+    rng = random.Random(seed)
+    files = sorted(
+        p for p in imported.rglob("*") if p.is_file() and p.suffix != ".jinja" and p.name != "generation_config.json"
+    )
+    file = files[seed % len(files)]
+    data = bytearray(file.read_bytes())
+    at = rng.randrange(len(data))
+    if rng.random() < 0.5:
+        data[at] ^= 1 << rng.randrange(8)
+        if file.name == "COMPLETE" and not _marker_changed(file, data):
+            data[0] ^= 1
+    else:
+        del data[at:]
+    file.write_bytes(data)
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+def _marker_changed(file: pathlib.Path, data: bytes) -> bool:
+    """Whether a flip in COMPLETE is one that it can show: of what it says of the files."""
+    try:
+        return json.loads(bytes(data))["files"] != json.loads(file.read_bytes())["files"]
+    except ValueError:
+        return True
+
+
+@pytest.mark.parametrize("lost", ["mcore/__0_0.distcp", "mcore/.metadata", "engine.pt", "COMPLETE", "config.json"])
+def test_export_refuses_a_checkpoint_that_lacks_a_file(imported, tmp_path, lost):
+    (imported / lost).unlink()
+    code, said = run("export", imported, tmp_path / "out")
+    assert code == 2 and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("size", "backend"), [(1, "fsdp"), (2, "megatron")])
+def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backend):
+    """A byte of the weights that is another, or is missing, would be trained on in silence."""
+    folders = [str(imported)]
+    for i, file in enumerate(["mcore/__0_0.distcp", "mcore/__0_0.distcp", "mcore/.metadata", "engine.pt"] * 2):
+        folders.append(str(shutil.copytree(imported, tmp_path / f"damaged{i}")))
+        data = bytearray((imported / file).read_bytes())
+        at = random.Random(i).randrange(len(data))
+        if i % 2:
+            data[at] ^= 1
+        else:
+            del data[at:]
+        pathlib.Path(folders[-1], file).write_bytes(data)
+    said = run_case(size, "tests.convert.cases:what_starts_say", folders=folders, backend=backend)
+    assert said[0] is None
+    for folder, words in zip(folders[1:], said[1:], strict=True):
+        assert words is not None and folder in words and "\n" not in words, words
+
+
+def test_a_run_starts_from_no_half_import(imported, hf):
+    from mrl.converters.accounting import stored_weights
+    from mrl.converters.families import family_for
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.errors import UserError
+
+    about = read_hf_config(imported)
+    (imported / "COMPLETE").unlink()
+    with (
+        pytest.raises(UserError),
+        stored_weights(str(imported), family_for(about), about, head="lm", trained=True) as read,
+    ):
+        read("model.norm.weight")
+
+
+def test_another_model_and_wrong_uses(imported, hf, tmp_path):
+    code, said = run("export", imported, tmp_path / "out", "--model", hf("qwen3"))
+    assert code == 2 and "is another model: model_type is 'llama' in the checkpoint and 'qwen3' in config.json" in said
+    assert "no effect" in run("export", imported, tmp_path / "out", "--role", "actor")[1]
+    assert "holds no whole checkpoint" in run("export", tmp_path, tmp_path / "out")[1]
+    assert "is a Hugging Face folder" in run("export", hf("llama", shard="30KB"), tmp_path / "out")[1]
+    assert "no such folder" in run("export", tmp_path / "nothing", tmp_path / "out")[1]
+    assert "is not a size" in run("export", imported, tmp_path / "out", "--max-shard-size", "5 bananas")[1]
+    assert "no such file; give a GGUF file, a " in run("import", tmp_path / "no.gguf", tmp_path / "out")[1]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").touch()
+    assert "is not an empty folder" in run("import", hf("llama", shard="30KB"), tmp_path / "out")[1]
+    assert "is not an empty folder" in run("export", imported, tmp_path / "out")[1]
+    assert os.listdir(tmp_path / "out") == ["precious"]
+
+
+def test_too_little_room_is_found_before(source, tmp_path, monkeypatch):
+    import mrl.convert.workspace as workspace
+
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: free)
+    code, said = run("import", source, tmp_path / "out")
+    assert code == 2 and "needs 95.6 KB and the disk of" in said and "has 1.0 KB free" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,88 @@
+"""Runs that start from an import, and the export of what they leave: of `mrl sft`, and each role of `mrl ppo`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from mrl.config.load import load_config
+from mrl.config.ppo import PPOConfig
+from mrl.config.schema import SFTConfig
+from mrl.convert.exporting import export_hf
+from mrl.convert.importing import import_hf
+from mrl.errors import CheckpointError
+from tests.convert import kit
+from tests.convert.cases import load_folder
+from tests.convert.test_refused import run as mrl_convert
+from tests.engine.harness import run_case
+from tests.trainers import kit as sft_kit
+from tests.trainers.rl import kit as rl_kit
+
+
+def train(command: str, path: str) -> None:
+    """A case: one run of a trainer."""
+    import importlib
+
+    root = SFTConfig if command == "sft" else PPOConfig
+    importlib.import_module(f"mrl.trainers.{command}").run(load_config(path, (), root))
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "megatron"), (1, "fsdp")])
+def test_sft_from_an_import(tmp_path, size, backend):
+    sft_kit.make_inputs(tmp_path)
+    import_hf(tmp_path / "model", tmp_path / "mcore")
+    engine = {"backend": backend, "device": "cpu", "parallel": {"tp": size}}
+    for start in ("model", "mcore"):
+        config = sft_kit.make_config(
+            tmp_path, tmp_path / f"from-{start}", engine=engine, train={"steps": 2},
+            model={"path": str(tmp_path / start), "dtype": "bfloat16"},
+        )  # fmt: skip
+        path = sft_kit.write_config(tmp_path / f"{start}.yaml", config)
+        run_case(size, "tests.convert.test_runs:train", command="sft", path=str(path))
+        export_hf(tmp_path / f"from-{start}", tmp_path / f"hf-{start}")
+        assert kit.differences(tmp_path / f"from-{start}/hf", tmp_path / f"hf-{start}") == []
+    for other in ("hf-mcore", "from-mcore/hf"):
+        assert kit.differences(tmp_path / "hf-model", tmp_path / other) == []
+    before, after = kit.files_of(tmp_path / "from-model/hf"), kit.files_of(tmp_path / "hf-mcore")
+    assert before.keys() == after.keys()
+    assert [n for n in before if before[n] != after[n] and not n.endswith(".safetensors")] == []
+
+
+def test_each_role_of_a_ppo_run(tmp_path):
+    rl_kit.make_inputs(tmp_path)
+    config = rl_kit.make_config(
+        tmp_path,
+        tmp_path / "run",
+        "ppo",
+        actor={"engine": rl_kit.engine("megatron")},
+        critic={"engine": rl_kit.engine("fsdp")},
+    )
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
+    run_case(1, "tests.convert.test_runs:train", command="ppo", path=str(tmp_path / "ppo.yaml"))
+    export_hf(tmp_path / "run", tmp_path / "actor")
+    assert kit.differences(tmp_path / "run/hf", tmp_path / "actor") == []
+    export_hf(tmp_path / "run", tmp_path / "critic", role="critic")
+    critic = load_folder(str(tmp_path / "critic"))
+    assert critic["score.weight"].shape == (1, 32) and "lm_head.weight" not in critic
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert torch.equal(loaded.score.weight, critic["score.weight"])
+    with pytest.raises(CheckpointError, match="--role: value 'judge' is not in"):
+        export_hf(tmp_path / "run", tmp_path / "none", role="judge")
+    code, said = mrl_convert("verify", tmp_path / "run", tmp_path / "critic", "--role", "critic")
+    assert code == 0, said
+
+
+def test_resume_says_that_an_import_has_no_optimizer(tmp_path):
+    sft_kit.make_inputs(tmp_path)
+    import_hf(tmp_path / "model", tmp_path / "mcore")
+    config = sft_kit.make_config(
+        tmp_path, tmp_path / "run", engine={"backend": "megatron", "device": "cpu"},
+        checkpoint={"resume": str(tmp_path / "mcore")},
+    )  # fmt: skip
+    path = sft_kit.write_config(tmp_path / "sft.yaml", config)
+    with pytest.raises(
+        AssertionError, match="holds weights alone, as `mrl convert import` makes it; name it in model.path"
+    ):
+        run_case(1, "tests.convert.test_runs:train", command="sft", path=str(path))

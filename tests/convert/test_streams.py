@@ -1,0 +1,129 @@
+"""`hf_to_mcore` and `mcore_to_hf`: the shards that an engine would load, from a stream in any order, and the way back."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
+from mrl.converters.rules import chunk_plans, param_map
+from mrl.converters.stacks import reading
+from mrl.errors import ModelError
+from mrl.parallel import ParallelDims
+from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MOE, save
+
+CASES = [
+    (model, layout, tied)
+    for model in ("llama", "qwen2", "qwen3_moe", "mixtral")
+    for layout in (LAYOUTS if model in MOE else DENSE_LAYOUTS)
+    for tied in (False, True)
+] + [
+    (model, layout, False)
+    for model in ("olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3_moe", "gpt_oss")
+    for layout in ("tp2", "tp2xpp2xvpp2xep4")
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(config, family, weights) by name."""
+    from safetensors.torch import load_file
+
+    made = {}
+
+    def get(name, tied=False):
+        if (name, tied) not in made:
+            path = save(tmp_path_factory.mktemp(name) / "hf", name, tied=tied)
+            config = read_hf_config(path)
+            made[name, tied] = config, family_for(config), load_file(path / "model.safetensors")
+        return made[name, tied]
+
+    return get
+
+
+def shuffled(items, seed=0):
+    items = list(items)
+    random.Random(seed).shuffle(items)
+    return items
+
+
+@pytest.mark.parametrize(("name", "layout", "tied"), CASES)
+def test_shards_are_those_of_the_rules_and_merge_again(model, name, layout, tied):
+    config, family, weights = model(name, tied)
+    layout = LAYOUTS[layout]
+    plans = chunk_plans(config["num_hidden_layers"], layout.pp, layout.vpp)
+    shards = []
+    for rank in range(layout.world_size):
+        coords = layout.coordinates(rank)
+        got = {}
+        for chunk, mcore, shard in hf_to_mcore(shuffled(weights.items(), rank), family, layout, rank, hf_config=config):
+            assert (chunk, mcore) not in got
+            got[chunk, mcore] = shard
+            shards.append((rank, chunk, mcore, shard))
+        read = reading(weights.__getitem__, family)
+        expected = {
+            (chunk, n): rule.load(read)
+            for chunk in range(layout.vpp)
+            for n, rule in param_map(
+                family, config, layout=layout, coords=coords, chunk=plans[coords.pp_rank, chunk]
+            ).items()
+        }
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[key], expected[key]) for key in expected)
+    back = dict(mcore_to_hf(shuffled(shards), family, layout, hf_config=config))
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[n], weights[n]) for n in weights)
+
+
+def test_memory_is_this_ranks_own(model):
+    """What is kept does not alias the stream's tensors, which a sender may reuse."""
+    config, family, weights = model("llama")
+    expected = {n: s.clone() for _, n, s in hf_to_mcore(weights.items(), family, ParallelDims(), 0, hf_config=config)}
+
+    def reused():
+        for name, tensor in weights.items():
+            buffer = tensor.clone()
+            yield name, buffer
+            buffer.fill_(torch.nan)
+
+    got = {name: shard for _, name, shard in hf_to_mcore(reused(), family, ParallelDims(), 0, hf_config=config)}
+    assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got)
+
+
+def test_streams_that_are_not_the_model_are_refused(model):
+    config, family, weights = model("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def run(items):
+        return list(hf_to_mcore(items, family, ParallelDims(), 0, hf_config=config))
+
+    with pytest.raises(ModelError, match=f"1 tensors missing .*{name}"):
+        run((n, t) for n, t in weights.items() if n != name)
+    with pytest.raises(ModelError, match="extra.weight: the model has no such tensor"):
+        run([*weights.items(), ("extra.weight", torch.zeros(1))])
+    with pytest.raises(ModelError, match=f"{name}: came twice"):
+        run([*weights.items(), (name, weights[name])])
+    with pytest.raises(ModelError, match=rf"{name}: is \[3\], not \[24, 16\]"):
+        run([*((n, t) for n, t in weights.items() if n != name), (name, torch.zeros(3))])
+    layout = LAYOUTS["tp2"]
+    shards = [
+        (rank, *found)
+        for rank in range(2)
+        for found in hf_to_mcore(weights.items(), family, layout, rank, hf_config=config)
+    ]
+    with pytest.raises(ModelError, match="tensors missing"):
+        list(mcore_to_hf(shards[: len(shards) // 2], family, layout, hf_config=config))
+    with pytest.raises(ModelError, match="rank 0 of tp2 has no such parameter"):
+        list(mcore_to_hf([(0, 0, "nothing", torch.zeros(1))], family, layout, hf_config=config))
+
+
+def test_the_package_needs_no_process_group_and_no_megatron():
+    code = (
+        "import sys, mrl.converters; loaded = [m for m in sys.modules if m.split('.')[0] == 'megatron'];"
+        "import torch.distributed as dist; assert not loaded and not dist.is_initialized(), loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
