@@ -17,6 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["mrl", "mrl.*"]),
+    package_data={"mrl.launch.slurm": ["templates/*.sbatch"]},
     install_requires=[
         "megatron-core>=0.16.1",
         "torch>=2.13",
@@ -27,7 +28,7 @@ setup(
         "filelock",  # the cache of line positions
         "fsspec",  # remote checkpoints
         "huggingface_hub",
-        "jinja2",  # chat templates
+        "jinja2",  # chat templates, job scripts
         "numpy",
         "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher
         "pyarrow",  # Parquet

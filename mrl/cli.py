@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mrl import __version__
+from mrl.cli_slurm import slurm
 from mrl.errors import Stopped, UserError
+from mrl.launch.slurm import ending
 
 if TYPE_CHECKING:
     from mrl.config.ppo import PPOConfig
@@ -44,10 +46,13 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except UserError as error:
             _say(str(error))
+            ending.record(os.environ, EXIT_USER_ERROR, str(error))
             ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:
             _say(str(stop) or "stopped after saving a checkpoint; run the same command again to go on")
-            ctx.exit(EXIT_STOPPED)
+            told = ending.record(os.environ, EXIT_STOPPED, str(stop))
+            # the job's script knows then; srun and torchrun would make a failure of 75, and kill ranks that are leaving
+            ctx.exit(0 if told and "RANK" in os.environ else EXIT_STOPPED)
         except KeyboardInterrupt:
             _say(INTERRUPTED)
             ctx.exit(EXIT_INTERRUPTED)
@@ -81,6 +86,8 @@ def command() -> None:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         else:
             traceback.print_exception(end)
+            last = traceback.format_exception_only(end)[-1]
+            ending.record(os.environ, EXIT_FAULT, last, "".join(traceback.format_exception(end)))
         from mrl.launch.worker import leave
 
         leave(code, failed=code not in (0, EXIT_STOPPED))
@@ -128,7 +135,7 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     from mrl.config.load import load_config
     from mrl.config.roots import ROOTS
     from mrl.launch import preflight
-    from mrl.launch.environment import joined_world
+    from mrl.launch.environment import interface_towards, joined_world
     from mrl.launch.worker import log_path, warnings_in
 
     joined = joined_world(os.environ)
@@ -149,6 +156,11 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if joined is not None:
         os.environ.update(joined.variables)
+        if (
+            "GLOO_SOCKET_IFNAME" not in os.environ
+            and (name := interface_towards(os.environ["MASTER_ADDR"])) is not None
+        ):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             _target(command)(config, command_line)
     else:
@@ -240,6 +252,9 @@ def _micro_batch(engine: EngineConfig, max_length: int) -> str:
 
     tokens = micro_batch_tokens(engine.micro_batch, max_length)
     return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"
+
+
+main.add_command(slurm)
 
 
 @main.command("config")

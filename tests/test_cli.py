@@ -18,7 +18,7 @@ from mrl.errors import DataError, Stopped
 from mrl.launch import local
 from tests.bad_input.kit import Workspace
 
-HEAVY = ("torch", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")
+HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")
 
 
 @pytest.fixture
@@ -48,6 +48,8 @@ def train_with(monkeypatch, function) -> None:
         ["ppo", "--help"],
         ["config"],
         ["config", "ppo"],
+        ["slurm", "--help"],
+        ["slurm", "submit", "--help"],
         ["convert", "--help"],
         ["convert", "import", "--help"],
     ],
@@ -80,7 +82,7 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    assert sorted(cli.main.commands) == ["config", "convert", "ppo", "sft"], "a command exists when it works"
+    assert sorted(cli.main.commands) == ["config", "convert", "ppo", "sft", "slurm"], "a command exists when it works"
 
 
 def test_the_package_says_the_same_version():

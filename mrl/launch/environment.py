@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import socket
 from collections.abc import Mapping
+
+import psutil
 
 from mrl.errors import ConfigError
 
@@ -91,3 +95,19 @@ def first_host(nodes: str) -> str:
     assert match is not None, nodes
     prefix, first, suffix = match.groups()
     return prefix + (first or "") + (suffix or "")
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface that this machine reaches `host` from, its own address too; None where it cannot be told.
+
+    For gloo, which would take the one of this machine's host name: often a loopback or an office network.
+    """
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of UDP: chooses a route and sends nothing
+            ours = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(one.address.partition("%")[0] == ours for one in addresses):
+                return name
+    return None

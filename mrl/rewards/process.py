@@ -22,7 +22,11 @@ import psutil
 
 from mrl.rewards.worker import Setup
 
-START = "import sys; sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
+START = (
+    # srun sends what stops a run to every process of the job: scoring goes on until the trainer has saved
+    "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGUSR1)]; "
+    "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
+)
 
 WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, is left after this
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.launch.environment import first_host, joined_world
+from mrl.launch.environment import first_host, interface_towards, joined_world
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "77"}  # fmt: skip
@@ -65,3 +68,13 @@ def test_torchrun_inside_a_slurm_job_wins():
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_gloo_takes_the_interface_towards_the_first_process():
+    """A machine's own address counts: the first process's machine has it on the interface that the others reach."""
+    assert interface_towards("127.0.0.1") in ("lo", "lo0")
+    assert interface_towards("no-such-host.invalid") is None
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET and not one.address.startswith("127."):
+                assert interface_towards(one.address) == name

@@ -71,6 +71,12 @@ def test_large_values_pass(pool):
     ] * 3
 
 
+def test_signals_that_stop_a_run_do_not_end_scoring(pool):
+    """srun sends them to every process of a job."""
+    signals = ", ".join(f"os.kill(os.getpid(), {number:d})" for number in (signal.SIGUSR1, signal.SIGTERM))
+    assert pool.run(scripts(f"give ({signals}, 3.0)[-1]")) == [Outcome(3.0)]
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("1", 1), ("True", 1), ("-2.5", -2.5), ("__import__('fractions').Fraction(1, 2)", 0.5), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('numpy').bool_(True)", 1), ("__import__('numpy').array(3)", 3)],

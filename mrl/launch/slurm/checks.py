@@ -1,0 +1,151 @@
+"""A config against the allocation that it is to run on: before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import statistics
+from collections.abc import Sequence
+
+from mrl import metrics
+from mrl.config.ppo import PPOConfig
+from mrl.config.roots import Config
+from mrl.errors import ConfigError
+from mrl.launch import preflight
+from mrl.launch.slurm.options import SlurmConfig, seconds_of
+from mrl.launch.slurm.render import IN_AN_IMAGE
+from mrl.parallel import ParallelDims
+
+RECENT_STEPS = 20
+
+
+def check_job(config: Config, options: SlurmConfig) -> list[str]:
+    """Raises a UserError where the run could not start, or would not end, in the job. Returns warnings.
+
+    Files are looked at from here: this machine sees what the nodes will see.
+    """
+    _check_devices(config, options)
+    parts = preflight.check_files(config)
+    try:
+        layouts = preflight.check_layout(config, parts, options.world_size)
+    except ConfigError as error:
+        nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
+        raise ConfigError(f"{error} ({nodes})") from None
+    preflight.check_code(config)
+    return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
+
+
+def check_template(config: Config, options: SlurmConfig) -> None:
+    """What the template needs is given, and what is given it uses."""
+    in_mounts = ":," if options.template in IN_AN_IMAGE else ""
+    for name, value, refused in (
+        ("output_dir", config.output_dir, "\n\0\\" + in_mounts),
+        ("working directory", os.getcwd(), "\n\0" + in_mounts),
+    ):
+        if found := [c for c in value if c in refused]:
+            raise ConfigError(
+                f"{name}: value {value!r} has {found[0]!r} in it, which the job's script cannot have there; give another folder"
+            )
+    if options.template in IN_AN_IMAGE and options.image is None:
+        raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
+    if options.template == "bare" and (options.image is not None or options.mounts):
+        name = "image" if options.image is not None else "mounts"
+        raise ConfigError(
+            f"slurm.{name}: value {getattr(options, name)!r} is not used by the template bare; give --template container or apptainer"
+        )
+    if options.template in (*IN_AN_IMAGE, "bare") and options.servers.nodes:
+        raise ConfigError(
+            f"slurm.servers.nodes: value {options.servers.nodes} is not used by the template {options.template}; give --template hetero"
+        )
+    if options.template == "hetero" or options.servers.nodes:
+        _check_servers(config, options)
+
+
+def _check_servers(config: Config, options: SlurmConfig) -> None:
+    if not isinstance(config, PPOConfig) or config.rollout.backend not in ("vllm", "sglang"):
+        raise ConfigError(
+            'slurm.template: value "hetero" starts inference servers, and this config asks for none; '
+            "use it for mrl ppo with rollout.backend vllm or sglang"
+        )
+    if not options.servers.nodes:
+        raise ConfigError(
+            "slurm.servers.nodes: value 0 leaves the template hetero without a server; give --servers-nodes"
+        )
+    if options.array is not None:
+        raise ConfigError(
+            f'slurm.array: value "{options.array}" cannot be of a heterogeneous job, says Slurm; submit one job a task'
+        )
+
+
+def _check_devices(config: Config, options: SlurmConfig) -> None:
+    asked = preflight.devices(config)
+    if "cuda" in asked and not options.gpus_per_node:
+        raise ConfigError(
+            f"slurm.gpus_per_node: value {options.gpus_per_node or 0} gives no GPU to engine.device cuda; give --gpus-per-node"
+        )
+    if asked == {"cpu"} and options.gpus_per_node:
+        raise ConfigError(
+            f"slurm.gpus_per_node: value {options.gpus_per_node} asks for GPUs that engine.device cpu does not use; give "
+            "--gpus-per-node 0 and --processes-per-node"
+        )
+
+
+def _across_nodes(parts: Sequence[preflight.Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
+    """Tensor-parallel groups are ranks in a row, and talk in every layer: within a node they are fast."""
+    return [
+        f"{f'{part.role}.engine'.lstrip('.')}.parallel.tp: groups of {dims.tp} do not fit into the {options.per_node} processes of "
+        "a node, so every layer talks over the network; use pp across nodes instead"
+        for part, dims in zip(parts, layouts, strict=True)
+        if options.nodes > 1 and options.per_node % dims.tp
+    ]
+
+
+def _check_cores(options: SlurmConfig) -> list[str]:
+    whole = any(re.match(r"--exclusive\b|--cpus-per-gpu\b", line) for line in options.sbatch)
+    if options.launcher == "srun" or options.per_node == 1 or options.cpus_per_task is not None or whole:
+        return []
+    return [
+        f"slurm.cpus_per_task: is not given, and many sites give a task 1 core: all {options.per_node} processes of a node would "
+        f"share it; give --cpus-per-task, as in {4 * options.per_node}"
+    ]
+
+
+def _check_time(config: Config, options: SlurmConfig) -> list[str]:
+    """What a failed node can lose, and whether there is time to save before the limit."""
+    limit_s = seconds_of(options.time) if options.time is not None else None
+    step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every
+    found = []
+    if step_s is not None and step_s > options.signal_s:
+        found.append(
+            f"slurm.signal_s: value {options.signal_s} is shorter than a step of this run ({step_s:.0f} s): the signal would come too "
+            f"late to save; give at least {2 * step_s:.0f}"
+        )
+    if every is None:
+        found.append(
+            "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
+        )
+    elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
+        found.append(
+            f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time limit is "
+            f"{in_words(limit_s)}: only the signal before it saves; a node that fails loses all"
+        )
+    return found
+
+
+def step_seconds(run_dir: pathlib.Path) -> float | None:
+    """Median seconds of the newest steps in a run's metrics.jsonl; None where it has none."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists() or metrics.last_step(path) is None:
+        return None
+    times = [row["perf/step_s"] for row in metrics.read(path)[-RECENT_STEPS:] if "perf/step_s" in row]
+    return statistics.median(times) if times else None
+
+
+def in_words(seconds: float) -> str:
+    """`1 h 05 min`, `3 min 20 s`, `12 s`."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {s:02d} s" if minutes else f"{s} s"

@@ -1,0 +1,169 @@
+"""Jobs as Slurm's own commands describe them: sbatch, squeue, scontrol and scancel; accounting is not needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.errors import ConfigError
+
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
+RECORDS = "jobs.jsonl"
+"""In a run's slurm/: one object a submitted job."""
+
+_FIELD = re.compile(r" (?=[A-Z][A-Za-z/:]*=)")
+
+
+def call(*command: str) -> str:
+    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{command[0]}: is not on the PATH; run this on a machine with Slurm's commands, or use `mrl slurm render`"
+        ) from None
+    if done.returncode:
+        raise SlurmError(
+            f"{command[0]}: {done.stderr.strip() or done.stdout.strip() or f'exit code {done.returncode}'}"
+        )
+    return done.stdout
+
+
+class SlurmError(ConfigError):
+    """A command of Slurm refused."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job, or a task of an array, that Slurm knows. fields: of `scontrol show job`."""
+
+    id: str
+    fields: Mapping[str, str]
+
+    @property
+    def state(self) -> str:
+        return self.fields.get("JobState", "UNKNOWN")
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def slurm_dir(self) -> pathlib.Path | None:
+        """The run's folder of scripts and logs; None where the job is not of `mrl slurm`."""
+        log = self.fields.get("StdOut", "")
+        folders = [pathlib.Path(name).parent for name in (log, log.replace("%%", "%"))]  # Slurm shows the pattern
+        return next((folder for folder in folders if (folder / RECORDS).is_file()), None)
+
+
+def known(job_id: str) -> list[Job]:
+    """The job, or the tasks of the array, as Slurm knows them; none where it does not any more."""
+    try:
+        text = call("scontrol", "show", "job", "--oneliner", job_id)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise
+    found = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
+    return [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+
+
+def _parse(line: str) -> Job:
+    fields = dict(field.split("=", 1) for field in _FIELD.split(line.strip()) if "=" in field)
+    if fields.get("ArrayTaskId"):
+        return Job(f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}", fields)
+    return Job(fields["JobId"], fields)
+
+
+def mine() -> list[Job]:
+    """The user's jobs in the queue that `mrl slurm submit` has put there."""
+    ids = call("squeue", "--me", "--noheader", "--format=%A").split()
+    return [job for job_id in dict.fromkeys(ids) for job in known(job_id) if job.slurm_dir is not None]
+
+
+def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
+    """The jobs that were submitted for a run, oldest first."""
+    path = slurm_dir / RECORDS
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
+    with open(slurm_dir / RECORDS, "a", encoding="utf-8") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
+    """The jobs of a run that have not ended."""
+    return [job for record in records(slurm_dir) for job in known(record["job"]) if not job.ended]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What `status`, `logs` and `cancel` are about: a job of the run whose slurm/ folder is `slurm_dir`.
+
+    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it.
+    """
+
+    slurm_dir: pathlib.Path
+    job_id: str
+    jobs: Sequence[Job]
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        return self.slurm_dir.parent
+
+
+def targets(what: str | None) -> list[Target]:
+    """The newest job of a run's folder, or the job of an id; None: those of this folder, or all of mine in the queue.
+
+    Raises ConfigError where there is none.
+    """
+    if what is None:
+        if (pathlib.Path("slurm") / RECORDS).is_file():
+            return [_newest(pathlib.Path.cwd() / "slurm")]
+        found = {job.fields.get("ArrayJobId", job.id): job for job in mine()}
+        return [Target(job.slurm_dir, job_id, known(job_id)) for job_id, job in found.items()]
+    if re.fullmatch(r"\d+(_\d+)?", what) and not os.path.isdir(what):
+        return [_of_id(what)]
+    folder = pathlib.Path(what).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{what}: is neither a job's id nor a folder; give the output_dir of a run, or an id such as 1234"
+        )
+    if not (folder / "slurm" / RECORDS).is_file():
+        raise ConfigError(
+            f"{what}: no job was submitted for it by `mrl slurm submit`; give another output_dir, or a job's id"
+        )
+    return [_newest(folder / "slurm")]
+
+
+def _newest(slurm_dir: pathlib.Path) -> Target:
+    job_id = records(slurm_dir)[-1]["job"]
+    return Target(slurm_dir, job_id, known(job_id))
+
+
+def _of_id(job_id: str) -> Target:
+    jobs = known(job_id)
+    if not jobs:
+        raise ConfigError(f"{job_id}: Slurm knows no such job, or no longer; give the output_dir of its run")
+    if jobs[0].slurm_dir is None:
+        raise ConfigError(f"{job_id}: is a job, but none that `mrl slurm submit` has submitted; use squeue and scancel")
+    return Target(jobs[0].slurm_dir, job_id, jobs)

@@ -1,0 +1,231 @@
+"""Templates of job scripts, and the script that one becomes.
+
+A template gets the names of `variables_of`. Jinja's StrictUndefined is on: a name that is none of them is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from mrl import __version__
+from mrl.config.keys import show
+from mrl.errors import ConfigError
+from mrl.launch.slurm.options import SlurmConfig
+
+TEMPLATES = pathlib.Path(__file__).parent / "templates"
+NAMES = ("bare", "container", "apptainer", "hetero")
+IN_AN_IMAGE = ("container", "apptainer")
+SUFFIX = ".sbatch"
+TASK_ID = "%a"
+"""In an override: the id of an array's task, as in Slurm's own file names."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One job, as templates see it. All paths are absolute.
+
+    command: sft or ppo. config: the file that the run reads. overrides: KEY=VALUE after it. output_dir: of the config.
+    work_dir: where relative paths of the config begin. server_command: shell lines that become an inference server.
+    """
+
+    command: str
+    config: str
+    overrides: Sequence[str]
+    output_dir: str
+    work_dir: str
+    server_command: str = ""
+
+    @property
+    def slurm_dir(self) -> str:
+        """Where scripts, logs and notes of the run's jobs are."""
+        return os.path.join(self.output_dir, "slurm")
+
+
+def template_text(name: str) -> str:
+    """The text of a template of the package."""
+    path = TEMPLATES / (name + SUFFIX)
+    if name not in (*NAMES, "base"):
+        raise ConfigError(f"template: value {show(name)} is none; the templates are base, {', '.join(NAMES)}")
+    return path.read_text(encoding="utf-8")
+
+
+def render(job: Job, options: SlurmConfig) -> str:
+    """The job's script. Raises ConfigError where the template cannot be read, or reads what is not there."""
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(
+            [jinja2.FunctionLoader(_own_template(options.template)), jinja2.FileSystemLoader(TEMPLATES)]
+        ),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"quote": shlex.quote, "comment": _one_line}
+    name = options.template + SUFFIX if options.template in NAMES else options.template
+    variables = variables_of(job, options)
+    try:
+        return re.sub(r"\n{3,}", "\n\n", environment.get_template(name).render(variables))
+    except jinja2.TemplateSyntaxError as error:
+        where = error.filename or error.name or options.template
+        raise ConfigError(f"{where}:{error.lineno}: the template is wrong: {error.message}; correct it there") from None
+    except jinja2.UndefinedError as error:
+        known = ", ".join(sorted(variables))
+        raise ConfigError(
+            f"{options.template}: the template reads what is not there ({error.message}); the variables are {known}; "
+            "your own are in slurm.variables, read as variables.NAME"
+        ) from None
+    except jinja2.TemplateNotFound as error:
+        raise ConfigError(
+            f"{options.template}: the template {error.name} does not exist; give a file, or one of {', '.join(NAMES)}"
+        ) from None
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{options.template}: the template is wrong: {error}; correct it there") from None
+
+
+def _own_template(path: str) -> Any:
+    """A loader of the user's own file, under the very name that was given."""
+
+    def load(name: str) -> tuple[str, str, None] | None:
+        file = pathlib.Path(name).expanduser()
+        if name != path or path in NAMES or not file.is_file():
+            return None
+        try:
+            return file.read_text(encoding="utf-8"), str(file), None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name}: the template cannot be read ({error}); give a text file") from None
+
+    return load
+
+
+def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
+    """What templates may read: the keys of SlurmConfig, and what is derived from them and the job."""
+    in_image = options.template in IN_AN_IMAGE or options.image is not None
+    keys = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    mounts = [
+        f"{folder}:{folder}" for folder in dict.fromkeys((job.work_dir, job.output_dir, os.path.dirname(job.config)))
+    ]
+    return keys | {
+        "title": _one_line(f"mrl {job.command} {shlex.quote(job.config)}"),
+        "version": __version__,
+        "run_dir": job.output_dir,
+        "slurm_dir": job.slurm_dir,
+        "work_dir": job.work_dir,
+        "server_command": job.server_command,
+        "command": _words(job, options),
+        "directives": directives(job, options),
+        "server_directives": server_directives(options),
+        "python": options.python or ("python3" if in_image else sys.executable),
+        "per_node": options.per_node,
+        "mounts": [*_uncovered(mounts), *options.mounts],
+        "srun_options": _srun_options(options),
+        "probe_options": ["--het-group=0,1"]
+        if options.servers.nodes
+        else [f"--nodes={options.nodes}", f"--ntasks={options.nodes}", "--ntasks-per-node=1"],
+    }
+
+
+def _uncovered(mounts: Sequence[str]) -> list[str]:
+    """Without folders that lie in another one."""
+    folders = [mount.partition(":")[0] for mount in mounts]
+    inside = lambda a: any(a != b and os.path.commonpath([a, b]) == b for b in folders)  # noqa: E731
+    return [mount for mount, folder in zip(mounts, folders, strict=True) if not inside(folder)]
+
+
+def _words(job: Job, options: SlurmConfig) -> list[str]:
+    """The arguments of `mrl`, quoted for the shell. Each task of an array gets its id, and an output_dir of its own."""
+    if options.array is None:
+        return [shlex.quote(word) for word in (job.command, job.config, *job.overrides)]
+    overrides = [
+        *job.overrides,
+        f"output_dir={json.dumps(os.path.join(job.output_dir, f'task_{TASK_ID}'), ensure_ascii=False)}",
+    ]
+    return [shlex.quote(job.command), shlex.quote(job.config), *map(_with_task_id, overrides)]
+
+
+def _with_task_id(override: str) -> str:
+    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in override.split(TASK_ID))
+
+
+def directives(job: Job, options: SlurmConfig) -> list[str]:
+    """What follows #SBATCH, a line each, quoted for Slurm."""
+    of_task = 1 if options.launcher == "torchrun" else options.per_node
+    log = os.path.join(job.slurm_dir.replace("%", "%%"), "%A_%a.log" if options.array is not None else "%j.log")
+    values = {
+        "job-name": options.job_name or f"mrl-{job.command}-{os.path.basename(job.output_dir)}",
+        "chdir": job.work_dir,
+        "output": log,
+        "open-mode": "append",
+        "nodes": options.nodes,
+        "ntasks-per-node": of_task,
+        "gpus-per-node": options.gpus_per_node or None,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "constraint": options.constraint,
+        "exclude": options.exclude,
+        "nodelist": options.nodelist,
+        "array": options.array,
+        "dependency": options.dependency,
+        "mail-type": options.mail_type,
+        "mail-user": options.mail_user,
+        "signal": f"B:USR1@{options.signal_s}",
+    }
+    lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
+    return [*lines, "--requeue", *options.sbatch]
+
+
+def server_directives(options: SlurmConfig) -> list[str]:
+    """Of the second part of a heterogeneous job; what is null there is the first part's."""
+    servers = options.servers
+    gpus = servers.gpus_per_node if servers.gpus_per_node is not None else options.gpus_per_node
+    values = {
+        "nodes": servers.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus or None,
+        "cpus-per-task": servers.cpus_per_task,
+        "mem": servers.mem,
+        "partition": servers.partition or options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "constraint": options.constraint,
+        "exclude": options.exclude,
+    }
+    return [
+        *(f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None),
+        "--requeue",
+    ]
+
+
+def _srun_options(options: SlurmConfig) -> list[str]:
+    """Of the step that trains. One task that fails ends all, and so does one that ends a minute before the others."""
+    tasks = 1 if options.launcher == "torchrun" else options.per_node
+    cpus = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
+    nodes = [f"--nodes={options.nodes}", f"--ntasks={options.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    return [*nodes, *cpus, "--kill-on-bad-exit=1", "--wait=60"]
+
+
+def sbatch_quote(value: str) -> str:
+    """A value on an #SBATCH line, as Slurm reads it."""
+    if _PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())

@@ -1,0 +1,25 @@
+"""The command that starts an inference server for `mrl ppo` on a node of its own (docs/rollout-servers.md)."""
+
+from __future__ import annotations
+
+import shlex
+
+from mrl.config.ppo import PPOConfig
+from mrl.launch.slurm.options import SlurmConfig
+
+
+def server_command(config: PPOConfig, options: SlurmConfig) -> str:
+    """Shell lines that become one server, on all GPUs of its node."""
+    servers = options.servers
+    gpus = servers.gpus_per_node if servers.gpus_per_node is not None else options.gpus_per_node or 0
+    model, length = config.actor.model, config.data.max_prompt_length + config.rollout.max_new_tokens
+    if config.rollout.backend == "sglang":
+        words = ["sglang.launch_server", "--model-path", model.path, "--context-length", str(length)]
+        words += ["--enable-deterministic-inference", *(["--tp-size", str(gpus)] if gpus > 1 else [])]
+    else:
+        log_probs = "raw_logprobs" if config.rollout.temperature == 1 else "processed_logprobs"
+        words = ["vllm.entrypoints.openai.api_server", "--model", model.path, "--max-model-len", str(length)]
+        words += ["--logprobs-mode", log_probs, *(["--tensor-parallel-size", str(gpus)] if gpus > 1 else [])]
+    words += ["--dtype", model.dtype, "--host", "0.0.0.0", "--port", str(servers.port), *servers.arguments]
+    switch = "export VLLM_SERVER_DEV_MODE=1\n" if config.rollout.backend == "vllm" else ""
+    return f"{switch}exec {shlex.join([servers.python, '-m', *words])}"

@@ -1,0 +1,147 @@
+"""From a config to a script, and from a script to a job in the queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+import time
+from collections.abc import Sequence
+
+from mrl.config.load import dump_config, load_config
+from mrl.config.roots import ROOTS, Config
+from mrl.errors import ConfigError, unwritable
+from mrl.launch.slurm import jobs
+from mrl.launch.slurm.checks import check_job, check_template
+from mrl.launch.slurm.options import SlurmConfig
+from mrl.launch.slurm.render import TASK_ID, Job, render
+from mrl.launch.slurm.servers import server_command
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A config that can run in the job it is for. job: refers to the user's own file. warnings: of what may go wrong."""
+
+    config: Config
+    job: Job
+    options: SlurmConfig
+    warnings: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Submitted:
+    """A job in the queue, and its files. log: with Slurm's %j, %A and %a where Slurm has not put them in."""
+
+    job_id: str
+    script: pathlib.Path
+    config: pathlib.Path
+    log: str
+
+
+def check(command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig) -> Checked:
+    """Loads the config and checks it against the job. Nothing is written."""
+    if options.array is None:
+        config = load_config(config_path, overrides, ROOTS[command])
+    else:
+        config = _of_first_task(command, config_path, overrides, options.array)
+    check_template(config, options)
+    if options.servers.nodes:
+        config = load_config(config_path, [*_for_first(overrides, options.array), _urls(options)], ROOTS[command])
+    warnings = check_job(config, options)
+    output_dir = os.path.abspath(config.output_dir)
+    servers = server_command(config, options) if options.servers.nodes else ""
+    job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)
+    return Checked(config, job, options, warnings)
+
+
+def _urls(options: SlurmConfig) -> str:
+    """An override with as many servers as there will be; their names are known when the job starts."""
+    names = ",".join(f"http://server{i}:{options.servers.port}" for i in range(options.servers.nodes))
+    return f"rollout.server.urls=[{names}]"
+
+
+def _of_first_task(command: str, config_path: str, overrides: Sequence[str], array: str) -> Config:
+    if any(override.startswith("output_dir=") and TASK_ID in override for override in overrides):
+        raise ConfigError(
+            f"output_dir: value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID; leave {TASK_ID} out"
+        )
+    return load_config(config_path, _for_first(overrides, array), ROOTS[command])
+
+
+def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
+    if array is None:
+        return list(overrides)
+    first = re.match(r"\d+", array)
+    if first is None:
+        raise ConfigError(f'slurm.array: value "{array}" is no list of task ids; give one as 0-3 or 1,4,9')
+    return [override.replace(TASK_ID, first[0]) for override in overrides]
+
+
+def submit(checked: Checked) -> Submitted:
+    """Writes script and resolved config into output_dir/slurm and gives the script to sbatch.
+
+    Where sbatch refuses, nothing stays, and its own message is the error.
+    """
+    slurm_dir = pathlib.Path(checked.job.slurm_dir)
+    _refuse_second(checked, slurm_dir)
+    name = _free_name(slurm_dir)
+    script, config = slurm_dir / f"{name}.sbatch", slurm_dir / f"{name}.yaml"
+    kept = [o for o in checked.job.overrides if checked.options.array is not None and TASK_ID in o]
+    text = render(dataclasses.replace(checked.job, config=str(config), overrides=tuple(kept)), checked.options)
+    made = [folder for folder in (slurm_dir, *slurm_dir.parents) if not folder.exists()]
+    try:
+        slurm_dir.mkdir(parents=True, exist_ok=True)
+        script.write_text(text, encoding="utf-8")
+        config.write_text(_resolved(checked), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(checked.config.output_dir, slurm_dir, error) from None
+    try:
+        job_id = jobs.call("sbatch", "--parsable", str(script)).strip().splitlines()[-1].partition(";")[0]
+    except ConfigError:
+        for path in (script, config):
+            path.unlink()
+        for folder in made:
+            folder.rmdir()
+        raise
+    log = str(slurm_dir / (f"{job_id}_%a.log" if checked.options.array is not None else f"{job_id}.log"))
+    options = checked.options
+    jobs.add_record(
+        slurm_dir,
+        {
+            "job": job_id,
+            "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": checked.job.command,
+            "nodes": options.nodes,
+            "processes_per_node": options.per_node,
+            "array": options.array,
+            "script": script.name,
+            "config": config.name,
+        },
+    )
+    return Submitted(job_id, script, config, log)
+
+
+def _resolved(checked: Checked) -> str:
+    """The config as the job reads it: without what differs between an array's tasks, and servers not known yet."""
+    job = checked.job
+    shared = [o for o in job.overrides if checked.options.array is None or TASK_ID not in o]
+    config = load_config(job.config, shared, ROOTS[job.command])
+    return f"# Resolved from {' '.join(job.config.splitlines())} for the script beside it.\n{dump_config(config)}"
+
+
+def _free_name(slurm_dir: pathlib.Path) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (stamp if number == 1 else f"{stamp}-{number}" for number in range(1, 1000))
+    return next(name for name in names if not (slurm_dir / f"{name}.sbatch").exists())
+
+
+def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
+    """Two jobs of one run would meet in its folder; the second would fail, hours later."""
+    if checked.options.dependency is not None:
+        return
+    for job in jobs.in_queue(slurm_dir):
+        raise ConfigError(
+            f"output_dir: value {checked.config.output_dir!r} has job {job.id} in the queue ({job.state}); cancel it (mrl slurm "
+            f"cancel {job.id}), give --dependency afterany:{job.id} to go on after it, or another output_dir"
+        )

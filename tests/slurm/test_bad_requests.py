@@ -1,0 +1,197 @@
+"""Requests that cannot work: exit code 2, one message, and nothing written or submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
+from tests.slurm import kit
+
+CPU = ("--gpus-per-node", "0", "--processes-per-node", "2")
+VLLM = ("rollout.backend=vllm",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bad:
+    """args: after `mrl slurm`. says: what is in the one message. profile: content of the --profile file."""
+
+    says: tuple[str, ...]
+    args: tuple[str, ...]
+    edit: Callable[[Workspace], None] | None = None
+    profile: object = None
+
+
+def render(*args: str, config: str = "config.yaml", command: str = "sft", **fields) -> dict:
+    return {"args": ("render", command, config, *args), **fields}
+
+
+def ppo(*args: str, **fields) -> dict:
+    return render(*args, config="ppo.yaml", command="ppo", **fields)
+
+
+def write(name: str, text: str) -> Callable[[Workspace], None]:
+    return lambda workspace: workspace.write(name, text)
+
+
+TEMPLATE = ("--template", "my.sbatch")
+CASES = {
+    # What is asked of Slurm.
+    "no processes": (("slurm.gpus_per_node: value null", "--processes-per-node"), render()),
+    "no processes on CPUs": (("slurm.gpus_per_node: value 0",), render("--gpus-per-node", "0")),
+    "no nodes": (("slurm.nodes: value 0", "at least 1"), render(*CPU, "--nodes", "0")),
+    "nodes are no number": (("'two' is not a valid integer",), render(*CPU, "--nodes", "two")),
+    "more processes than GPUs": (("slurm.processes_per_node: value 4 is above the 2 GPUs",), render("--gpus-per-node", "2", "--processes-per-node", "4")),
+    "GPUs for a CPU": (("slurm.gpus_per_node: value 8", "engine.device cpu"), render("--gpus-per-node", "8")),
+    "no GPU for cuda": (("gives no GPU to engine.device cuda",), render(*CPU, "engine.device=cuda")),
+    "time is none": (('slurm.time: value "soon" is no time limit',), render(*CPU, "--time", "soon")),
+    "time is shorter than the signal": (('slurm.time: value "1" is not longer than the 120 s',), render(*CPU, "--time", "1")),
+    "a line break": (("slurm.account", "has a line break"), render(*CPU, "--account", "a\n#SBATCH --qos=b")),
+    "an empty value": (("slurm.partition", "is empty"), render(*CPU, "--partition", " ")),
+    "a name of no variable": (("slurm.env", '"A-B"'), render(*CPU, "--env", "A-B=1")),
+    "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
+    "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
+    "an unknown launcher": (("'mpirun' is not one of 'torchrun', 'srun'",), render(*CPU, "--launcher", "mpirun")),
+    "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),
+    "output_dir of a task": (("output_dir: value with %a is not needed",), render(*CPU, "--array", "0-1", "output_dir=run_%a")),
+    # The config against it.
+    "layout does not fit": (("tp*pp*cp (3*1*1 = 3)", "(2 nodes of 2)"), render(*CPU, "--nodes", "2", "engine.parallel.tp=3")),
+    "batch is smaller than the replicas": (("train.global_batch_size: value 4", "8 data-parallel replicas"), render(*CPU, "--nodes", "4")),
+    "a key is unknown": (("trian.steps",), render(*CPU, "trian.steps=3")),
+    "no config": (("nowhere.yaml: the config file does not exist",), render(*CPU, config="nowhere.yaml")),
+    "no data": (("data.train", "does not exist"), render(*CPU, "data.train=missing.jsonl")),
+    "a folder that no script can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
+    "a command that does not train": (("'config' is not one of 'sft', 'ppo'",), render(*CPU, command="config")),
+    # Profiles.
+    "no such profile": (("--profile: value 'nowhere.yaml' does not exist",), render(*CPU, "--profile", "nowhere.yaml")),
+    "an unknown key in the profile": (("slurm.partitoin", "did you mean slurm.partition?"), render(*CPU, profile={"slurm": {"partitoin": "gpu"}})),
+    "a time that YAML makes a number": (("slurm.time: value 14400", "quote it"), render(*CPU, profile="slurm: {time: 4:00:00}")),
+    "a profile of something else": (("sbatch", "unknown key"), render(*CPU, profile={"sbatch": {"time": "10"}})),
+    "a slurm block that is none": (("slurm: value \"gpu\" is text",), render(*CPU, profile={"slurm": "gpu"})),
+    "a profile that is no YAML": (("is not valid YAML",), render(*CPU, profile="slurm: [")),
+    # Templates.
+    "no such template": (("nope: the template nope does not exist",), render(*CPU, "--template", "nope")),
+    "a variable that is missing": (("my.sbatch", "'nodess' is undefined", "slurm.variables"), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#SBATCH --nodes={{ nodess }}"))),
+    "a variable of one's own that is missing": (("my.sbatch", "no attribute 'module'"), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{{ variables.module }}"))),
+    "a template with a mistake": (("my.sbatch:2: the template is wrong",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#!/bin/bash\n{% if %}"))),
+    "a template that extends nothing": (("the template other.sbatch does not exist",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'other.sbatch' %}"))),
+    "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
+    "an image that is not used": (("slurm.image: value 'a.sif' is not used",), render(*CPU, "--image", "a.sif")),
+    "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
+    "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
+    # Servers.
+    "servers for sft": (('slurm.template: value "hetero"',), render(*CPU, "--template", "hetero", "--servers-nodes", "1")),
+    "servers that nobody asks": (('slurm.template: value "hetero"',), ppo(*CPU, "--template", "hetero", "--servers-nodes", "1")),
+    "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
+    "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
+    "servers of an array": (('slurm.array: value "0-1"',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--array", "0-1")),
+    "a reward that does not load": (("rewards.functions[0].function", "missing.py"), ppo(*CPU, "rewards.functions=[{function: 'missing.py:score'}]")),
+    # Jobs.
+    "status of no run": (("runs/x: is neither",), {"args": ("status", "runs/x")}),
+    "logs of a folder without a job": (("model: no job was submitted",), {"args": ("logs", "model")}),
+    "an unknown template's name": (("'nope' is not one of",), {"args": ("template", "nope")}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Workspace:
+    made = Workspace(tmp_path)
+    made.make()
+    made.write("config.yaml", yaml.safe_dump(CONFIG | {"checkpoint": {"every": 1}}))
+    made.write("ppo.yaml", yaml.safe_dump(PPO_CONFIG | {"checkpoint": {"every": 1}}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return made
+
+
+def refused(workspace: Workspace, *args: str) -> str:
+    """The one message of a request that is refused."""
+    before = workspace.snapshot()
+    done = kit.invoke(*args)
+    assert done.exit_code == 2, done.output
+    messages = [
+        line
+        for line in done.stderr.splitlines()
+        if line.startswith(("mrl: ", "Error: ")) and "mrl: warning: " not in line
+    ]
+    assert len(messages) == 1 and "Traceback" not in done.output, done.output
+    assert workspace.snapshot() == before
+    return messages[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_requests(workspace, name):
+    says, fields = CASES[name]
+    case = Bad(says, **fields)
+    args = case.args
+    if case.edit is not None:
+        case.edit(workspace)
+    if case.profile is not None:
+        workspace.write("site.yaml", case.profile if isinstance(case.profile, str) else yaml.safe_dump(case.profile))
+        args = (*args, "--profile", "site.yaml")
+    message = refused(workspace, *args)
+    assert all(text in message for text in case.says), message
+
+
+def test_there_are_thirty():
+    assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize(
+    "args", [("submit", "sft", "config.yaml", *CPU), ("status", "12"), ("status",), ("logs",), ("cancel", "12")]
+)
+def test_where_there_is_no_slurm(workspace, monkeypatch, args):
+    monkeypatch.setenv("PATH", str(workspace.root))
+    assert "is not on the PATH" in refused(workspace, *args)
+
+
+def test_what_slurm_refuses_is_shown_whole(workspace, monkeypatch):
+    fake = workspace.root / "sbatch"
+    fake.write_text("#!/bin/sh\necho 'sbatch: error: first' >&2\necho 'sbatch: error: second' >&2\nexit 1\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{workspace.root}:/bin")
+    message = refused(workspace, "submit", "sft", "config.yaml", *CPU)
+    assert message == "mrl: sbatch: sbatch: error: first sbatch: error: second"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--gpus-per-node", "4", "--nodes", "2", "engine.parallel.tp=8", "engine.device=auto"), "engine.parallel.tp: groups of 8 do not fit into the 4"),
+        (CPU, "slurm.cpus_per_task: is not given"),
+        ((*CPU, "checkpoint.every=null"), "checkpoint.every: is null"),
+        ((*CPU, "--time", "10", "checkpoint.every=100"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
+        ((*CPU, "--signal-s", "5"), "slurm.signal_s: value 5 is shorter than a step of this run (10 s)"),
+    ],
+)  # fmt: skip
+def test_what_may_go_wrong_is_warned_of(workspace, args, says):
+    workspace.write("run/metrics.jsonl", "".join(f'{{"step": {i}, "perf/step_s": 10.0}}\n' for i in range(1, 4)))
+    done = kit.invoke("render", "sft", "config.yaml", "train.global_batch_size=8", *args)
+    assert done.exit_code == 0, done.output
+    assert f"mrl: warning: {says}" in done.stderr, done.stderr
+
+
+def test_a_request_without_anything_to_warn_of_is_silent(workspace):
+    args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_the_command_line_is_over_the_profile(workspace):
+    """Lists and mappings are added to the profile's."""
+    site = {
+        "partition": "gpu",
+        "nodes": 4,
+        "sbatch": ["--exclusive"],
+        "env": {"A": "1", "B": "1"},
+        "processes_per_node": 2,
+    }
+    workspace.write(".config/mrl/slurm.yaml", yaml.safe_dump({"slurm": {**site, "gpus_per_node": 0}}))
+    args = ("--nodes", "2", "--sbatch", "--comment=x", "--env", "B=2")
+    script = kit.invoke("render", "sft", "config.yaml", *args).stdout
+    for line in ("#SBATCH --partition=gpu", "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --comment=x", "export A=1", "export B=2"):  # fmt: skip
+        assert line in script.splitlines()

@@ -1,0 +1,241 @@
+"""What a job's script does on a real Slurm: exit codes, signals, starting again, arrays, dependencies.
+
+The training is a line of shell (kit.FAKE_PYTHON) here, so that each case takes a second or two; test_training.py has the
+real one.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import pytest
+
+from mrl.launch.slurm import jobs
+from tests.bad_input.kit import Workspace
+from tests.slurm import kit
+
+ONE = ("--nodes", "1", "--gpus-per-node", "0", "--processes-per-node", "1", "--time", "10:00")
+
+
+@pytest.fixture
+def workspace(site, monkeypatch) -> Workspace:
+    root = site.folder / "my work"
+    root.mkdir()
+    made = Workspace(root)
+    made.make()
+    monkeypatch.chdir(root)
+    return made
+
+
+def submit(site, fake, *args):
+    return site.submit("sft", "config.yaml", *ONE, f"--env=FAKE_RUN={fake}", *args)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize(
+    ("fake", "code", "said"),
+    [
+        ("sys.exit(0)", "0:0", "done"),
+        ("sys.exit(3)", "3:0", "failed with exit code 3: the log has what srun said"),
+        ("os.kill(os.getpid(), 9)", "137:0", "failed with exit code 137: the log has what srun said"),
+        (
+            "ended(2, 'data.train: is missing'); sys.exit(1)",
+            "2:0",
+            "failed with exit code 2: rank 0: data.train: is missing",
+        ),
+    ],
+)
+def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, launcher, fake, code, said):
+    job = submit(site, fake, "--launcher", launcher)
+    assert site.wait(job).fields["ExitCode"] == code
+    assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspace, launcher):
+    """And no reason to start again, as a node that does not answer is."""
+    fake = "sys.exit(3 if os.environ['SLURM_PROCID'] == '1' else 0)"
+    job = submit(site, fake, "--nodes", "2", "--processes-per-node", "2", "--launcher", launcher)
+    assert site.wait(job).fields["ExitCode"] == "3:0"
+    said = kit.history(workspace.root / "run", job)
+    assert said[1:] == ["failed with exit code 3: the log has what srun said"]
+
+
+def test_logs_are_followed_to_the_end_and_the_first_error_is_told_apart(site, workspace):
+    """From before the job has begun; afterwards the error is the first thing shown."""
+    fake = (
+        "print('begun', flush=True); time.sleep(1); ended(2, 'data.train: is gone'); print('late noise'); sys.exit(1)"
+    )
+    job = submit(site, fake)
+    followed = kit.invoke("logs", "run", "-f").stdout.splitlines()
+    error = "first error (start 0, exit code 2), rank 0: data.train: is gone"
+    assert {"begun", "late noise", error} <= set(followed) and followed.index("begun") < followed.index(error)
+    assert followed[-1].endswith("failed with exit code 2: rank 0: data.train: is gone") or followed[-2] == error
+    shown = kit.invoke("logs", job, "-n", "1").stdout.splitlines()
+    assert shown[:2] == [error, ""] and shown[2].endswith(" failed with exit code 2: rank 0: data.train: is gone")
+
+
+def wait_until_waiting(run_dir, job, restart):
+    deadline = time.monotonic() + 30
+    while kit.log(run_dir, job).count("waiting") <= restart:
+        assert time.monotonic() < deadline, kit.log(run_dir, job)
+        time.sleep(0.05)
+
+
+def signal_when_waiting(site, run_dir, job, *, restart=0):
+    """The signal ahead of a time limit or a preemption, sent by hand."""
+    wait_until_waiting(run_dir, job, restart)
+    site.run("scancel", "--batch", "--signal=USR1", job)
+
+
+TOLD = "received SIGUSR1: the run is told to save and stop"
+
+
+def test_a_signal_saves_and_the_job_starts_again_as_often_as_it_may(site, workspace):
+    fake = "until_signal(); save(f'step_{restart}'); ended(75, 'stopped')"
+    job, run_dir = submit(site, fake, "--max-restarts", "2"), workspace.root / "run"
+    for restart in range(3):
+        signal_when_waiting(site, run_dir, job, restart=restart)
+        if restart < 2:
+            site.release(job)
+    assert site.wait(job).fields["ExitCode"] == "75:0"
+    again = "stopped by a signal; the newest checkpoint is step_{}; back into the queue as restart {} of 2"
+    assert kit.history(run_dir, job) == [
+        "start 0 on n1, from checkpoint none", TOLD, again.format(0, 1),
+        "start 1 on n1, from checkpoint step_0", TOLD, again.format(1, 2),
+        "start 2 on n1, from checkpoint step_1", TOLD,
+        "stopped by a signal; the newest checkpoint is step_2; stopped: --max-restarts is 2; submit again to go on",
+    ]  # fmt: skip
+    lines = kit.invoke("status", run_dir).stdout.splitlines()
+    assert lines[0].startswith(f"job {job}  FAILED (NonZeroExitCode) with exit code 75  ") and "restarts 2" in lines[0]
+    assert lines[1].endswith("--max-restarts is 2; submit again to go on")
+    assert lines[2:] == [f"  {run_dir}: no step yet"]
+
+
+def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace):
+    """The first start may save nothing: it may have been stopped before there was anything to save."""
+    job, run_dir = submit(site, "until_signal(); ended(75, 'stopped')"), workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    signal_when_waiting(site, run_dir, job, restart=1)
+    assert site.wait(job).fields["ExitCode"] == "1:0"
+    assert kit.history(run_dir, job)[-1] == (
+        "stopped by a signal; stopped: restart 1 made no progress, the newest checkpoint is still none"
+    )
+
+
+def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_the_job(site, workspace):
+    """As after a failed node: Slurm puts the job back, and the script is not asked."""
+    job, run_dir = submit(site, "save('step_1'); until_signal()"), workspace.root / "run"
+    for restart in range(2):
+        wait_until_waiting(run_dir, job, restart)
+        site.run("scontrol", "requeue", job)
+        site.release(job)
+    assert site.wait(job).fields["ExitCode"] == "1:0"
+    assert kit.history(run_dir, job)[-1] == (
+        "stopped: restart 1 made no progress, the newest checkpoint is still step_1; the log says why"
+    )
+
+
+def test_a_cancelled_job_is_not_started_again(site, workspace):
+    fake = "until_signal(); save('step_7'); ended(75, 'stopped')"
+    job, run_dir = submit(site, fake), workspace.root / "run"
+    wait_until_waiting(run_dir, job, 0)
+    done = kit.invoke("cancel", run_dir, "--save")
+    assert done.exit_code == 0 and done.stdout.splitlines() == [
+        f"job {job} is told to save and stop", f"stopped job {job}: the newest checkpoint is step_7"
+    ]  # fmt: skip
+    assert kit.history(run_dir, job)[1:] == [TOLD, "stopped by a signal; the newest checkpoint is step_7; cancelled"]
+    again = kit.invoke("cancel", job)
+    assert again.exit_code == 2 and "there is nothing to cancel" in again.stderr
+    plain = submit(site, fake)
+    site.wait(plain, "RUNNING")
+    assert kit.invoke("cancel", plain).stdout == f"cancelled job {plain}\n"
+    assert site.wait(plain).state == "CANCELLED"
+
+
+def test_an_array_trains_in_folders_of_their_own_and_another_job_waits_for_it(site, workspace):
+    fake = "save(sys.argv[-2])"
+    job, run_dir = submit(site, fake, "--array", "3,5", "seed=%a"), workspace.root / "run"
+    second = kit.invoke("submit", "sft", "config.yaml", *ONE)
+    assert second.exit_code == 2 and f"has job {job}_" in second.stderr, second.output
+    after = submit(site, "save('after')", f"--dependency=afterok:{job}")
+    assert jobs.known(after)[0].state == "PENDING"
+    assert site.wait(after).state == "COMPLETED"
+    assert {task.id for task in jobs.known(job)} == {f"{job}_3", f"{job}_5"}
+    for task in (3, 5):
+        assert (run_dir / f"task_{task}" / "checkpoints" / "latest").read_text() == f"seed={task}\n"
+        assert kit.history(run_dir, f"{job}_{task}")[-1] == "done"
+    assert (run_dir / "checkpoints" / "latest").read_text() == "after\n"
+    ended = {job.id: job.fields["EndTime"] for job in jobs.known(job)}
+    assert max(ended.values()) <= jobs.known(after)[0].fields["StartTime"]
+
+
+def test_two_jobs_on_a_node_meet_at_different_ports(site, workspace):
+    """Also where the port that the job's id gives is taken."""
+    fake = "until_signal(); save(os.environ['MASTER_ADDR'] + ' ' + os.environ['MASTER_PORT'])"
+    first = submit(site, fake, "--nodelist", "n1")
+    next_id = int(first) + 1
+    with socket.create_server(("127.0.0.1", 20000 + next_id % 12000)):
+        second = submit(site, fake, "--nodelist", "n1", "output_dir=other")
+        for name, job in (("run", first), ("other", second)):
+            signal_when_waiting(site, workspace.root / name, job)
+            site.wait(job)
+    ports = [(workspace.root / name / "checkpoints" / "latest").read_text() for name in ("run", "other")]
+    assert second == str(next_id)
+    assert ports == [f"127.0.0.1 {20000 + int(first)}\n", f"127.0.0.1 {20000 + next_id + 1}\n"]
+
+
+def test_what_sbatch_refuses_leaves_nothing(site, workspace):
+    before = workspace.snapshot()
+    done = kit.invoke("submit", "sft", "config.yaml", *ONE, "--partition", "nope", "--python", "python3")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == (
+        "mrl: sbatch: sbatch: error: invalid partition specified: nope sbatch: error: Batch job submission failed: "
+        "Invalid partition name specified"
+    )
+    assert workspace.snapshot() == before
+
+
+SERVER = """\
+import socket, sys, time
+assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
+listening = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+time.sleep(600)
+"""
+
+
+def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
+    """A heterogeneous job; the server and the training are a few lines of Python."""
+    (site.folder / "server.py").write_text(SERVER)
+    server = site.folder / "server"
+    server.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{site.folder}/server.py" "$@"\n')
+    server.chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fake = (
+        "until_signal() if restart == 0 else None; save(sys.argv[-1]); ended(75, 'stopped') if restart == 0 else None"
+    )
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-port", port)
+    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    run_dir = workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    urls = f"http://127.0.0.1:{port}"
+    said = kit.history(run_dir, job)
+    assert said[0] == f"servers: {urls}" and said[-1] == "done", said
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"rollout.server.urls=[{urls}]\n"
+
+
+def test_a_server_that_ends_ends_the_job_and_says_where_to_look(site, workspace):
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", "false")
+    job = site.submit("ppo", "ppo.yaml", *ONE, "--env=FAKE_RUN=0", "rollout.backend=vllm", *args)
+    assert site.wait(job).fields["ExitCode"] == "1:0"
+    run_dir = workspace.root / "run"
+    assert kit.history(run_dir, job)[-1] == (
+        f"a server has ended before it listened; {run_dir}/slurm/{job}.0/servers.log says why"
+    )

@@ -1,0 +1,147 @@
+"""The real trainer on a real Slurm of two nodes: tp2 x dp2 over gloo, to the end, preempted, on a failed node, cancelled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from mrl.launch.slurm import jobs
+from tests.engine.tiny import relative_l2
+from tests.resume import kit as resume_kit
+from tests.slurm import kit
+
+LAYOUT = resume_kit.Layout(4, parallel={"tp": 2})
+PLAIN = resume_kit.Layout(2, "plain", parallel={"tp": 2})
+"""Without dropout, whose draws belong to a layout."""
+
+NODES = (
+    "--nodes",
+    "2",
+    "--gpus-per-node",
+    "0",
+    "--processes-per-node",
+    "2",
+    "--cpus-per-task",
+    "1",
+    "--time",
+    "1:00:00",
+)
+STEPS = 40
+
+
+def make_config(inputs, folder, *, every=None, layout=LAYOUT, **changes):
+    """A config in `folder`, whose run is in `folder/the run`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes = {"checkpoint": {"every": every}, "train": {"steps": STEPS, "eval_every": 10}} | changes
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(resume_kit.make_config(inputs, folder / "the run", layout, **changes)))
+    return path, folder / "the run"
+
+
+@pytest.fixture(scope="module")
+def unbroken(running_cluster, inputs, tmp_path_factory):
+    """(job, folder) of a run on both nodes that nothing happened to. Submitted from a folder that has nothing to do with it."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    path, run_dir = make_config(inputs, folder / "a b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("/")
+        site = kit.Site(running_cluster, folder)
+        job = site.submit("sft", path, *NODES)
+        assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    return job, run_dir
+
+
+def test_a_run_on_two_nodes_ends_with_a_model_and_says_so(site, unbroken):
+    job, run_dir = unbroken
+    assert kit.history(run_dir, job) == ["start 0 on n1 n2, from checkpoint none", "done"]
+    assert (run_dir / "hf" / "model.safetensors").is_file()
+    environment = (run_dir / "slurm" / f"{job}.0" / "environment").read_text().splitlines()
+    assert (
+        "nodes: n1 n2" in environment
+        and "MASTER_ADDR=127.0.0.1" in environment
+        and "SLURM_JOB_NUM_NODES=2" in environment
+    )
+    [record] = jobs.records(run_dir / "slurm")
+    assert yaml.safe_load((run_dir / "slurm" / record["config"]).read_text())["train"]["steps"] == STEPS
+    for what in (job, run_dir):
+        state, note, progress = kit.invoke("status", what).stdout.splitlines()
+        assert state.startswith(f"job {job}  COMPLETED  00:0") and state.endswith(" of 01:00:00  restarts 0  on n[1-2]")
+        assert note.endswith(" done")
+        assert progress.startswith(f"  {run_dir}: step {STEPS} of {STEPS}, train/loss ")
+    assert kit.invoke("logs", job, "-f", "-n", "3").stdout.splitlines()[-2].startswith(f"done: {STEPS} steps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
+    """Nothing but the signals saves: what a start goes on from is what the signal saved."""
+    path, run_dir = make_config(inputs, site.folder)
+    job = site.submit("sft", path, *NODES, "--launcher", launcher)
+    kit.wait_for_steps(run_dir, 3)
+    site.run("scancel", "--batch", "--signal=USR1", job)
+    site.release(job)
+    ended = site.wait(job)
+    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), kit.log(run_dir, job)
+    said = kit.history(run_dir, job)
+    saved = said[2].split("; ")[1].removeprefix("the newest checkpoint is ")
+    assert said[3] == f"start 1 on n1 n2, from checkpoint {saved}" and saved != "none", said
+    resume_kit.assert_same_result(run_dir, unbroken[1])
+
+
+@pytest.mark.slow
+def test_a_failed_node_starts_the_job_again(site, unbroken, inputs):
+    """SIGKILL to the slurmd of one node and to its tasks, in the middle of steps; it comes back later."""
+    path, run_dir = make_config(inputs, site.folder, every=3)
+    job = site.submit("sft", path, *NODES)
+    kit.wait_for_steps(run_dir, 8)
+    site.cluster.kill_node("n2")
+    site.wait(job, "PENDING")
+    site.cluster.start_node("n2")
+    site.release(job)
+    ended = site.wait(job)
+    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), kit.log(run_dir, job)
+    resume_kit.assert_same_result(run_dir, unbroken[1])
+
+
+def test_a_run_that_fails_says_why_first(site, inputs):
+    path, run_dir = make_config(inputs, site.folder, layout=resume_kit.Layout(2, parallel={"tp": 2}))
+    rows = inputs / "train.jsonl"
+    bad = site.folder / "bad rows.jsonl"
+    bad.write_text(rows.read_text() + json.dumps({"input_ids": "no"}) + "\n")
+    job = site.submit(
+        "sft", path, *NODES, "--nodes", "1", f"data.train='{bad}'", "data.shuffle=false", "train.steps=20"
+    )
+    ended = site.wait(job)
+    assert (ended.state, ended.fields["ExitCode"]) == ("FAILED", "2:0"), kit.log(run_dir, job)
+    last = kit.history(run_dir, job)[-1]
+    assert last.startswith("failed with exit code 2: rank ") and "bad rows.jsonl:27" in last, last
+    shown = kit.invoke("logs", run_dir).stdout.splitlines()
+    assert shown[0].startswith("first error (start 0, exit code 2), rank ") and "bad rows.jsonl:27" in shown[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, unbroken, inputs):
+    """On one node with half the replicas: within rounding of fp32 (tolerances as in tests/resume/test_layouts.py)."""
+    changes = {"layout": PLAIN, "train": {"steps": 20, "eval_every": 10}}
+    path, run_dir = make_config(inputs, site.folder, **changes)
+    job = site.submit("sft", path, *NODES)
+    kit.wait_for_steps(run_dir, 2)
+    said = kit.invoke("cancel", run_dir, "--save").stdout.splitlines()
+    assert said[0] == f"job {job} is told to save and stop"
+    saved = (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert said[1] == f"stopped job {job}: the newest checkpoint is {saved}"
+    again = site.submit("sft", path, *NODES, "--nodes", "1")
+    stayed = resume_kit.new_run(
+        site.folder / "stayed", inputs, PLAIN, train=changes["train"], checkpoint={"every": None}
+    )
+    stayed.to_the_end()
+    assert site.wait(again).state == "COMPLETED", kit.log(run_dir, again)
+    assert kit.history(run_dir, again)[0] == f"start 0 on n1, from checkpoint {saved}"
+    for ours, theirs in zip(resume_kit.steps(run_dir), resume_kit.steps(stayed.output), strict=True):
+        assert ours["train/tokens"] == theirs["train/tokens"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5), ours["step"]
+    weights = resume_kit.exported(stayed.output)
+    for name, tensor in resume_kit.exported(run_dir).items():
+        assert relative_l2(tensor, weights[name]) < 1e-4, name
