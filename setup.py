@@ -30,6 +30,7 @@ setup(
         "huggingface_hub",
         "jinja2",  # chat templates, job scripts
         "numpy",
+        "peft>=0.18",  # LoRA adapters
         "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher
         "pyarrow",  # Parquet
         "pyyaml>=6",
