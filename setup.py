@@ -36,6 +36,7 @@ setup(
         "pyyaml>=6",
         "rich>=13",
         "safetensors>=0.4",
+        "zlib-ng>=1",  # checksums of large files at the speed of memory
     ],
     extras_require={
         "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.convert.gguf_source import open_gguf
 from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
 from mrl.converters.mcore_weights import MARKER
 from mrl.converters.safetensors_io import some
@@ -14,6 +13,9 @@ from mrl.errors import ModelError
 def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
     """The Hugging Face folder or the GGUF file `path`. tokenizer: of a GGUF file, as in `open_gguf`."""
     if Path(path).is_file():
+        # here, because it imports transformers and datasets: two seconds that every other conversion is spared
+        from mrl.convert.gguf_source import open_gguf
+
         return open_gguf(Path(path), tokenizer=tokenizer)
     if tokenizer is not None:
         raise ModelError(f"--tokenizer: value {tokenizer!r} has no effect: {path} is no GGUF file; leave it out")

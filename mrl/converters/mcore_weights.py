@@ -80,7 +80,7 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
     return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
 
 
-BLOCK_ENTRIES = 2**18
+BLOCK_ENTRIES = 2**19
 """Of a block: it stays in the processor's cache while it is read, summed and written."""
 
 

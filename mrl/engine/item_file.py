@@ -12,7 +12,6 @@ import os
 import pickle
 import sys
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
-from mrl.converters.checksums import combined_crc32
+from mrl.converters.checksums import combined_crc32, crc32
 
 STORAGES = {
     torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.bfloat16: torch.BFloat16Storage,
@@ -59,7 +58,7 @@ class ItemFile:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if self._sums:
-            self.crc32 = zlib.crc32(view, self.crc32)
+            self.crc32 = crc32(view, self.crc32)
         self.size += len(view)
         self._stream.write(view)
         if self.size - self._given >= WRITE_BACK_BYTES:
