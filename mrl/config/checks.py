@@ -6,6 +6,7 @@ checks a section that several roots have, and that is where this one has it; wha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -133,6 +134,13 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 def check_backend(engine: EngineConfig, path: str = "engine") -> None:
     """Keys that the backend does not have: errors, not ignored."""
     if engine.backend != "fsdp":
+        for field in dataclasses.fields(engine.fsdp):
+            value = getattr(engine.fsdp, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f"{path}.fsdp.{field.name}: value {str(value).lower()} is not used by backend {engine.backend}; leave it out, or "
+                    f"set {path}.backend to fsdp"
+                )
         return
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
         degree = getattr(engine.parallel, name)
@@ -152,6 +160,16 @@ def check_backend(engine: EngineConfig, path: str = "engine") -> None:
                 f"{path}.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
                 f"{path}.backend to megatron"
             )
+
+
+def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:
+    """Copies of the weights (HSDP) that fit the number of processes."""
+    replicate = engine.fsdp.replicate
+    if processes % replicate:
+        fit = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        raise ConfigError(
+            f"{path}.fsdp.replicate: value {replicate} does not divide the {processes} processes; use one of {fit}"
+        )
 
 
 def check_log(log: LogConfig) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from mrl.batch import Batch
 from mrl.config.checks import check_backend
@@ -29,6 +28,7 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.fsdp import checkpoint, generate, step
+from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.fsdp.rng import Generators
@@ -52,8 +52,8 @@ class FSDPEngine(BaseEngine):
         kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        self.mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self.group = self.mesh.get_group()
+        self.mesh = build_mesh(kind, config.engine)
+        self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
         self.schedule_step = 0
 
@@ -63,20 +63,20 @@ class FSDPEngine(BaseEngine):
 
     @property
     def dp_rank(self) -> int:
-        return dist.get_rank()
+        return self.mesh.dp_rank
 
     @property
     def dp_size(self) -> int:
-        return dist.get_world_size()
+        return self.mesh.dp_size
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
         # ranks have different data, and so different dropout
         self.generators = Generators(self.config.seed + self.dp_rank, self.device)
-        self.model = Model(self.config, self.device, self.mesh)
+        self.model = Model(self.config, self.device, self.mesh.weights)
         if self.config.optimizer is not None:
-            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
+            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())
         self.model.module.eval()
 
@@ -207,9 +207,10 @@ class FSDPEngine(BaseEngine):
             return guards.inspect(self._watched(), lr=self._learning_rate(), eps=self._trained().config.eps)
 
     def guard_after_step(self, token: Any) -> list[str]:
-        """Every rank has a shard of its own, so there are no replicas that could differ."""
         with self.offload.used("parameters"):
-            return guards.problems(token, ((w.name, w.weight) for w in self._watched()))
+            weights = [(w.name, w.weight) for w in self._watched()]
+            replicas = guards.replica_problems(weights, self.mesh.replica_group)
+            return guards.problems(token, weights) + guards.union(replicas)
 
     def lr_scheduler_step(self) -> float:
         lr = self._learning_rate()
