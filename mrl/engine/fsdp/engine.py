@@ -1,4 +1,4 @@
-"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, data-parallel in every rank."""
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, each with its own data or, under cp, places of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.checks import check_backend
+from mrl.config.checks import check_backend, check_heads
 from mrl.config.schema import RoleConfig
+from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
@@ -42,7 +43,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(BaseEngine):
-    """One model over all ranks; each holds a shard of every weight and computes its own share of the data."""
+    """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a share with
+    the other ranks of its `engine.parallel.cp` (Ulysses)."""
 
     backend = "fsdp"
 
@@ -72,8 +74,9 @@ class FSDPEngine(BaseEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        # ranks have different data, and so different dropout
-        self.generators = Generators(self.config.seed + self.dp_rank, self.device)
+        check_heads(self.config.engine, read_hf_config(self.config.model.path))
+        # ranks have different data, or different tokens and heads of the same, and so different dropout
+        self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
         self.model = Model(self.config, self.device, self.mesh.weights)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer, self.mesh.shard_group)
@@ -164,8 +167,8 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
+        inputs = step.prepare(data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses)
         data = data.to(self.device)
-        inputs = step.prepare(data, packed=self.config.packing, device=self.device)
         predictions = self.model.module(functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx))
         loss = sum(value.sum() for value in predictions.values()) * 0.0
         sums: dict[tuple[str, str], float] = {}
@@ -178,7 +181,7 @@ class FSDPEngine(BaseEngine):
                 sums["loss", ""] = float(loss_sum.detach())
                 sums |= {("metrics", name): float(value) for name, value in ctx.get("metrics", {}).items()}
         if not forward_only:
-            step.fsdp_loss(loss, denominator=denominator, dp=self.dp_size).backward()
+            step.fsdp_loss(loss, denominator=denominator, ranks=self.world_size).backward()
         return {name: value.detach() for name, value in predictions.items()}, sums
 
     def shard_data(self, batch: Batch) -> Batch:
@@ -253,19 +256,19 @@ class FSDPEngine(BaseEngine):
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         check_room(requests, cache_tokens)
-        alone = self.dp_size == 1  # then the shards are the model, and gathering them at every step is for nothing
+        alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
             found = generate.generate(
                 self.model.module,
-                [(i, requests[i]) for i in share(len(requests), self.dp_rank, self.dp_size)],
+                [(i, requests[i]) for i in share(len(requests), dist.get_rank(), self.world_size)],
                 device=self.device,
                 any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
                 told=told,
             )
-        everyone: list[dict[int, Completion]] = [{}] * self.dp_size
-        dist.all_gather_object(everyone, found, group=self.group)
+        everyone: list[dict[int, Completion]] = [{}] * self.world_size
+        dist.all_gather_object(everyone, found)
         found = {i: completion for part in everyone for i, completion in part.items()}
         return [found[i] for i in range(len(requests))]
 
@@ -282,7 +285,7 @@ class FSDPEngine(BaseEngine):
 
     def export_hf(self, path: str) -> None:
         writer = contextlib.nullcontext()
-        if self.dp_rank == 0:
+        if self.is_main:
             infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
             changes = self._config_changes(self.model.family, self.model.hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
