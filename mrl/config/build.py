@@ -72,7 +72,7 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return _coerce_tuple(args, value, key)
     if origin is dict and isinstance(value, Mapping):
-        return {_coerce(args[0], k, key): _coerce(args[1], v, key) for k, v in value.items()}
+        return {_coerce(args[0], k, key): v if args[1] is Any else _coerce(args[1], v, key) for k, v in value.items()}
     if annotation is float and type(value) in (int, float):
         return _in_bounds(_float(value), value, key)
     if annotation is int and type(value) is int:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config import backends
+from mrl.config.keys import show
 from mrl.config.schema import EngineConfig, LogConfig, MicroBatchConfig, OptimizerConfig, ParallelConfig, SFTConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims, stage_layers
@@ -132,7 +134,15 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 
 
 def check_backend(engine: EngineConfig, path: str = "engine") -> None:
-    """Keys that the backend does not have: errors, not ignored."""
+    """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
+    if engine.backend not in backends.OWN:
+        backends.entry_point(engine.backend, path)
+        return
+    for name, value in engine.options.items():
+        raise ConfigError(
+            f"{path}.options.{name}: value {show(value)} is for an engine that another package registers, and {path}.backend "
+            f"is {engine.backend}; leave it out"
+        )
     if engine.backend != "fsdp":
         for field in dataclasses.fields(engine.fsdp):
             value = getattr(engine.fsdp, field.name)

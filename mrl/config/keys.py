@@ -153,6 +153,6 @@ def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) 
     if origin is tuple:
         return f"a list of {len(args)} numbers"
     if origin is dict:
-        return "a mapping of text to text"
+        return "a mapping of text to text" if args[1] is str else "a mapping"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[annotation]
     return words + (_bounds_in_words(bounds) if annotation in NUMBERS else "")

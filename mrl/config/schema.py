@@ -97,7 +97,12 @@ class FSDPConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    backend: Literal["megatron", "fsdp"] = key("megatron", "which engine runs the model")
+    backend: str = key(
+        "megatron", "which engine runs the model: megatron, fsdp, or one that an installed package registers"
+    )
+    options: dict[str, Any] = key(
+        dict, "options of an engine that an installed package registers, which says what it has"
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU")
     recompute: Literal["none", "selective", "full"] = key(
         "none", "activations computed again in the backward pass: none, attention only, every layer"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mrl.config.backends import OWN
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES as ROLE_NAMES
@@ -272,6 +273,11 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         inside, backend = folder / role, roles[role]
     elif role is not None:
         raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
+    if backend not in OWN:
+        raise CheckpointError(
+            f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; resume the "
+            "run, which writes its model to its hf folder at the end (checkpoint.export_hf)"
+        )
     imported = (folder / "config.json").is_file()
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role)

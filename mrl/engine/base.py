@@ -17,15 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.accounting import further_layers
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
+from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
+from mrl.engine.schedule import learning_rate
+from mrl.engine.supported import check_supported
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -90,15 +93,30 @@ PREFILL_TOKENS = 4096
 
 
 class BaseEngine(abc.ABC):
-    """One model with its optimizer, over all ranks of the process group. backend: the name of the engine in a config."""
+    """One model with its optimizer, over all ranks of the process group.
+
+    backend: the name of the engine in a config. supports: what `check_config` lets pass.
+    """
 
     backend: str
+    supports: tuple[str, ...] = ()
 
     def __init__(self, config: RoleConfig) -> None:
+        self.check_config(config.model, config.engine)
         self.config = config
         self.loss_fn: LossFn | None = None
         self.loss_denominator = "tokens"
+        self.schedule_step = 0
         self.offload: Offload  # made by init_model
+
+    @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        """Raises ConfigError where a config asks for what this engine does not do; asked before any process starts.
+
+        This one refuses every key that is not at its default, but for those that all engines read and those in `supports`
+        (see `check_supported`). An engine that looks at values, too, overrides it and calls it.
+        """
+        check_supported(cls.backend, cls.supports, model, engine)
 
     def set_loss_fn(self, fn: LossFn | None, denominator: str = "tokens") -> None:
         """Use `fn` in later steps, None for none; its sums are divided by `batch.denominators[denominator]`."""
@@ -200,13 +218,19 @@ class BaseEngine(abc.ABC):
         replicas differ; the same messages on every rank.
         """
 
-    @abc.abstractmethod
     def lr_scheduler_step(self) -> float:
         """Advances the schedule by one step. Returns the LR that the step just made was taken with."""
+        lr = self._learning_rate()
+        self.schedule_step += 1
+        return lr
 
-    @abc.abstractmethod
+    def _learning_rate(self) -> float:
+        """That of the step which is made now."""
+        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
+
     def shard_data(self, batch: Batch) -> Batch:
         """This data-parallel rank's share of a global mini-batch that every rank holds, balanced by tokens."""
+        return collective.share_of(batch, self.dp_rank, self.dp_size)
 
     @abc.abstractmethod
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -303,6 +327,19 @@ class BaseEngine(abc.ABC):
     def export_hf(self, path: str) -> None:
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
         tokens are not in it, and config.json says so."""
+
+    def _write_hf(
+        self, path: str, infos: Mapping[str, TensorInfo], family: Family, hf_config: Mapping[str, Any]
+    ) -> None:
+        """What `export_hf` does with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective."""
+        writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.is_main:
+            changes = self._config_changes(family, hf_config)
+            writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
+        with writer as out:
+            for name, tensor in self.hf_weights():  # nothing comes on other ranks
+                out.add(name, tensor)
+        collective.wait_for_all()
 
     def _config_changes(self, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """What an export changes in config.json."""

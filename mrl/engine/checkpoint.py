@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mrl
+from mrl.config.backends import OWN
 from mrl.converters.checksums import crc32_of
 from mrl.errors import CheckpointError, DamagedCheckpoint
 
@@ -187,10 +188,8 @@ def other_backend(saved: str, own: str) -> str:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
     if own == ROLES:
         return "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name that in actor.model.path"
-    return (
-        f"was saved by the {saved} engine and this is the {own} engine; set engine.backend to {saved}, or export it to "
-        "Hugging Face and start from that"
-    )
+    start = "export it to Hugging Face and start from that" if saved in OWN else "start from the hf folder of its run"
+    return f"was saved by the {saved} engine and this is the {own} engine; set engine.backend to {saved}, or {start}"
 
 
 def verify(path: str, ranks: Ranks = ALONE) -> Marker:

@@ -1,11 +1,15 @@
-"""Which engine runs a role."""
+"""Which engine runs a role: one of ours, or one that an installed package registers under `mrl.engines`."""
 
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
+from typing import Any
 
+from mrl.config import backends
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
+from mrl.errors import ConfigError
 
 ENGINES = {
     "megatron": ("mrl.engine.megatron.engine", "MegatronEngine"),
@@ -16,5 +20,38 @@ ENGINES = {
 
 def build_engine(config: RoleConfig) -> BaseEngine:
     """The engine of `config.engine.backend`, joined to the other ranks; `init_model` comes next."""
-    module, name = ENGINES[config.engine.backend]
-    return getattr(importlib.import_module(module), name)(config)
+    return engine_class(config.engine.backend)(config)
+
+
+def engine_class(name: str) -> type[BaseEngine]:
+    """The class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one has, or for
+    what is no engine."""
+    taken = backends.registered().get(name, [])
+    if name not in ENGINES:
+        return _load(backends.entry_point(name))
+    if taken:
+        raise ConfigError(
+            f'engine.backend: value "{name}" is an engine of mrl, and {backends.package_of(taken[0])} registers it, too; '
+            "uninstall that package"
+        )
+    module, class_name = ENGINES[name]
+    return getattr(importlib.import_module(module), class_name)
+
+
+def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:
+    where = f'engine.backend: value "{entry.name}" is {entry.value} of the package {backends.package_of(entry)}'
+    try:
+        found: Any = entry.load()
+    except Exception as error:  # the package's own code runs, and may raise anything
+        raise ConfigError(
+            f"{where}, which cannot be imported ({type(error).__name__}: {error}); mend or reinstall it"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, BaseEngine)):
+        raise ConfigError(
+            f"{where}, which is no subclass of mrl.engine.base.BaseEngine; register one (docs/backends.md)"
+        )
+    if found.__abstractmethods__:
+        raise ConfigError(f"{where}, which lacks the methods {', '.join(sorted(found.__abstractmethods__))}; add them")
+    if vars(found).get("backend") != entry.name:
+        raise ConfigError(f"{where}, whose `backend` is {getattr(found, 'backend', None)!r}; give both the same name")
+    return found

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mrl.config.backends import OWN
 from mrl.config.checks import check_model, check_replicate, check_world, parallel_dims, smallest_world
 from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.config.ppo_checks import check_replicas
@@ -117,6 +118,10 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
         if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
+        if part.engine.backend not in OWN:
+            from mrl.engine.registry import engine_class
+
+            engine_class(part.engine.backend).check_config(part.model, part.engine)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
-from mrl.engine.fsdp.rng import Generators
+from mrl.engine.rng import Generators
 from mrl.errors import CheckpointError
 
 

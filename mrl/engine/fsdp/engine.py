@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.checks import check_backend, check_shared_sequences
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -32,11 +32,10 @@ from mrl.engine.fsdp import checkpoint, generate, step
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
-from mrl.engine.fsdp.rng import Generators
 from mrl.engine.generation import check_room, share
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
-from mrl.engine.schedule import learning_rate
+from mrl.engine.rng import Generators
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,9 +47,12 @@ class FSDPEngine(BaseEngine):
 
     backend = "fsdp"
 
+    @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        check_backend(engine)
+
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
-        check_backend(config.engine)
         kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -59,7 +61,6 @@ class FSDPEngine(BaseEngine):
             check_shared_sequences(config.engine.parallel.cp, read_hf_config(config.model.path))
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
-        self.schedule_step = 0
 
     @property
     def device(self) -> torch.device:
@@ -185,9 +186,6 @@ class FSDPEngine(BaseEngine):
             step.fsdp_loss(loss, denominator=denominator, ranks=self.world_size).backward()
         return {name: value.detach() for name, value in predictions.items()}, sums
 
-    def shard_data(self, batch: Batch) -> Batch:
-        return collective.share_of(batch, self.dp_rank, self.dp_size)
-
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
         return collective.join_shares(predictions, batch, self.group)
 
@@ -216,17 +214,9 @@ class FSDPEngine(BaseEngine):
             replicas = guards.replica_problems(weights, self.mesh.replica_group)
             return guards.problems(token, weights) + guards.union(replicas)
 
-    def lr_scheduler_step(self) -> float:
-        lr = self._learning_rate()
-        self.schedule_step += 1
-        return lr
-
     def _trained(self) -> Optimizer:
         assert self.optimizer is not None, "this role has no optimizer"
         return self.optimizer
-
-    def _learning_rate(self) -> float:
-        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -285,12 +275,5 @@ class FSDPEngine(BaseEngine):
             )
 
     def export_hf(self, path: str) -> None:
-        writer = contextlib.nullcontext()
-        if self.is_main:
-            infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
-            changes = self._config_changes(self.model.family, self.model.hf_config)
-            writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
-        with writer as out:
-            for name, tensor in self.hf_weights():
-                out.add(name, tensor)
-        collective.wait_for_all()
+        infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
+        self._write_hf(path, infos, self.model.family, self.model.hf_config)

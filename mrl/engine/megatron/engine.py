@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.schema import RoleConfig
+from mrl.config.checks import check_backend
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab
-from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.safetensors_io import tensor_infos
 from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
 from mrl.engine.base import (
@@ -34,7 +35,6 @@ from mrl.engine.base import (
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
-from mrl.engine.schedule import learning_rate
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
 
@@ -66,6 +66,10 @@ class MegatronEngine(BaseEngine):
 
     backend = "megatron"
 
+    @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        check_backend(engine)
+
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
         if platform.device_type(config.engine.device) != platform.device_type():
@@ -94,7 +98,6 @@ class MegatronEngine(BaseEngine):
         )  # fmt: skip
         self.chunks: Sequence[Any] = ()
         self.optimizer: Any = None
-        self.schedule_step = 0
         self._reduced = False
 
     # -- where and who ------------------------------------------------------------------------------------------------
@@ -236,9 +239,6 @@ class MegatronEngine(BaseEngine):
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
         return step.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
 
-    def shard_data(self, batch: Batch) -> Batch:
-        return collective.share_of(batch, self.coords.dp_rank, self.dims.dp)
-
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
         return collective.join_shares(predictions, batch, self._host_dp_group())
@@ -268,14 +268,6 @@ class MegatronEngine(BaseEngine):
             self._reduce()
             optim.set_learning_rate(self.optimizer, self._learning_rate())
             return optim.step(self.optimizer, self.config.optimizer.clip_grad)
-
-    def _learning_rate(self) -> float:
-        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
-
-    def lr_scheduler_step(self) -> float:
-        lr = self._learning_rate()
-        self.schedule_step += 1
-        return lr
 
     @installed
     def guard_before_step(self) -> Any:
@@ -337,14 +329,6 @@ class MegatronEngine(BaseEngine):
 
     def export_hf(self, path: str) -> None:
         shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-        if not self.is_main:
-            for _ in self.hf_weights():
-                pass
-        else:
-            changes = self._config_changes(self.family, self.hf)
-            exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
-            infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
-            with HFWriter(path, infos, companions=self.config.model.path, config_changes=changes) as writer:
-                for name, tensor in self.hf_weights():
-                    writer.add(name, tensor)
-        collective.wait_for_all()
+        exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
+        infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
+        self._write_hf(path, infos, self.family, self.hf)

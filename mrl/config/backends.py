@@ -1,0 +1,46 @@
+"""Names of engines: mrl's own, and those that installed packages register. Nothing is imported to look a name up."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import metadata
+
+from mrl.errors import ConfigError
+
+GROUP = "mrl.engines"
+"""The entry-point group of engines: `name = "package.module:EngineClass"` (see docs/backends.md)."""
+
+OWN = ("megatron", "fsdp")
+
+
+def registered() -> dict[str, list[metadata.EntryPoint]]:
+    """What installed packages register as engines, by name."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def package_of(entry: metadata.EntryPoint) -> str:
+    """The package that registers `entry`, with its version."""
+    return "a package without a name" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
+    """The one engine of an installed package with this name. Raises ConfigError where there is none, or more than one."""
+    found = registered()
+    entries = found.get(name, [])
+    if len(entries) == 1:
+        return entries[0]
+    if entries:
+        packages = " and ".join(sorted(map(package_of, entries)))
+        raise ConfigError(
+            f'{path}.backend: value "{name}" is registered by {len(entries)} packages, {packages}; uninstall all but one'
+        )
+    names = [*OWN, *sorted(set(found) - set(OWN))]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise ConfigError(
+        f'{path}.backend: value "{name}" is no engine{hint}; give one of {", ".join(names)}, or install a package that '
+        f"registers it under {GROUP}"
+    )

@@ -1,0 +1,52 @@
+"""What a config may ask of an engine that says which keys it reads: any other key that is set is an error, not ignored."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mrl.config.keys import changed, show
+from mrl.config.schema import EngineConfig, ModelConfig
+from mrl.errors import ConfigError
+
+ALWAYS = (
+    "model.path",
+    "model.init",
+    "model.dtype",
+    "model.trust_remote_code",
+    "engine.backend",
+    "engine.device",
+    "engine.micro_batch",
+)
+"""Keys and sections that every engine reads, or whoever starts it."""
+
+
+def check_supported(backend: str, supports: Collection[str], model: ModelConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError for a key of `model` or `engine` that does not hold its default and is not supported.
+
+    supports: keys and sections, as "engine.parallel.cp"; single choices of a key, entries of a list and names of a mapping,
+    as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb".
+    """
+    known = (*ALWAYS, *supports)
+    for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
+        if _within(key.path, known):
+            continue
+        below = [name.removeprefix(key.path + ".") for name in supports if name.startswith(key.path + ".")]
+        wrong = [part for part in _parts(value) if str(part) not in below]
+        if not wrong:
+            continue
+        if isinstance(value, Mapping):
+            has = f"whose options are {', '.join(below)}" if below else "which has no options"
+            raise ConfigError(f"{key.path}.{wrong[0]}: value {show(value[wrong[0]])} is for no option of backend {backend}, {has}")  # fmt: skip
+        other = f"give {' or '.join(below)}, or leave it out" if below else "leave it out"
+        raise ConfigError(f"{key.path}: value {show(wrong[0])} is not supported by backend {backend}; {other}")
+
+
+def _within(path: str, names: Collection[str]) -> bool:
+    return any(path == name or path.startswith(name + ".") for name in names)
+
+
+def _parts(value: Any) -> list[Any]:
+    """The entries of a list or names of a mapping; another value is one part."""
+    return list(value) if isinstance(value, tuple | list | Mapping) else [value]

@@ -1,0 +1,1 @@
+"""An engine for mrl in a package of its own; see docs/backends.md."""
