@@ -85,8 +85,8 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
 def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
     """The arm of a union whose basic type the value has; None where there is none."""
     for arm in arms:
-        base = str if typing.get_origin(arm) is Literal else arm
-        if type(value) is base or (base is float and type(value) is int):
+        base = str if typing.get_origin(arm) is Literal else typing.get_origin(arm) or arm
+        if type(value) is base or (base, type(value)) in ((float, int), (tuple, list)):
             return arm
     return None
 

@@ -35,6 +35,25 @@ def key(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, with peft's names and meanings: a weight `W` acts as `W + scale * B A`, and only A and B train."""
+
+    rank: int = key(16, "rank of each adapter", minimum=1)
+    alpha: float = key(32.0, "adapters are scaled by alpha / rank", above=0)
+    dropout: float = key(0.0, "dropout of what goes into an adapter, while training", minimum=0, maximum=0.99)
+    target_modules: str | tuple[str, ...] = key(
+        "all-linear",
+        "modules that get an adapter, as peft takes them: all-linear, a list of ends of names, or a regular expression",
+    )
+    exclude_modules: str | tuple[str, ...] | None = key(None, "modules among these that get none, in the same forms")
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)")
+    export: Literal["adapter", "merged"] = key(
+        "adapter",
+        "what an export writes: a folder that peft loads over the model, or the model with the adapters added in",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: str = key(REQUIRED, "Hugging Face model folder, or a hub id that is in the local cache or can be downloaded")
     init: Literal["pretrained", "random"] = key(
@@ -48,7 +67,7 @@ class ModelConfig:
         False,
         "let transformers run Python code that comes with the tokenizer; the model is never built by code of its own",
     )
-    lora: None = key(None, "reserved for adapters; only null is accepted today")
+    lora: LoraConfig | None = key(None, "low-rank adapters, which train in place of the weights (docs/lora.md)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
+from mrl.engine.lora import write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.engine.schedule import learning_rate
@@ -95,7 +96,8 @@ PREFILL_TOKENS = 4096
 class BaseEngine(abc.ABC):
     """One model with its optimizer, over all ranks of the process group.
 
-    backend: the name of the engine in a config. supports: what `check_config` lets pass.
+    backend: the name of the engine in a config. supports: what `check_config` lets pass. One with "model.lora" has
+    `adapter_weights` and `without_adapters` of its own.
     """
 
     backend: str
@@ -215,7 +217,8 @@ class BaseEngine(abc.ABC):
         """What went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing did.
 
         One message for each parameter that has no gradient or one that is not finite, that did not change, or whose
-        replicas differ; the same messages on every rank.
+        replicas differ; the same messages on every rank. One that ends in `guards.WAITS` is no fault: A of an adapter whose B
+        was zero, which the next step can be asked about.
         """
 
     def lr_scheduler_step(self) -> float:
@@ -313,20 +316,47 @@ class BaseEngine(abc.ABC):
 
     @abc.abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor on the host), tensor by tensor, on rank 0; other ranks take part and get nothing."""
+        """Streams (Hugging Face name, whole tensor on the host), tensor by tensor, on rank 0; other ranks take part and get nothing.
+
+        Adapters are added into the weights that they adapt.
+        """
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Streams the adapters' tensors (fp32), and the score of a value head, as `hf_weights`, under the names of peft's files."""
+        raise NotImplementedError(f"the {self.backend} engine has no adapters")
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, forward passes are those of the base model, to the bit; a value head stays as trained."""
+        assert self.config.model.lora is None, f"the {self.backend} engine has no adapters"
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use.
 
+        With adapters they are those of `adapter_weights`, under the same names: nothing else has one.
         Call it after the last `forward_backward_step` of an optimizer step: megatron's reduction ends the accumulation, and
         another one before `optimizer_zero_grad` is refused.
         """
 
     @abc.abstractmethod
-    def export_hf(self, path: str) -> None:
+    def export_hf(self, path: str, *, merged: bool = False) -> None:
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
-        tokens are not in it, and config.json says so."""
+        tokens are not in it, and config.json says so. Where `exports_adapter`, that of `export_adapter` instead, unless
+        `merged`."""
+
+    @property
+    def exports_adapter(self) -> bool:
+        """Whether the config asks for the adapters alone, not for the model with them added in."""
+        lora = self.config.model.lora
+        return lora is not None and lora.export == "adapter"
+
+    def export_adapter(self, path: str) -> None:
+        """Writes the adapters as a folder that peft loads over the model of `model.path`, with tokenizer and chat template."""
+        lora, model, streamed = self.config.model.lora, self.config.model.path, self.adapter_weights()
+        assert lora is not None, "there are no adapters"
+        tensors = list(streamed)  # every rank takes part in the stream
+        self.on_main(lambda: write_adapter(path, lora, model, tensors, head=self.config.head))
 
     def _write_hf(
         self, path: str, infos: Mapping[str, TensorInfo], family: Family, hf_config: Mapping[str, Any]

@@ -1,0 +1,167 @@
+"""LoRA as every engine has it: the adapters of a model, what they start from, and the folder that peft loads.
+
+Dimensions: `I` inputs and `O` outputs of a weight, `R` the rank of its adapter, `E` experts held as one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mrl.config.schema import LoraConfig
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.safetensors_io import companion_files
+from mrl.errors import ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SCORE = PREFIX + "score.weight"
+"""Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
+_OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
+"""Companions of a model that its adapter does not have: with a config.json the folder would be taken for a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterShape:
+    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts.
+
+    peft_name: the module under which peft keeps A and B (of two parameters of one module, one wraps the other).
+    rank: of each expert's adapter where there are experts. scale: of B A. experts: E, or 0 for a plain matrix. transposed:
+    the experts are held [E, I, O], not [E, O, I]. parameter: its full name where peft adapts a parameter, not a module.
+    """
+
+    name: str
+    peft_name: str
+    in_features: int
+    out_features: int
+    rank: int
+    scale: float
+    experts: int = 0
+    transposed: bool = False
+    parameter: str | None = None
+
+    @property
+    def a_name(self) -> str:
+        """Name of A in the adapter's file."""
+        return f"{PREFIX}{self.peft_name}.lora_A.weight"
+
+    @property
+    def b_name(self) -> str:
+        """Name of B in the adapter's file."""
+        return f"{PREFIX}{self.peft_name}.lora_B.weight"
+
+    @property
+    def a_shape(self) -> tuple[int, int]:
+        """[R, I]; [E * R, I] for experts, whose rows are those of expert 0, then those of expert 1."""
+        return (self.rank * max(self.experts, 1), self.in_features)
+
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        """[O, R]; [O, R * E] for experts, where column `r * E + e` is column `r` of expert `e`."""
+        return (self.out_features, self.rank * max(self.experts, 1))
+
+    def of_expert(self, a: Tensor, b: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+        """A [R, I] and B [O, R] of one expert, views of the whole."""
+        return a.view(self.experts, self.rank, -1)[expert], b.view(self.out_features, self.rank, self.experts)[
+            ..., expert
+        ]
+
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """What the adapter adds to its weight, in that one's shape: [O, I], or a stack for experts. In the dtype of A and B."""
+        if not self.experts:
+            return self.scale * (b @ a)
+        a_eri = a.view(self.experts, self.rank, self.in_features)
+        b_eor = b.view(self.out_features, self.rank, self.experts).permute(2, 0, 1)
+        delta = self.scale * (b_eor @ a_eri)
+        return delta.mT if self.transposed else delta
+
+
+def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
+    """The adapters that `lora` stands for on the model of a Hugging Face folder, by the name of what each adapts.
+
+    head: "lm" or "value". Only config.json is read. Raises ConfigError where a part of the selection matches nothing, or
+    it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
+    experts that transformers holds as one parameter, that parameter's, as `model.layers.0.mlp.experts.gate_up_proj`.
+    """
+    from mrl.engine.lora_selection import injection  # peft is slow to import: only a model with adapters waits for it
+
+    return dict(injection(model_folder, lora, head).shapes)
+
+
+def initial_a(shape: AdapterShape, seed: int) -> Tensor:
+    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), a function of the seed and the name alone. B is 0."""
+    digest = hashlib.sha256(f"{seed}:{shape.a_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(shape.a_shape, generator=generator) * 2 - 1) / math.sqrt(shape.in_features)
+
+
+def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value head."""
+    files = {shape.a_name: shape.a_shape for shape in shapes.values()}
+    files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
+    return files | ({SCORE: (1, hidden_size)} if head == "value" else {})
+
+
+def write_adapter(
+    path: str | os.PathLike[str],
+    lora: LoraConfig,
+    base_model_path: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    head: str = "lm",
+    base_name: str | None = None,
+) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained(base model, path)` loads, tokenizer and chat template beside it.
+
+    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model. base_name: what the
+    folder says of it, as a hub id; by default the path. An interrupted write leaves no folder that loads.
+    """
+    from mrl.engine.lora_selection import injection  # as above
+
+    found = injection(base_model_path, lora, head)
+    hidden = read_hf_config(base_model_path)["hidden_size"]
+    expected = adapter_shapes(found.shapes, head, hidden)
+    held = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"
+    out = Path(path)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).unlink(missing_ok=True)
+    save_file(held, out / f".{WEIGHTS}.part", metadata={"format": "pt"})
+    os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
+    for file in companion_files(Path(base_model_path)):
+        if file.name not in _OF_THE_BASE and file.suffix != ".py":
+            target = out / file.relative_to(base_model_path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+    about = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
+    } | {"base_model_name_or_path": base_name or base_model_path, "inference_mode": True, "init_lora_weights": True}
+    if head == "value":
+        about["modules_to_save"] = ["score"]
+    (out / f".{CONFIG}.part").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(out / f".{CONFIG}.part", out / CONFIG)
+
+
+def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(adapter_config.json, tensors by their name in the file) of an adapter folder; ModelError where it is none."""
+    folder = Path(path)
+    lost = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if lost:
+        raise ModelError(f"{folder}: has no {lost[0]}; give a folder that mrl or peft wrote")
+    try:
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
+    except (ValueError, SafetensorError) as error:
+        raise ModelError(f"{folder}: is not a readable adapter ({error}); get it again") from None

@@ -1,0 +1,250 @@
+"""Which modules get an adapter: peft's to say.
+
+The Hugging Face model is built on the meta device, without memory, and peft injects into it; names, shapes and scales are
+read off the result. What peft leaves unsaid (a part of a selection that matches nothing) is an error here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mrl.config.schema import LoraConfig
+from mrl.engine.lora import AdapterShape
+from mrl.errors import ConfigError
+
+ADAPTER = "default"
+"""The name that peft gives an adapter, which is in the names of parameters and not in those of files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Injection:
+    """What peft made of a selection. config: as peft resolved it, which is what a folder says. shapes: by name."""
+
+    config: peft.LoraConfig
+    shapes: Mapping[str, AdapterShape]
+
+
+@functools.lru_cache(maxsize=8)
+def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
+    """`mrl.engine.lora.adapters`, with the config as peft resolved it."""
+    model = _meta_model(model_folder, head)
+    names = tuple(name for name, _ in model.named_modules() if name)
+    stacks = tuple(name for name, p in model.named_parameters() if p.ndim == 3)
+    for key in ("target_modules", "exclude_modules"):
+        _check_expression(f"model.lora.{key}", getattr(lora, key))
+    selection = Selection(model_folder, lora, names, stacks)
+    config = _peft_config(selection, head)
+    inject(model, config, selection)
+    shapes = _shapes(model)
+    # peft resolves names of experts to parameters, of which it excludes none
+    excluded = [name for name, shape in shapes.items() if shape.parameter and selection.excludes(name)]
+    if excluded:
+        kept = [shape.parameter for name, shape in shapes.items() if shape.parameter and name not in excluded]
+        config.target_parameters = sorted(kept)
+        model = _meta_model(model_folder, head)
+        inject(model, config, selection)
+        shapes = _shapes(model)
+    selection.check(config, shapes, excluded, model)
+    return Injection(config, MappingProxyType(shapes))
+
+
+def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | None = None) -> None:
+    """Puts adapters into `model`, whose other parameters then need no gradient; `config` is resolved in place.
+
+    selection: what the config was made from, for messages; None where peft has taken the config before.
+    """
+    with warnings.catch_warnings():
+        # they warn of selections that match nothing, which `Selection.check` looks at
+        warnings.filterwarnings("ignore", module=r"peft\..*")
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            if selection is None:
+                raise
+            raise selection.refused(error) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A user's selection on a model. names: of its modules. stacks: of its parameters of three dimensions (experts)."""
+
+    model: str
+    lora: LoraConfig
+    names: tuple[str, ...]
+    stacks: tuple[str, ...]
+
+    def of_stacks(self) -> list[str]:
+        """Entries of a list of targets that are ends of experts' parameters, which peft takes in another field."""
+        targets = self.lora.target_modules
+        if isinstance(targets, str):
+            return []
+        return [t for t in targets if "experts." in t and any(_is_end(t, name) for name in self.stacks)]
+
+    def excludes(self, parameter: str) -> bool:
+        """Whether an adapted parameter, or the module that has it, is among the excluded."""
+        excluded, candidates = self.lora.exclude_modules, (parameter, parameter.rpartition(".")[0])
+        if parameter in self.names:  # the weight of a module, by the module's name
+            candidates = (parameter,)
+        if excluded is None:
+            return False
+        if isinstance(excluded, str):
+            return any(re.fullmatch(excluded, name) for name in candidates)
+        return any(_is_end(end, name) for end in excluded for name in candidates)
+
+    def check(
+        self, config: peft.LoraConfig, shapes: Mapping[str, AdapterShape], dropped: list[str], model: nn.Module
+    ) -> None:
+        """Raises ConfigError for a part of the selection that has no effect, and for modules that get no adapter here."""
+        resolved = config.target_modules or ()
+        for entry in () if isinstance(self.lora.target_modules, str) else self.lora.target_modules:
+            known = any(_is_end(entry, name) for name in (*self.names, *self.stacks))
+            if not known and (entry in resolved or not config.target_parameters):
+                raise self._unknown("target_modules", entry)
+        for entry in self._excluded_entries():
+            matches = (lambda n, e=entry: re.fullmatch(e, n)) if isinstance(self.lora.exclude_modules, str) else (
+                lambda n, e=entry: _is_end(e, n)
+            )  # fmt: skip
+            if not any(matches(name) for name in (*self.names, *dropped)):
+                raise self._unknown("exclude_modules", entry)
+        if not shapes:
+            raise ConfigError(
+                f"model.lora.exclude_modules: value {_show(self.lora.exclude_modules)} leaves no adapter; exclude fewer modules"
+            )
+        ends = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        output = model.get_output_embeddings()
+        for name, module in ends.items():
+            if module is output or isinstance(module.get_base_layer(), nn.Embedding) or name == "score":
+                raise ConfigError(
+                    f"model.lora.target_modules: value {_show(self.lora.target_modules)} takes in {name}; embeddings and output "
+                    f"layers get no adapter: add {name} to model.lora.exclude_modules, or name other modules"
+                )
+
+    def _excluded_entries(self) -> tuple[str, ...]:
+        excluded = self.lora.exclude_modules
+        return () if excluded is None else (excluded,) if isinstance(excluded, str) else excluded
+
+    def refused(self, error: ValueError) -> ConfigError:
+        """peft's refusal as one line that names the key."""
+        text, targets = " ".join(str(error).split()), self.lora.target_modules
+        if "does not work with lora_dropout" in text:
+            return ConfigError(
+                f"model.lora.dropout: value {self.lora.dropout:g} does not work for the adapters of experts and routers, which act "
+                "on the weights; set it to 0, or name other modules in model.lora.target_modules"
+            )
+        if "Cannot convert PEFT target(s)" in text:
+            return ConfigError(
+                f"model.lora.target_modules: value {_show(targets)} names part of the experts' first layer, whose gate and up "
+                "projections are one parameter; name both or neither"
+            )
+        if "is not supported" in text:
+            return ConfigError(
+                f"model.lora.target_modules: value {_show(targets)} takes in a module that is no linear layer; name {self._some()}"
+            )
+        if isinstance(targets, str) or len(targets) == 1:
+            return self._unknown("target_modules", targets if isinstance(targets, str) else targets[0])
+        lost = [t for t in targets if not any(_is_end(t, name) for name in self.names)]
+        return self._unknown("target_modules", lost[0]) if lost else ConfigError(
+            f"model.lora.target_modules: value {_show(targets)} leaves no adapter with model.lora.exclude_modules "
+            f"{_show(self.lora.exclude_modules)}; name {self._some()}"
+        )  # fmt: skip
+
+    def _unknown(self, key: str, entry: str) -> ConfigError:
+        leaves = sorted({name.rpartition(".")[2] for name in self.names} - {"model"})
+        near = difflib.get_close_matches(entry.rpartition(".")[2], leaves, n=3)
+        advice = f"did you mean {' or '.join(near)}?" if near else f"name {self._some()}"
+        return ConfigError(f"model.lora.{key}: value {_show(entry)} matches no module of {self.model}; {advice}")
+
+    def _some(self) -> str:
+        """The ends of names of the model's linear layers, as far as they can be told from names."""
+        leaves = {name.rpartition(".")[2] for name in self.names if name.rpartition(".")[2].endswith("proj")}
+        experts = {f"experts.{name.rpartition('.')[2]}" for name in self.stacks}
+        return "all-linear or some of " + ", ".join(sorted(leaves) + sorted(experts))
+
+
+def _meta_model(folder: str, head: str) -> nn.Module:
+    """The Hugging Face model on the meta device."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if head == "value":
+        config.num_labels = 1
+    classes = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+    with torch.device("meta"):
+        return classes[head].from_config(config, dtype=torch.float32)
+
+
+def _peft_config(selection: Selection, head: str) -> peft.LoraConfig:
+    lora, stacks = selection.lora, selection.of_stacks()
+    targets, excluded = lora.target_modules, lora.exclude_modules
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else [t for t in targets if t not in stacks],
+        target_parameters=stacks or None,
+        exclude_modules=list(excluded) if isinstance(excluded, tuple) else excluded,
+        use_rslora=lora.rslora,
+        init_lora_weights=False,  # `initial_a` does it
+        task_type="CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+    )
+
+
+def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
+    """The adapters that peft has put into a model, in the model's order."""
+    found = {}
+    for peft_name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        name, parameter, experts, transposed = peft_name, None, 0, False
+        if isinstance(layer, ParamWrapper):
+            name = peft_name.replace(".base_layer", "")
+            parameter = f"{name}.{layer.parameter_name}"
+            if layer.parameter_name != "weight":
+                name = parameter
+            experts = layer.num_experts if layer.get_param().ndim == 3 else 0
+            transposed = bool(experts) and not layer._did_swap_in_out_features
+        found[name] = AdapterShape(
+            name,
+            peft_name,
+            layer.in_features,
+            layer.out_features,
+            layer.r[ADAPTER],
+            layer.scaling[ADAPTER],
+            experts,
+            transposed,
+            parameter,
+        )
+    return found
+
+
+def _is_end(end: str, name: str) -> bool:
+    """peft's rule for an entry of a list."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
+    if value == ():
+        raise ConfigError(f"{key}: value [] names nothing; give all-linear, ends of names, or a regular expression")
+    if isinstance(value, str) and value != "all-linear":
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ConfigError(
+                f"{key}: value {_show(value)} is no regular expression ({error}); give one, or a list of ends of names"
+            ) from None
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value)
