@@ -32,6 +32,7 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
+from mrl.engine.lora import adapters
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
@@ -42,7 +43,7 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import checkpoint, generate, guard, optim, step, weights  # noqa: E402
+from mrl.engine.megatron import checkpoint, generate, guard, lora, optim, step, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -65,6 +66,7 @@ class MegatronEngine(BaseEngine):
     """One model over all ranks, in the layout of `config.engine.parallel`."""
 
     backend = "megatron"
+    trains_adapters = True
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
@@ -97,6 +99,8 @@ class MegatronEngine(BaseEngine):
             vocab_size=self.hf["vocab_size"],
         )  # fmt: skip
         self.chunks: Sequence[Any] = ()
+        self.adapters: lora.Shapes = {}
+        self.base = ""  # which model the adapters are of
         self.optimizer: Any = None
         self._reduced = False
 
@@ -126,6 +130,11 @@ class MegatronEngine(BaseEngine):
                 padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
             )  # fmt: skip
             self.models, self.chunks = models, models
+            if config.model.lora is not None:
+                self.adapters = adapters(config.model.path, config.model.lora, head)
+                self.rules = lora.attach(
+                    models, self.rules, self.adapters, config.model.lora, self.family, head=head, spec=self.spec
+                )
             if config.optimizer is None:
                 for model in models:
                     model.requires_grad_(False)
@@ -134,6 +143,8 @@ class MegatronEngine(BaseEngine):
                 self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
             with self._source() as read:
                 self._fill(read)
+                if self.adapters:
+                    self.base = self.on_main(lambda: lora.fingerprint(read, self.family, self.hf, head))
             self.offload = Offload(config.engine.offload, optim.offloadable(models, self.chunks, self.optimizer))
 
     @contextlib.contextmanager
@@ -151,7 +162,8 @@ class MegatronEngine(BaseEngine):
             yield read
 
     def _fill(self, read: Callable[[str], Any]) -> None:
-        """Sets this rank's weights, and masters where there are any."""
+        """Sets this rank's weights, and masters where there are any; adapters start anew, which leaves the model as it is."""
+        read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
         weights.load(self.models, self.rules, read)
         if self.optimizer is not None:
             weights.load_masters(self.optimizer, self.models, self.rules, read)
@@ -299,6 +311,18 @@ class MegatronEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
+    @installed
+    def load_adapter(self, path: str) -> None:
+        """Replaces the adapters, and their masters, by those of a folder that mrl or peft wrote for the same selection.
+
+        What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
+        """
+        tensors = lora.of_folder(path, self.adapters, self.config.head, self.hf["hidden_size"])
+        with self.offload.used("parameters", "optimizer"):
+            read = lora.fill(self.models, self.rules, tensors)
+            if self.optimizer is not None:
+                weights.load_masters(self.optimizer, self.models, self.rules, read)
+
     def generate(
         self,
         requests: Sequence[GenerateRequest],
@@ -319,15 +343,30 @@ class MegatronEngine(BaseEngine):
             )  # fmt: skip
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.adapters:
+            return self._stream(lora.merged(self.models, self.rules), "parameters")
         return self._stream(lambda parameter: parameter.data, "parameters")
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._stream_adapters(lambda parameter: parameter.data.float(), "parameters")
+
+    def _stream_adapters(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed(), self.offload.used(kind):
+            yield from lora.stream(self, value)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        return lora.off(self.models)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         with self.state.installed(), self.offload.used("gradients"):
             self._reduce()
             optim.whole_gradients(self.chunks)
-        return self._stream(lambda parameter: parameter.main_grad, "gradients")
+        stream = self._stream_adapters if self.adapters else self._stream
+        return stream(lambda parameter: parameter.main_grad, "gradients")
 
     def export_hf(self, path: str) -> None:
+        if self.exports_adapter:
+            return self.export_adapter(path)
         shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
         exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
         infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
