@@ -66,7 +66,6 @@ class MegatronEngine(BaseEngine):
     """One model over all ranks, in the layout of `config.engine.parallel`."""
 
     backend = "megatron"
-    trains_adapters = True
 
     @classmethod
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
@@ -364,8 +363,8 @@ class MegatronEngine(BaseEngine):
         stream = self._stream_adapters if self.adapters else self._stream
         return stream(lambda parameter: parameter.main_grad, "gradients")
 
-    def export_hf(self, path: str) -> None:
-        if self.exports_adapter:
+    def export_hf(self, path: str, *, merged: bool = False) -> None:
+        if self.exports_adapter and not merged:
             return self.export_adapter(path)
         shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
         exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
