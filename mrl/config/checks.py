@@ -187,8 +187,10 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
+    if engine.backend != "megatron":
+        return
     stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if engine.backend == "megatron" and num_experts(model) is None:
+    if num_experts(model) is None:
         _check_dense(engine, dims, model, path)
 
 

@@ -106,6 +106,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 tied": ("gemma2", {"tied": True}),
+    "granite": ("granite", {}),
+    "gpt2 tied": ("gpt2", {"tied": True}),
+    "phi": ("phi", {}),
+    "granitemoe": ("granitemoe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "bloom tied": ("bloom", {"tied": True}),
+    "gemma2 value head": ("gemma2", {"head": "value"}),
+    "gpt2 tied value head": ("gpt2", {"head": "value", "tied": True}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }
 

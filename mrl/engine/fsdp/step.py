@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.fsdp.output import hidden_states, output_weight
+from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, dp: int) -> Tensor:
@@ -70,26 +71,30 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device) -> ModelInputs:
     )  # fmt: skip
 
 
-def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
+def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
+    """[T, H] what the output layer is given for each token."""
+    documents = {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
+    hidden = hidden_states(hf, input_ids=inputs.tokens, position_ids=inputs.positions, **documents).flatten(0, 1)
+    return hidden if inputs.places is None else hidden[inputs.places]
+
+
+def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
     """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
 
-    head: "lm" or "value".
+    head: "lm" or "value". rule: what the model makes of what its output layer gives.
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
     """
-    hidden = hf.model(
-        input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths
-    ).last_hidden_state.flatten(0, 1)  # fmt: skip
-    if inputs.places is not None:
-        hidden = hidden[inputs.places]
+    hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
-        return {"values": hf.lm_head(hidden)[:, 0].clone().float()}  # FSDP wants no view of what its module made
+        return {"values": (hidden @ weight.t())[:, 0].clone().float()}  # FSDP wants no view of what its module made
     log_probs, entropy = log_probs_from_hidden(
         hidden,
-        hf.lm_head.weight,
+        weight,
         inputs.labels,
-        shard=VocabShard(hf.config.vocab_size),
+        shard=VocabShard(weight.shape[0]),
         rows=inputs.trained,
         temperature=ctx.get("temperature", 1.0),
         entropy=ctx.get("entropy", "none"),
+        rule=rule,
     )
     return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
