@@ -197,17 +197,22 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
-    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if engine.backend == "megatron" and num_experts(model) is None:
-        _check_dense(engine, dims, model, path)
     if engine.backend == "fsdp" and dims.cp > 1:
         check_shared_sequences(dims.cp, model, path)
+    if engine.backend != "megatron":
+        return
+    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
+    if num_experts(model) is None:
+        _check_dense(engine, dims, model, path)
 
 
 def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engine") -> None:
-    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json."""
+    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json.
+
+    Of a model that mrl has no table for, which may call these otherwise, the engine tries it (mrl/engine/fsdp/probe.py).
+    """
     model = model.get("text_config") or model
-    heads = _whole(model, "num_attention_heads")
+    heads = _whole(model, "num_attention_heads") if "num_attention_heads" in model else cp
     if heads % cp:
         fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(

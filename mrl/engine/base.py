@@ -359,7 +359,7 @@ class BaseEngine(abc.ABC):
         self.on_main(lambda: write_adapter(path, lora, model, tensors, head=self.config.head))
 
     def _write_hf(
-        self, path: str, infos: Mapping[str, TensorInfo], family: Family, hf_config: Mapping[str, Any]
+        self, path: str, infos: Mapping[str, TensorInfo], family: Family | None, hf_config: Mapping[str, Any]
     ) -> None:
         """What `export_hf` does with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective."""
         writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -371,7 +371,8 @@ class BaseEngine(abc.ABC):
                 out.add(name, tensor)
         collective.wait_for_all()
 
-    def _config_changes(self, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What an export changes in config.json."""
+    def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What an export changes in config.json. family: None where mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
-        return changes | ({MTP_COUNT: 0} if further_layers(self.config.model.path, family, hf_config) else {})
+        further = family is not None and further_layers(self.config.model.path, family, hf_config)
+        return changes | ({MTP_COUNT: 0} if further else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from mrl.config.schema import RoleConfig
 from mrl.converters.accounting import SCORE, stored_weights
 from mrl.converters.rules import expected_hf_names
+from mrl.converters.safetensors_io import HFReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.collective import on_main
 from mrl.errors import CheckpointError
@@ -21,17 +22,24 @@ SAMPLES = 64
 _NOT_THE_MODEL = ("export",)
 
 
-def fingerprint(path: str, family: Family, hf_config: HFConfig, head: str) -> str:
+def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
     """A hash of the first rows of some of the weights that the folder `path` has, whatever their files are."""
-    names = [name for name in sorted(expected_hf_names(family, hf_config, head=head)) if name != SCORE]
-    every, digest = max(1, len(names) // SAMPLES), hashlib.sha256()
+    if family is None:  # no table of the family tells names: those of the files do
+        with HFReader(path) as reader:
+            return _hash([name for name, info in reader.tensors.items() if info.shape and name != SCORE], reader)
+    names = [name for name in expected_hf_names(family, hf_config, head=head) if name != SCORE]
     with stored_weights(path, family, hf_config, head=head, trained=True) as read:
-        for name in names[::every]:
-            digest.update(name.encode() + read(name)[:1].to(torch.float32).numpy().tobytes())
+        return _hash(names, read)
+
+
+def _hash(names: Sequence[str], read: Callable[[str], Any]) -> str:
+    every, digest = max(1, len(names) // SAMPLES), hashlib.sha256()
+    for name in sorted(names)[::every]:
+        digest.update(name.encode() + read(name)[:1].to(torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def facts(config: RoleConfig, family: Family, hf_config: HFConfig) -> dict[str, Any] | None:
+def facts(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:
     """What a checkpoint says of its adapters; None where there are none. Collective.
 
     lora: the section of the config, but for how it is exported. path, base: where the base is, and its `fingerprint`.

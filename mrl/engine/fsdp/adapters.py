@@ -33,8 +33,9 @@ class Adapters:
         wanted = {name for shape in self.shapes.values() for name in (shape.a_name, shape.b_name)}
         assert wanted == set(self._files.values()), f"peft made {sorted(wanted ^ set(self._files.values()))}"
         if config.head == "value":
-            hf.lm_head.weight.requires_grad_(True)
-            self._files["lm_head.weight"] = SCORE
+            score = hf.get_output_embeddings().weight
+            score.requires_grad_(True)
+            self._files |= {name: SCORE for name, parameter in hf.named_parameters() if parameter is score}
         if config.model.dtype == "bfloat16":
             for name, parameter in hf.named_parameters():
                 if name not in self._files:
@@ -67,13 +68,14 @@ class Adapters:
         trained = self.trained()
         return {s.a_name for s in self.shapes.values() if not bool(trained[s.b_name].to_local().any())}
 
-    def delta(self, name: str) -> Tensor | None:
-        """What is added to the base's parameter `name`, whole, fp32; None where nothing is. Collective."""
+    def merged(self, name: str, whole: Tensor) -> Tensor:
+        """The base's parameter `name` with its adapter added in, fp32; `whole` itself where it has none. Collective."""
         shape = self.shapes.get(name) or self.shapes.get(name.removesuffix(".weight"))
         if shape is None:
-            return None
+            return whole
         trained = self.trained()
-        return shape.delta(*(trained[n].detach().full_tensor().float() for n in (shape.a_name, shape.b_name)))
+        a, b = (trained[n].detach().full_tensor().float() for n in (shape.a_name, shape.b_name))
+        return whole.float() + shape.delta(a, b)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

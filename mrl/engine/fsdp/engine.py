@@ -15,7 +15,6 @@ from mrl.batch import Batch
 from mrl.config.checks import check_backend, check_shared_sequences
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -79,7 +78,7 @@ class FSDPEngine(BaseEngine):
     def init_model(self) -> None:
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
-        self.model = Model(self.config, self.device, self.mesh.weights)
+        self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.trained(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())
@@ -171,7 +170,9 @@ class FSDPEngine(BaseEngine):
             data, ctx = preprocess_fn(data, ctx)
         inputs = step.prepare(data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses)
         data = data.to(self.device)
-        predictions = self.model.module(functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx))
+        predictions = self.model.module(
+            functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
+        )
         loss = sum(value.sum() for value in predictions.values()) * 0.0
         sums: dict[tuple[str, str], float] = {}
         if data.num_sequences:
@@ -248,6 +249,7 @@ class FSDPEngine(BaseEngine):
         told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
+        self.model.check_generates()
         check_room(requests, cache_tokens)
         alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
@@ -259,6 +261,7 @@ class FSDPEngine(BaseEngine):
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
                 told=told,
+                rule=self.model.rule,
             )
         everyone: list[dict[int, Completion]] = [{}] * self.world_size
         dist.all_gather_object(everyone, found)
@@ -267,9 +270,13 @@ class FSDPEngine(BaseEngine):
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters"):
-            yield from self.model.stream(lambda parameter: parameter, DTYPES[self.config.model.dtype])
+            yield from self.model.stream(lambda tensor: tensor, DTYPES[self.config.model.dtype])
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        def gradient(p: torch.nn.Parameter) -> Tensor:
+            return torch.zeros_like(p) if p.grad is None else p.grad
+
+        with self.offload.used("parameters", "gradients"):
         def gradient(p: torch.nn.Parameter) -> Tensor:
             return torch.zeros_like(p) if p.grad is None else p.grad
 
@@ -277,7 +284,7 @@ class FSDPEngine(BaseEngine):
             if self.config.model.lora is not None:
                 yield from self.model.stream_trained(gradient)
             else:
-                yield from self.model.stream(gradient, torch.float32)
+                yield from self.model.stream(gradient, torch.float32, buffers=False)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.config.model.lora is not None, "there are no adapters"
@@ -291,5 +298,5 @@ class FSDPEngine(BaseEngine):
         if self.exports_adapter and not merged:
             self.export_adapter(path)
             return
-        infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
+        infos = self.model.file_infos(DTYPES[self.config.model.dtype])
         self._write_hf(path, infos, self.model.family, self.model.hf_config)

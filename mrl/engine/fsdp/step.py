@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
+from mrl.engine.fsdp.output import hidden_states, output_weight
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
@@ -53,12 +54,10 @@ class ModelInputs:
     ulysses: Ulysses
 
     def restore(self, outputs: Tensor) -> Tensor:
-        """[R * L/C] of this rank -> [T] of the micro-batch, the same on all ranks that share it."""
-        return (
-            outputs
-            if self.places is None
-            else self.ulysses.whole(outputs.view(self.tokens.shape)).flatten()[self.places]
-        )
+        """[R * L/C, ..] of this rank -> [T, ..] of the micro-batch, the same on all ranks that share it."""
+        if self.places is None:
+            return outputs
+        return self.ulysses.whole(outputs.unflatten(0, self.tokens.shape)).flatten(0, 1)[self.places]
 
 
 def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysses) -> ModelInputs:
@@ -97,32 +96,37 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysse
         labels=own["labels"].flatten().to(device),
         trained=None if counts.all() else counts.nonzero()[:, 0].to(device),
         document_lengths=documents,
-        places=None if len(places) == length and ulysses.size == 1 else places.to(device),
+        places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else places.to(device),
         ulysses=ulysses,
     )
 
 
-def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
+def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
+    """[R * L/C, H] what the output layer is given for each place of this rank."""
+    options = {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
+    options |= {"ulysses": inputs.ulysses} if inputs.ulysses.size > 1 else {}
+    return hidden_states(hf, input_ids=inputs.tokens, position_ids=inputs.positions, **options).flatten(0, 1)
+
+
+def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
     """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
 
-    head: "lm" or "value".
+    head: "lm" or "value". rule: what the model makes of what its output layer gives.
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
     """
-    hidden = hf.model(
-        input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths,
-        ulysses=inputs.ulysses,
-    ).last_hidden_state.flatten(0, 1)  # fmt: skip
+    hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
-        values = hf.lm_head(hidden)[:, 0].clone().float()  # FSDP wants no view of what its module made
+        values = (hidden @ weight.t())[:, 0].clone().float()  # FSDP wants no view of what its module made
         return {"values": inputs.restore(values)}
     log_probs, entropy = log_probs_from_hidden(
         hidden,
-        hf.lm_head.weight,
+        weight,
         inputs.labels,
-        shard=VocabShard(hf.config.vocab_size),
+        shard=VocabShard(weight.shape[0]),
         rows=inputs.trained,
         temperature=ctx.get("temperature", 1.0),
         entropy=ctx.get("entropy", "none"),
+        rule=rule,
     )
     outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
     return {name: inputs.restore(values) for name, values in outputs.items()}
