@@ -29,6 +29,11 @@ WAITS = "its gradient is zero as long as B of its adapter is"
 """How the message ends of a parameter that could not train in this step, and should in the next."""
 
 
+def faults(messages: Iterable[str]) -> list[str]:
+    """Those of `problems` that something is wrong by; the others wait for the next step."""
+    return [message for message in messages if not message.endswith(WAITS)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Watched:
     """One trainable parameter as this rank holds it, just before the step.

@@ -277,10 +277,6 @@ class FSDPEngine(BaseEngine):
             return torch.zeros_like(p) if p.grad is None else p.grad
 
         with self.offload.used("parameters", "gradients"):
-        def gradient(p: torch.nn.Parameter) -> Tensor:
-            return torch.zeros_like(p) if p.grad is None else p.grad
-
-        with self.offload.used("parameters", "gradients"):
             if self.config.model.lora is not None:
                 yield from self.model.stream_trained(gradient)
             else:

@@ -188,3 +188,23 @@ class Model:
             held = {name: t.to(device="cpu", dtype=dtype) for name, t in held.items()}
             held |= {name: of_buffers[name].cpu() for name in group if buffers and name in of_buffers}
             if held:
+                for name, tensor in self.files.written(held):
+                    yield name, tensor.clone()
+
+    def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """As `stream`, of what trains of a model with adapters: fp32, by the names of peft's files."""
+        for name, parameter in self.trained().items():
+            whole = value(parameter).detach().full_tensor()
+            if dist.get_rank() == 0:
+                yield name, whole.to(device="cpu", dtype=torch.float32).clone()
+
+
+def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh) -> nn.Module:
+    """`hf` with each block, and what is worth it, a unit of its own, and the rest in the root."""
+    bf16 = config.model.dtype == "bfloat16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    embedding = embedding_of(hf)
+    for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
+    return fully_shard(Sharded(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
