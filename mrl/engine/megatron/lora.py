@@ -386,26 +386,27 @@ def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTe
     if not isinstance(rule, AdapterRule):
         return ShardedTensor.from_rank_offsets(SCORE, parameter, replica_id=replica)
     pieces, whole = rule.pieces(rule.rank), rule.hf_shapes[0]
-    lead = () if rule.expert is None else (rule.of.experts,)
+    if rule.expert is not None:
+        whole = (rule.of.experts, *whole)
 
-    def part(key: str, data: Tensor, piece: Piece, replica_id) -> ShardedTensor:
+    def part(key: str, data: Tensor, piece: Piece, replica_id: Any) -> ShardedTensor:
         offset = [0, 0]
         offset[piece.dim] = piece.start
         if rule.expert is not None:
-            offset.insert(0, rule.expert)
-        return ShardedTensor(
-            key, data, data.dtype, tuple(data.shape), (*lead, *whole), tuple(offset), None, replica_id, len(lead)
-        )  # fmt: skip
+            offset, data = [rule.expert, *offset], data[None]
+        # without a number of fragments: the ranks' pieces may differ in size
+        return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, tuple(offset), None, replica_id)
 
-    if len(pieces) == 1:
+    if len(pieces) == 1 and rule.expert is None:
         return part(rule.file_name, parameter, pieces[0], replica)
+    lengths, dim = [piece.length for piece in pieces], pieces[0].dim
 
-    def build(key: str, data: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
-        parts = data.split([piece.length for piece in pieces], dim=pieces[0].dim)
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        parts = data.split(lengths, dim=dim)
         return [part(key, p.contiguous(), piece, replica_id) for p, piece in zip(parts, pieces, strict=True)]
 
     def merge(loaded: list[Tensor]) -> Tensor:
-        return torch.cat(loaded, dim=pieces[0].dim)
+        return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
 
     return ShardedTensorFactory(rule.file_name, parameter, build, merge, replica)
 
