@@ -10,7 +10,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.config.schema import EngineConfig, LogConfig, MicroBatchConfig, OptimizerConfig, ParallelConfig, SFTConfig
+from mrl.config.keys import show
+from mrl.config.schema import (
+    EngineConfig,
+    LogConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SFTConfig,
+)
 from mrl.errors import ConfigError, ModelError
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -24,6 +33,7 @@ def check_config(config: SFTConfig) -> None:
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
     check_backend(config.engine)
+    check_lora(config.model)
     check_log(config.log)
 
 
@@ -81,6 +91,20 @@ def _check_train(config: SFTConfig) -> None:
                 raise ConfigError(
                     f"train.{name}: value {getattr(train, name)} is not used without data.eval; set data.eval, or null here"
                 )
+
+
+def check_lora(model: ModelConfig, path: str = "model") -> None:
+    """Adapters go over weights that are there again after the run."""
+    if model.lora is not None and model.init == "random":
+        raise ConfigError(
+            f'{path}.init: value "random" makes a base that no other run has, and {path}.lora trains adapters over one; set it '
+            f"to pretrained, or {path}.lora to null"
+        )
+    for key in ("target_modules", "exclude_modules"):
+        if model.lora is not None and not (value := getattr(model.lora, key)) and value is not None:
+            raise ConfigError(
+                f"{path}.lora.{key}: value {show(value)} names nothing; give all-linear, ends of names, or a regular expression"
+            )
 
 
 def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:

@@ -16,6 +16,7 @@ from mrl.config.schema import (
     CheckpointConfig,
     EngineConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RowsConfig,
@@ -37,9 +38,14 @@ class RoleModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticModelConfig(RoleModelConfig):
+    lora: LoraConfig | None = key(None, "low-rank adapters, as actor.model.lora; null trains all of its weights")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    model: RoleModelConfig = key(
-        RoleModelConfig, "what the critic starts from: a language model, or a sequence classifier with one label"
+    model: CriticModelConfig = key(
+        CriticModelConfig, "what the critic starts from: a language model, or a sequence classifier with one label"
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule, over the steps of the run")

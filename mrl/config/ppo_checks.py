@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from mrl.config.checks import check_backend, check_log, check_micro_batch, check_optimizer, check_schedule
+from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
 from mrl.config.keys import Key, changed, show
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
-from mrl.config.roles import ROLES, TRAINED, has_own_engine
+from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 from mrl.metrics import PPO_METRICS
@@ -35,6 +35,13 @@ def check_ppo(config: PPOConfig) -> None:
             _check_engine(config, role, getattr(config, role).engine)
     for role in TRAINED:
         check_optimizer(getattr(config, role).optimizer, f"{role}.optimizer")
+        check_lora(model_of(config, role), f"{role}.model")
+    lora = config.actor.model.lora
+    if lora is not None and lora.dropout and config.train.guards:
+        raise ConfigError(
+            f"actor.model.lora.dropout: value {lora.dropout:g} makes the policy that trains another one than the policy that "
+            "sampled; set it to 0, or train.guards to false to go on with it"
+        )
     _check_rewards(config)
     _check_rollout(config)
     _check_eval(config)

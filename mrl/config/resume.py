@@ -19,12 +19,12 @@ _ENGINE = ("device", "recompute", "offload", "parallel", "micro_batch")
 
 MAY_CHANGE: Mapping[type, tuple[str, ...]] = {
     SFTConfig: (
-        "output_dir", "model.path", "model.trust_remote_code", *(f"engine.{name}" for name in _ENGINE), "data.train",
+        "output_dir", "model.path", "model.trust_remote_code", "model.lora.export", *(f"engine.{name}" for name in _ENGINE), "data.train",
         "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
         "train.guards", "checkpoint", "log",
     ),
     PPOConfig: (
-        "output_dir", *(f"{role}.model.path" for role in ROLES), "actor.model.trust_remote_code",
+        "output_dir", *(f"{role}.model.path" for role in ROLES), "actor.model.trust_remote_code", "actor.model.lora.export", "critic.model.lora.export",
         *(f"{role}.engine.{name}" for role in ROLES for name in _ENGINE), "rewards.workers", "rewards.timeout_s",
         "rewards.concurrency", "rewards.on_error", "algorithm.max_sampling_rounds", "rollout.cache_tokens", "rollout.prefill_tokens", "rollout.environment_timeout_s",
         "rollout.server", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every",

@@ -57,18 +57,28 @@ def model_of(config: PPOConfig, role: str) -> ModelConfig:
     if role == "actor":
         return actor
     own = getattr(config, role).model
+    lora = config.critic.model.lora if role == "critic" else None
     if own.path is None:
-        return dataclasses.replace(actor, dtype=own.dtype or actor.dtype)
-    return dataclasses.replace(actor, path=own.path, init="pretrained", dtype=own.dtype or actor.dtype)
+        return dataclasses.replace(actor, dtype=own.dtype or actor.dtype, lora=lora)
+    return dataclasses.replace(actor, path=own.path, init="pretrained", dtype=own.dtype or actor.dtype, lora=lora)
+
+
+def reference_is_base(config: PPOConfig) -> bool:
+    """Whether the reference is the actor without its adapters: no model of its own, and none that would change."""
+    own = config.reference
+    same_model = own.model.path is None and own.model.dtype in (None, config.actor.model.dtype)
+    return config.actor.model.lora is not None and same_model and own.engine is None and own.update_every is None
 
 
 def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) -> dict[str, RoleConfig]:
     """What each engine of the run is built from, by role. folders: the folder that each role's model path stands for.
 
-    The length of the learning-rate schedules is set later, by `engine.set_total_steps`.
+    A reference that is the actor's base has none of its own. The length of the learning-rate schedules is set later, by `engine.set_total_steps`.
     """
     made: dict[str, RoleConfig] = {}
     for role in roles_of(config, needs):
+        if role == "reference" and reference_is_base(config):
+            continue
         engine = engine_of(config, role)
         tokens = micro_batch_tokens(engine.micro_batch, config.max_length)
         made[role] = RoleConfig(

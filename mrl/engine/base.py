@@ -202,7 +202,8 @@ class BaseEngine(abc.ABC):
         """What went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing did.
 
         One message for each parameter that has no gradient or one that is not finite, that did not change, or whose
-        replicas differ; the same messages on every rank.
+        replicas differ; the same messages on every rank. One that ends in `guards.WAITS` is no fault: A of an adapter whose B
+        was zero, which the next step can be asked about.
         """
 
     @abc.abstractmethod
@@ -318,9 +319,10 @@ class BaseEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def export_hf(self, path: str) -> None:
+    def export_hf(self, path: str, *, merged: bool = False) -> None:
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
-        tokens are not in it, and config.json says so. Where `exports_adapter`, that of `export_adapter` instead."""
+        tokens are not in it, and config.json says so. Where `exports_adapter`, that of `export_adapter` instead, unless
+        `merged`."""
 
     @property
     def exports_adapter(self) -> bool:

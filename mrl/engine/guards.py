@@ -6,7 +6,8 @@ compared by a 64-bit checksum of its bits, so no second copy of the weights is h
 Each rank's piece of a parameter is judged on its own: a piece that stayed as it was is a fault where its gradient would
 have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a long
 warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows that never occur of an embedding.
-A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token.
+A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token. And an adapter
+`B A` starts with B = 0: until B has moved, the gradient of A is zero, which is said, and is no fault.
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ ROUNDING_MARGIN = 8.0
 gradients smaller and Adam's eps weigh more."""
 
 
+WAITS = "its gradient is zero as long as B of its adapter is"
+"""How the message ends of a parameter that could not train in this step, and should in the next."""
+
+
+def faults(messages: Iterable[str]) -> list[str]:
+    """Those of `problems` that something is wrong by; the others wait for the next step."""
+    return [message for message in messages if not message.endswith(WAITS)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Watched:
     """One trainable parameter as this rank holds it, just before the step.
 
     weight: the local piece of what the optimizer updates: the fp32 master where there is one. gradient: what it will
     be updated with, of the same shape, or None where there is none. may_be_idle: a zero gradient is no fault
-    (experts, which see only the tokens routed to them).
+    (experts, which see only the tokens routed to them). waits: it is an adapter's A, and this rank's piece of B is zero.
     """
 
     name: str
     weight: Tensor
     gradient: Tensor | None
     may_be_idle: bool = False
+    waits: bool = False
 
 
 @dataclasses.dataclass
@@ -49,6 +60,7 @@ class Finding:
     nonzero: bool
     should_change: bool
     may_be_idle: bool
+    waits: bool = False
     changed: bool = False
 
 
@@ -67,6 +79,7 @@ def inspect(parameters: Iterable[Watched], *, lr: float, eps: float) -> dict[str
             nonzero=g is not None and bool(g.any()),
             should_change=g is not None and _would_move(p.weight, g, lr, eps),
             may_be_idle=p.may_be_idle,
+            waits=p.waits,
         )
     return findings
 
@@ -98,6 +111,8 @@ def _fault(found: list[Finding]) -> str | None:
     if not any(f.has_gradient for f in found):
         return "it has no gradient"
     if not any(f.nonzero for f in found):
+        if all(f.waits for f in found):
+            return WAITS
         return None if all(f.may_be_idle for f in found) else "its gradient is zero"
     if any(f.should_change and not f.changed for f in found):
         return "it has a gradient but the step did not change it"

@@ -121,12 +121,11 @@ def write_adapter(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     head: str = "lm",
-    base_name: str | None = None,
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained(base model, path)` loads, tokenizer and chat template beside it.
 
-    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model. base_name: what the
-    folder says of it, as a hub id; by default the path. An interrupted write leaves no folder that loads.
+    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives it another
+    name. An interrupted write leaves no folder that loads.
     """
     from mrl.engine.lora_selection import injection  # as above
 
@@ -148,11 +147,19 @@ def write_adapter(
             shutil.copyfile(file, target)
     about = {
         key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
-    } | {"base_model_name_or_path": base_name or base_model_path, "inference_mode": True, "init_lora_weights": True}
+    } | {"base_model_name_or_path": os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}
     if head == "value":
         about["modules_to_save"] = ["score"]
     (out / f".{CONFIG}.part").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(out / f".{CONFIG}.part", out / CONFIG)
+
+
+def name_base(path: str | os.PathLike[str], name: str) -> None:
+    """Makes the adapter folder `path` say that its base is `name`, a folder or a hub id, where peft's users look it up."""
+    config = Path(path) / CONFIG
+    about = json.loads(config.read_text(encoding="utf-8"))
+    about["base_model_name_or_path"] = os.path.abspath(name) if os.path.isdir(name) else name
+    config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:

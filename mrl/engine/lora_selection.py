@@ -235,8 +235,6 @@ def _is_end(end: str, name: str) -> bool:
 
 
 def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
-    if value == ():
-        raise ConfigError(f"{key}: value [] names nothing; give all-linear, ends of names, or a regular expression")
     if isinstance(value, str) and value != "all-linear":
         try:
             re.compile(value)

@@ -104,7 +104,8 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
 
 
 def _check_architecture(part: Part, dims: ParallelDims) -> None:
-    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split.
+    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split,
+    adapters that match none of its modules.
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
@@ -116,6 +117,10 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
         if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
+        if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
+            from mrl.engine.lora import adapters
+
+            adapters(part.model.path, part.model.lora, "value" if part.role == "critic" else "lm")
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ roles there are and what is asked of them (the trainer), how a batch is cut (eng
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -52,14 +54,21 @@ class WorkerDispatch:
 
     offload_idle: a call brings to the device what it needs of its role and puts all that other roles hold on the host;
     otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never change, which
-    no checkpoint needs to hold.
+    no checkpoint needs to hold. bases: role -> the role whose model, without its adapters, it is; it has no engine.
     """
 
     def __init__(
-        self, engines: Mapping[str, BaseEngine], *, offload_idle: bool, constant: Collection[str] = ("reward",)
+        self,
+        engines: Mapping[str, BaseEngine],
+        *,
+        offload_idle: bool,
+        constant: Collection[str] = ("reward",),
+        bases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         assert engines, "no roles"
+        assert not bases.keys() & engines.keys(), f"{', '.join(bases)}: both a role of its own and another's base"
         self.engines, self.offload_idle, self.constant = dict(engines), offload_idle, frozenset(constant)
+        self.bases = dict(bases)
         self._any = next(iter(self.engines.values()))
 
     # -- where and who ------------------------------------------------------------------------------------------------
@@ -149,9 +158,9 @@ class WorkerDispatch:
 
     def forward(self, role: str, batch: Batch, ctx: Ctx | None = None) -> Predictions:
         """Predictions of a global batch, [T] each in its order, on the host of every rank. Dropout is off and no loss is made."""
-        engine = self._use(role)
+        engine = self._use(self.bases.get(role, role))
         engine.set_loss_fn(None)
-        with engine.eval_mode():
+        with engine.eval_mode(), engine.without_adapters() if role in self.bases else contextlib.nullcontext():
             return mesh(engine, batch, lambda share: engine.forward_backward_step(share, ctx, forward_only=True)[0])
 
     def forward_backward(
@@ -218,7 +227,7 @@ class WorkerDispatch:
         return self._use(role).hf_weights()
 
     def save_hf_model(self, role: str, path: str) -> None:
-        """Writes a folder that transformers loads."""
+        """Writes a folder that transformers loads, or the adapters alone where the role's config says so."""
         self._use(role).export_hf(path)
 
     def copy_weights(self, source_role: str, target_role: str, folder: str) -> None:
@@ -228,7 +237,9 @@ class WorkerDispatch:
         """
         path = os.path.join(folder, f".{source_role}-to-{target_role}")
         self.on_main(lambda: shutil.rmtree(path, ignore_errors=True))  # of a run that was killed
-        self.save_hf_model(source_role, path)
+        source = self._use(source_role)
+        # a backend that knows no adapters takes no word about them
+        source.export_hf(path, **({} if source.config.model.lora is None else {"merged": True}))
         if self.max_over_ranks(not os.path.isdir(path)) != [0.0]:
             raise CheckpointError(f"{folder}: a rank does not see what rank 0 wrote there; use storage all nodes share")
         self._use(target_role).load_hf(path)

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
-from mrl.config.schema import SFTConfig
+from mrl.config.schema import ModelConfig, SFTConfig
 from mrl.converters.accounting import further_layers
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
@@ -19,6 +19,7 @@ from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine.lora import name_base
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -139,13 +140,21 @@ def export(
     *,
     folder: str,
     chat_template: str | None,
+    model: ModelConfig,
 ) -> None:
     """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the model
-    started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's."""
+    started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model: as the user
+    has it, whose path an adapter names as its base."""
     write(str(directory.partial_hf))
+    adapter = model.lora is not None and model.lora.export == "adapter"
+    if adapter:
+        ranks.on_main(lambda: name_base(directory.partial_hf, model.path))
     if chat_template is not None:
         ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
     ranks.on_main(directory.publish_export)
+    if adapter:
+        console.say(f"adapter: {directory.hf} (peft loads it over {model.path}; `mrl convert export` merges it)")
+        return
     without = ""
     if ranks.on_main(lambda: further_layers_of(folder)):
         without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"

@@ -66,7 +66,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     if config.checkpoint.export_hf:
         folder, template = trainer.folders["actor"], trainer.chat_template
         write = functools.partial(dispatch.save_hf_model, "actor")
-        export(dispatch, directory, console, write, folder=folder, chat_template=template)
+        export(dispatch, directory, console, write, folder=folder, chat_template=template, model=config.actor.model)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )

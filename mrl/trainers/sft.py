@@ -26,6 +26,7 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
+from mrl.engine import guards
 from mrl.engine.base import BaseEngine
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
@@ -162,7 +163,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     trainer.stop.says = None  # the run ends by itself now
     if config.checkpoint.export_hf:
         folder = engine.config.model.path
-        export(engine, directory, console, engine.export_hf, folder=folder, chat_template=trainer.chat_template)
+        template, model = trainer.chat_template, config.model
+        export(engine, directory, console, engine.export_hf, folder=folder, chat_template=template, model=model)
     console.say(
         f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
     )
@@ -205,8 +207,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         raise stopped_after(trainer, progress, None)
     while progress.step < total_steps or progress.unlogged:
         if not progress.unlogged:
-            progress.unlogged = one_step(trainer, progress, flops, guard=guard)
-            guard = False
+            progress.unlogged, guard = one_step(trainer, progress, flops, guard=guard)
         row = progress.unlogged
         if trainer.eval_set is not None and due(config.train.eval_every):
             if (loss := evaluation.run(progress.step)) is None:
@@ -233,15 +234,17 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
                 )
 
 
-def one_step(trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard: bool) -> dict[str, float]:
-    """The next batch and a step on it; `progress` has made it then. Returns its metrics."""
+def one_step(
+    trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard: bool
+) -> tuple[dict[str, float], bool]:
+    """The next batch and a step on it; `progress` has made it then. Returns its metrics, and whether to guard the next one."""
     began_s = time.perf_counter()
     batch = trainer.source.next()
-    loss, grad_norm, lr = train_step(trainer, progress, batch, guard=guard)
+    loss, grad_norm, lr, waits = train_step(trainer, progress, batch, guard=guard)
     progress.step += 1
     progress.tokens += batch.denominators["tokens"]
     step_s = time.perf_counter() - began_s
-    return {
+    row = {
         "train/loss": loss,
         "train/grad_norm": grad_norm,
         "train/lr": lr,
@@ -250,6 +253,7 @@ def one_step(trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard
         "perf/tokens_per_s": batch.num_tokens / step_s,
         **flops.utilization(batch, step_s),
     }
+    return row, waits
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
@@ -259,10 +263,10 @@ def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> St
     return stopped(trainer.engine, trainer.stop, where=where, saved=held)
 
 
-def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float]:
-    """One optimizer step on a global mini-batch. Returns its loss, gradient norm and learning rate.
+def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float, bool]:
+    """One optimizer step on a global mini-batch. Returns its loss, gradient norm, learning rate, and whether guarding goes on.
 
-    guard: check that the step did to the parameters what it should. Raises TrainingError where it did not, and where
+    guard: check that the step did to the parameters what it should; of adapters, A is seen to train a step later. Raises TrainingError where it did not, and where
     loss or gradient norm are not finite; then nothing is saved but the batch.
     """
     engine = trainer.engine
@@ -273,14 +277,15 @@ def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: boo
         raise failed_step(trainer, progress, batch, f"the loss is {loss}")
     before = engine.guard_before_step() if guard else None
     grad_norm = engine.optimizer_step()
-    problems = engine.guard_after_step(before) if guard else []
+    found = engine.guard_after_step(before) if guard else []
+    problems = guards.faults(found)
     if grad_norm.skipped is not None or not math.isfinite(grad_norm):
         why = f"the gradient norm is {float(grad_norm)}" + (f" ({grad_norm.skipped})" if grad_norm.skipped else "")
         raise failed_step(trainer, progress, batch, "; ".join([why, *problems[:5]]))
     if problems:
-        found = problems_in_words(problems)
-        raise failed_step(trainer, progress, batch, f"the first step did not train the model as it should: {found}")
-    return loss, float(grad_norm), engine.lr_scheduler_step()
+        told = problems_in_words(problems)
+        raise failed_step(trainer, progress, batch, f"the first step did not train the model as it should: {told}")
+    return loss, float(grad_norm), engine.lr_scheduler_step(), bool(found)
 
 
 def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -> TrainingError:

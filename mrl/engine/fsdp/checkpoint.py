@@ -1,7 +1,7 @@
 """What the FSDP engine puts into a checkpoint folder, through torch.distributed.checkpoint.
 
 The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
-number of ranks reads them. Beside them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
+number of ranks reads them. Of a model with adapters they are the adapters', under the names of peft's files. Beside them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.fsdp.rng import Generators
+from mrl.engine.lora_base import check_facts
 from mrl.errors import CheckpointError
 
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Everything sharded, by its name in the checkpoint. Tensors are those in use: reading into them restores."""
-    named: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.parameters().items()}
+    named: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.trained().items()}
     return named | (optimizer.moments() if optimizer is not None else {})
 
 
@@ -46,6 +47,7 @@ def save(
         updates = 0 if optimizer is None else optimizer.updates
         about = architecture(model.family, model.hf_config)
         facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
+        facts |= {"adapters": model.adapter_facts}
         torch.save(facts, os.path.join(folder, STATE))
 
 
@@ -59,8 +61,11 @@ def load(
     """
     wanted = tensors(model, optimizer)
     try:
-        _check_fit(folder, wanted)
         facts = torch.load(os.path.join(folder, STATE), weights_only=True)
+        if model.adapter_facts is not None or facts.get("adapters") is not None:
+            check_architecture(facts["architecture"], model.family, model.hf_config, folder)
+            check_facts(facts.get("adapters"), model.adapter_facts, folder)
+        _check_fit(folder, wanted)
         if "architecture" in facts:  # an older mrl saved none
             check_architecture(facts["architecture"], model.family, model.hf_config, folder)
         dcp.load(wanted, checkpoint_id=folder)

@@ -45,6 +45,7 @@ class FSDPEngine(BaseEngine):
     """One model over all ranks; each holds a shard of every weight and computes its own share of the data."""
 
     backend = "fsdp"
+    trains_adapters = True
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -76,16 +77,16 @@ class FSDPEngine(BaseEngine):
         self.generators = Generators(self.config.seed + self.dp_rank, self.device)
         self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
-            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
+            self.optimizer = Optimizer(self.model.trained(), self.config.optimizer)
         self.offload = Offload(self.config.engine.offload, self._state())
         self.model.module.eval()
 
     def _state(self) -> dict[str, Callable[[], Iterator[Tensor]]]:
         """What there is of each kind of state on this rank, for `engine.offload`."""
-        parameters, optimizer = self.model.parameters(), self.optimizer
+        parameters, optimizer = list(self.model.module.parameters()), self.optimizer
         return {
-            "parameters": lambda: (p.detach().to_local() for p in parameters.values()),
-            "gradients": lambda: (p.grad.to_local() for p in parameters.values() if p.grad is not None),
+            "parameters": lambda: (p.detach().to_local() for p in parameters),
+            "gradients": lambda: (p.grad.to_local() for p in parameters if p.grad is not None),
             "optimizer": lambda: (m.to_local() for m in (optimizer.moments() if optimizer else {}).values()),
         }
 
@@ -190,7 +191,7 @@ class FSDPEngine(BaseEngine):
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def optimizer_zero_grad(self) -> None:
-        for parameter in self.model.parameters().values():
+        for parameter in self.model.trained().values():
             parameter.grad = None
         self.offload.forget("gradients")
 
@@ -199,8 +200,10 @@ class FSDPEngine(BaseEngine):
             return self._trained().step(self._learning_rate())
 
     def _watched(self) -> Iterator[guards.Watched]:
-        for name, p in self.model.parameters().items():
-            yield guards.Watched(name, p.detach().to_local(), None if p.grad is None else p.grad.to_local())
+        waiting = self.model.adapters.waiting() if self.model.adapters is not None else ()
+        for name, p in self.model.trained().items():
+            gradient = None if p.grad is None else p.grad.to_local()
+            yield guards.Watched(name, p.detach().to_local(), gradient, waits=name in waiting)
 
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients"):
@@ -273,13 +276,27 @@ class FSDPEngine(BaseEngine):
             yield from self.model.stream(lambda parameter: parameter, DTYPES[self.config.model.dtype])
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        with self.offload.used("parameters", "gradients"):
-            yield from self.model.stream(
-                lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
-                torch.float32,
-            )
+        def gradient(p: torch.nn.Parameter) -> Tensor:
+            return torch.zeros_like(p) if p.grad is None else p.grad
 
-    def export_hf(self, path: str) -> None:
+        with self.offload.used("parameters", "gradients"):
+            if self.config.model.lora is not None:
+                yield from self.model.stream_trained(gradient)
+            else:
+                yield from self.model.stream(gradient, torch.float32)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.config.model.lora is not None, "there are no adapters"
+        with self.offload.used("parameters"):
+            yield from self.model.stream_trained(lambda parameter: parameter)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.model.adapters is None else self.model.adapters.off()
+
+    def export_hf(self, path: str, *, merged: bool = False) -> None:
+        if self.exports_adapter and not merged:
+            self.export_adapter(path)
+            return
         writer = contextlib.nullcontext()
         if self.dp_rank == 0:
             infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])

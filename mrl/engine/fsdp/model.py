@@ -19,7 +19,9 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import buffer_names, expected_hf_names
+from mrl.engine import lora_base
 from mrl.engine.fsdp import attention
+from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.names import Piece, pieces, read_rows
 from mrl.engine.saving import starting_weights
 from mrl.errors import ModelError
@@ -42,7 +44,8 @@ class Model:
     """The sharded model and the way between its parameters and Hugging Face files.
 
     Parameters are fp32, the master weights; where `dtype` is bfloat16 they are cast as they are gathered, the model
-    computes in bfloat16, and gradients are reduced and accumulated in fp32.
+    computes in bfloat16, and gradients are reduced and accumulated in fp32. With adapters this holds for what trains, and the
+    rest is held in `dtype`.
     """
 
     def __init__(self, config: RoleConfig, device: torch.device, mesh: DeviceMesh) -> None:
@@ -70,6 +73,7 @@ class Model:
         hf.set_attn_implementation(attention.NAME)
         if config.engine.recompute == "full":
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.adapters = Adapters(hf, config) if config.model.lora is not None else None
         bf16 = config.model.dtype == "bfloat16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         for layer in hf.model.layers:
@@ -79,6 +83,7 @@ class Model:
         self.module.to_empty(device=device)
         _fill_buffers(hf)
         self._load(config)
+        self.adapter_facts = lora_base.facts(config, self.family, self.hf_config)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
@@ -99,8 +104,12 @@ class Model:
                     part.reshard()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Sharded parameters by their name in transformers; tied ones once."""
-        return dict(self.hf.named_parameters())
+        """Sharded parameters by their name in transformers, without adapters; tied ones once."""
+        return dict(self.hf.named_parameters()) if self.adapters is None else self.adapters.base()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What trains and what a checkpoint holds: all parameters, or adapters (and a value head) by their names in peft's files."""
+        return self.parameters() if self.adapters is None else self.adapters.trained()
 
     def pieces(self, name: str, parameter: nn.Parameter) -> list[Piece]:
         """The file tensors that a parameter holds."""
@@ -114,12 +123,15 @@ class Model:
         if config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
             self._fill(RandomWeights(self.file_shapes, seed=config.seed, std=std))
-            return
-        with self._stored(config.model.path, trained=config.optimizer is not None) as read:
-            self._fill(read)
+        else:
+            with self._stored(config.model.path, trained=config.optimizer is not None) as read:
+                self._fill(read)
+        if self.adapters is not None:
+            self.adapters.fill()
 
     def load_hf(self, path: str) -> None:
         """Fills this rank's shards from another folder of the same tensors."""
+        assert self.adapters is None, "adapters stay over the model that they started on"
         with self._stored(path, trained=False) as read:
             self._fill(read)
 
@@ -139,14 +151,23 @@ class Model:
     def stream(self, value: Callable[[nn.Parameter], Tensor], dtype: torch.dtype):
         """Yields (file name, whole tensor on the host) on rank 0, gathering one parameter at a time; others yield nothing.
 
-        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient.
+        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. Adapters are added in.
         """
         for name, parameter in self.parameters().items():
             whole = value(parameter).detach().full_tensor()
+            delta = self.adapters.delta(name) if self.adapters is not None else None
             if dist.get_rank() == 0:
+                whole = whole if delta is None else whole.float() + delta
                 whole = whole.to(device="cpu", dtype=dtype)
                 for piece in self.pieces(name, parameter):
                     yield piece.name, piece.of(whole).clone()
+
+    def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """As `stream`, of what trains of a model with adapters: fp32, by the names of peft's files."""
+        for name, parameter in self.trained().items():
+            whole = value(parameter).detach().full_tensor()
+            if dist.get_rank() == 0:
+                yield name, whole.to(device="cpu", dtype=torch.float32).clone()
 
 
 @torch.no_grad()

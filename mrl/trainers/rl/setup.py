@@ -63,12 +63,15 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     engines = _engines(config, folders, recipe)
     directory = RunDirectory(pathlib.Path(config.output_dir))
     with contextlib.ExitStack() as ends:
-        dispatch = WorkerDispatch(engines, offload_idle=_offload_idle(config, engines["actor"]))
+        bases = {"reference": "actor"} if "reference" in folders and "reference" not in engines else {}
+        dispatch = WorkerDispatch(engines, offload_idle=_offload_idle(config, engines["actor"]), bases=bases)
         console = open_console(config.log.console, enabled=dispatch.is_main)
         ends.callback(console.close)
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
+        if config.actor.model.lora is not None and "reference" in engines:
+            console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
         total_steps = _length(config, source, console)
         engines["actor"].set_total_steps(total_steps - config.algorithm.critic_warmup)
         if "critic" in engines:
@@ -210,6 +213,17 @@ def _evaluation(
         stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
         seen=lambda *evaluated: show_evaluation(config, dispatch, directory, console, *evaluated),
     )  # fmt: skip
+
+
+def _why_not_base(config: PPOConfig) -> str:
+    """Which key keeps the reference from being the actor with its adapters off."""
+    own = config.reference
+    given = {
+        "reference.model.path": own.model.path, "reference.model.dtype": own.model.dtype, "reference.engine": own.engine,
+        "reference.update_every": own.update_every,
+    }  # fmt: skip
+    key = next(key for key, value in given.items() if value is not None)
+    return f"since {key} is set; where it is null the actor without its adapters is the reference"
 
 
 def _same_reference(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:

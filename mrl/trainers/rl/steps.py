@@ -14,6 +14,7 @@ from mrl.algorithms.policy import largest_ratio
 from mrl.algorithms.recipes import actor_loss, critic_loss
 from mrl.algorithms.value import explained_variance
 from mrl.batch import Batch
+from mrl.engine.guards import faults
 from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.rollout.batch import trajectories_to_batch
@@ -187,7 +188,7 @@ def train_role(
     norm = result.grad_norm
     if norm.skipped is not None or not math.isfinite(norm):
         why = f"the {role}'s gradient norm is {float(norm)}" + (f" ({norm.skipped})" if norm.skipped else "")
-        raise failed_step(trainer, progress, batch, "; ".join([why, *result.problems[:5]]))
+        raise failed_step(trainer, progress, batch, "; ".join([why, *faults(result.problems)[:5]]))
     if guard:
         note_trained(trainer, progress, role, batch, result)
     return predicted_T, loss, found, result
@@ -205,12 +206,13 @@ def note_trained(trainer: Trainer, progress: Progress, role: str, batch: Batch, 
     """Every parameter of a role must change once; the steps are watched until they have.
 
     Two gradients of zero are right: of all parameters, where no advantage or no error of a value differs from 0, and in the
-    critic's first step with a gradient of all below a value head that starts at zero.
+    critic's first step with a gradient of all below a value head that starts at zero. Of adapters, A waits for B to move.
     """
-    problems, moved = result.problems, float(result.grad_norm) != 0
+    problems, moved = faults(result.problems), float(result.grad_norm) != 0
+    waits = len(problems) < len(result.problems)
     if not moved or (role == "critic" and role not in progress.moved):
         problems = [p for p in problems if not p.endswith(NO_GRADIENT)]
-    elif not problems:
+    elif not problems and not waits:
         progress.trained.append(role)
     if moved and role not in progress.moved:
         progress.moved.append(role)

@@ -1,0 +1,101 @@
+"""LoRA in a transformers model that is going to be sharded: peft's layers, their names in files, and what they start from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mrl.config.schema import RoleConfig
+from mrl.engine.lora import PREFIX, SCORE, AdapterShape, initial_a
+from mrl.engine.lora_selection import ADAPTER, inject, injection
+
+
+class Adapters:
+    """The adapters of `hf`, a model on the meta device, which get their place in it here.
+
+    Everything else is frozen, but for a value head; where the model computes in bfloat16 what is frozen is held in it. shapes:
+    by what each adapts.
+    """
+
+    def __init__(self, hf: nn.Module, config: RoleConfig) -> None:
+        assert config.model.lora is not None
+        self.seed, self.hf = config.seed, hf
+        found = injection(config.model.path, config.model.lora, config.head)
+        inject(hf, copy.deepcopy(found.config))
+        self.shapes: dict[str, AdapterShape] = dict(found.shapes)
+        self._files = {name: file for name, _ in hf.named_parameters() if (file := _file_name(name)) is not None}
+        wanted = {name for shape in self.shapes.values() for name in (shape.a_name, shape.b_name)}
+        assert wanted == set(self._files.values()), f"peft made {sorted(wanted ^ set(self._files.values()))}"
+        if config.head == "value":
+            hf.lm_head.weight.requires_grad_(True)
+            self._files["lm_head.weight"] = SCORE
+        if config.model.dtype == "bfloat16":
+            for name, parameter in hf.named_parameters():
+                if name not in self._files:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+
+    def base(self) -> dict[str, nn.Parameter]:
+        """What the model of transformers has without adapters, by its names there."""
+        return {
+            name.replace(".base_layer", ""): parameter
+            for name, parameter in self.hf.named_parameters()
+            if _file_name(name) is None
+        }
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What trains, by its name in an adapter's file."""
+        return {self._files[name]: p for name, p in self.hf.named_parameters() if name in self._files}
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Puts the values of the start into this rank's shards."""
+        trained = self.trained()
+        for shape in self.shapes.values():
+            trained[shape.b_name].to_local().zero_()
+            a = trained[shape.a_name]
+            offset, rows = _rows(a)
+            a.to_local().copy_(initial_a(shape, self.seed)[offset : offset + rows])
+
+    def waiting(self) -> set[str]:
+        """The names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""
+        trained = self.trained()
+        return {s.a_name for s in self.shapes.values() if not bool(trained[s.b_name].to_local().any())}
+
+    def delta(self, name: str) -> Tensor | None:
+        """What is added to the base's parameter `name`, whole, fp32; None where nothing is. Collective."""
+        shape = self.shapes.get(name) or self.shapes.get(name.removesuffix(".weight"))
+        if shape is None:
+            return None
+        trained = self.trained()
+        return shape.delta(*(trained[n].detach().full_tensor().float() for n in (shape.a_name, shape.b_name)))
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, layers run without their adapters."""
+        layers = [module for module in self.hf.modules() if isinstance(module, LoraLayer)]
+        for layer in layers:
+            layer._disable_adapters = True  # peft's own switch changes requires_grad too, of parameters that FSDP holds
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+
+def _file_name(parameter: str) -> str | None:
+    """The name in an adapter's file of a parameter that peft made; None for one of the model's own."""
+    if ".lora_" not in parameter:
+        return None
+    return PREFIX + parameter.replace(f".{ADAPTER}.", ".")
+
+
+def _rows(parameter: Tensor) -> tuple[int, int]:
+    """(first row, rows) of this rank's shard of a parameter that is sharded by rows."""
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], shape[0]
