@@ -95,6 +95,23 @@ def test_guards_know_that_b_starts_at_zero(model, layout, family):
     run(layout, "guards_know_that_b_starts_at_zero", folder, adapter=adapter)
 
 
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2"])
+def test_first_steps_are_guarded(model, layout):
+    run(layout, "first_steps_are_guarded", model()[0], module="tests.engine.lora")
+
+
+@pytest.mark.parametrize(("layout", "head"), [("tp2+sp", "lm"), ("pp2", "value")])
+def test_starts_as_the_base(model, layout, head):
+    run(layout, "starts_as_the_base", model(head=head)[0], module="tests.engine.lora", role={"head": head})
+
+
+@pytest.mark.parametrize(("layout", "head"), [("pp2", "lm"), ("tp2", "value")])
+def test_exports_load(model, tmp_path, layout, head):
+    """The adapter in peft, and the merged model in transformers."""
+    role = {"head": head}
+    run(layout, "export_loads_in_peft", model(head=head)[0], module="tests.engine.lora", role=role, path=str(tmp_path))
+
+
 @pytest.mark.parametrize(("layout", "family"), [("dp1", "llama"), *FEW])
 def test_agrees_with_peft(model, tmp_path, layout, family):
     folder, adapter = model(family)
@@ -183,25 +200,23 @@ def test_a_checkpoint_holds_adapters_alone(model, tmp_path):
 
 def test_wrong_checkpoints_are_refused(model, tmp_path):
     folder, other = model()[0], model(seed=1)[0]
-    run("pp2", "save_adapters", folder, path=str(tmp_path))
-    refuse = {"module": "tests.engine.contract", "path": str(tmp_path)}
-
-    def refused(folder, lora, message):
-        run("tp2", "refuses_checkpoint", folder, lora=lora, message=message, **refuse)
-
-    refused(other, ALL, "its adapters are of other weights than those of model.path")
-    refused(folder, dataclasses.replace(ALL, rank=8), "is of other adapters: model.lora.rank 4 there and 8 here")
-    refused(
-        folder, dataclasses.replace(ALL, target_modules=("q_proj",)), "model.lora.target_modules 'all-linear' there"
-    )
-    refused(folder, None, "holds adapters alone, and model.lora is null")
-
-
-def test_weights_are_no_checkpoint_of_adapters(model, tmp_path):
-    folder = model()[0]
-    run("pp2", "save_after", folder, lora=None, module="tests.engine.contract", path=str(tmp_path))
-    message = "holds whole weights, and model.lora is set"
-    run("pp2", "refuses_checkpoint", folder, module="tests.engine.contract", path=str(tmp_path), message=message)
+    adapters, whole = str(tmp_path / "adapters"), str(tmp_path / "whole")
+    run("pp2", "save_two_steps", folder, module="tests.engine.lora", path=adapters)
+    run("pp2", "save_whole", folder, lora=None, module="tests.engine.lora", path=whole)
+    refused = {
+        "over the base model": (other, ALL, adapters),
+        "model.lora.rank 4": (folder, dataclasses.replace(ALL, rank=8), adapters),
+        "model.lora.target_modules 'all-linear'": (
+            folder,
+            dataclasses.replace(ALL, target_modules=("q_proj",)),
+            adapters,
+        ),
+        "was saved with adapters": (folder, None, adapters),
+        "was saved without adapters": (folder, ALL, whole),
+    }
+    for says, (model_folder, lora, path) in refused.items():
+        message = run("tp2", "refusal", model_folder, lora=lora, module="tests.engine.lora", path=path)
+        assert says in message and "\n" not in message, message
 
 
 def test_an_adapter_of_another_selection_is_refused(model):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.algebra import Piece
-from mrl.converters.mcore_weights import whole_rules
 from mrl.converters.rules import Rule, chunk_plans, export_order
 from mrl.converters.stacks import place_of
-from mrl.converters.table import Family, HFConfig
+from mrl.converters.table import Family
 from mrl.engine.lora import PREFIX, SCORE, AdapterShape, adapter_shapes, initial_a, read_adapter
 from mrl.engine.megatron import weights
 from mrl.errors import ConfigError, ModelError
@@ -409,32 +407,3 @@ def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTe
         return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
 
     return ShardedTensorFactory(rule.file_name, parameter, build, merge, replica)
-
-
-def description(options: LoraConfig) -> dict[str, Any]:
-    """What a checkpoint says of its adapters: what A and B mean follows from it and the model."""
-    return {
-        "rank": options.rank,
-        "alpha": options.alpha,
-        "rslora": options.rslora,
-        "target_modules": _plain(options.target_modules),
-        "exclude_modules": _plain(options.exclude_modules),
-    }
-
-
-def _plain(targets: str | tuple[str, ...] | None) -> str | list[str] | None:
-    return sorted(targets) if isinstance(targets, tuple) else targets
-
-
-def fingerprint(read: Callable[[str], Any], family: Family, hf: HFConfig, head: str) -> str:
-    """A base model by its weights: a digest of the first row of every tensor that is not of an expert, nor the value head's.
-
-    The same in every layout and, but for experts, for whatever has the same weights; it reads little.
-    """
-    digest = hashlib.sha256()
-    for rule in whole_rules(family, hf, head=head).values():
-        if rule.expert is None and not rule.copy and not (head == "value" and rule.mcore == HEAD):
-            for name in rule.hf:
-                row = read(name)[0:1].detach().float().contiguous()
-                digest.update(name.encode() + row.cpu().numpy().tobytes())
-    return digest.hexdigest()
