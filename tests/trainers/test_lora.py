@@ -1,0 +1,241 @@
+"""`mrl sft` and `mrl ppo` with adapters: what they leave, resuming, the reference policy, wrong configs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import shutil
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mrl import metrics
+from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig
+from mrl.errors import ConfigError
+from tests.engine.harness import run_case
+from tests.trainers import kit
+from tests.trainers.rl import kit as rl
+
+BACKENDS = {"fsdp": 1, "fsdp dp2": 2}
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    kit.make_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rl_inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl_inputs")
+    rl.make_inputs(folder)
+    return folder
+
+
+def sft_config(inputs, output, layout, *, lora=None, **changes):
+    backend = layout.split()[0]
+    changes.setdefault("checkpoint", {"every": 3})
+    made = kit.make_config(inputs, output, engine={"backend": backend}, **changes)
+    made["model"]["lora"] = {**LORA, **(lora or {})}
+    return made
+
+
+def sft(config, layout, **details):
+    kind, message, said = run_case(BACKENDS[layout], "tests.trainers.cases:train", config=config, **details)
+    return kind, message, said
+
+
+def ppo(config, layout="fsdp", **details):
+    return run_case(BACKENDS[layout], "tests.trainers.rl.cases:train", config=config, **details)
+
+
+def adapter(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """A run that nothing happened to, by layout."""
+    made = {}
+
+    def of(layout):
+        if layout not in made:
+            made[layout] = tmp_path_factory.mktemp("whole") / "run"
+            config = sft_config(
+                inputs, made[layout], layout, lora={"dropout": 0.1}, data={"eval": f"{inputs}/eval.jsonl"}
+            )
+            assert sft(config, layout)[:2] == ("done", "")
+        return made[layout]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_peft_loads_what_a_run_leaves(inputs, whole, layout):
+    """Beside the adapter lie tokenizer and chat template, and its loss on data.eval is the run's."""
+    run = whole(layout)
+    files = {file.name for file in (run / "hf").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files
+    assert not files & {"config.json", "model.safetensors"}
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, run / "hf")
+    about = json.loads((run / "hf" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(inputs / "model")
+    tokenizer, total, count = AutoTokenizer.from_pretrained(run / "hf"), 0.0, 0
+    for line in (inputs / "eval.jsonl").read_text().splitlines():
+        encoded = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = torch.tensor([encoded["input_ids"]]), torch.tensor(encoded["assistant_masks"][1:]).bool()
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
+        total -= float(log_probs.gather(1, ids[0, 1:, None])[:, 0][mask].double().sum())
+        count += int(mask.sum())
+    rows = metrics.read(run / "metrics.jsonl")
+    assert math.isclose(rows[-1]["eval/loss"], total / count, rel_tol=1e-5)
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+
+
+@pytest.mark.parametrize("layout", BACKENDS)
+def test_a_stopped_run_goes_on_bitwise(inputs, whole, tmp_path, layout):
+    config = sft_config(inputs, tmp_path / "run", layout, lora={"dropout": 0.1}, data={"eval": f"{inputs}/eval.jsonl"})
+    kind, message, _ = sft(config, layout, happening="signals", step=5)
+    assert kind == "stopped", message
+    assert sft(config, layout)[:2] == ("done", "")
+    assert kit.steps(tmp_path / "run") == kit.steps(whole(layout))
+    ours, theirs = adapter(tmp_path / "run" / "hf"), adapter(whole(layout) / "hf")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_another_export_is_no_other_run(inputs, whole, tmp_path):
+    """A run that is complete but for its export makes the one that is asked for, merged; it is the adapter's model."""
+    run = tmp_path / "run"
+    shutil.copytree(whole("fsdp"), run)
+    shutil.rmtree(run / "hf")
+    changes = {"lora": {"dropout": 0.1, "export": "merged"}, "data": {"eval": f"{inputs}/eval.jsonl"}}
+    assert sft(sft_config(inputs, run, "fsdp", **changes), "fsdp")[:2] == ("done", "")
+    with torch.no_grad():
+        ids = torch.arange(3, 20)[None]
+        merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)(ids).logits
+        base = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+        by_peft = peft.PeftModel.from_pretrained(base, whole("fsdp") / "hf")(ids).logits
+    assert (merged - by_peft).abs().max() < 1e-5
+
+
+def test_another_selection_is_another_run(inputs, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole("fsdp"), run)
+    for lora, key in (({"rank": 5}, "model.lora.rank"), ({"target_modules": ["q_proj"]}, "model.lora.target_modules")):
+        config = sft_config(inputs, run, "fsdp", lora={"dropout": 0.1, **lora}, train={"steps": 9})
+        kind, message, _ = sft(config, "fsdp")
+        assert kind in ("CheckpointError", "ConfigError") and key in message and "\n" not in message
+
+
+def test_another_base_is_refused(inputs, whole, tmp_path):
+    """Of the same architecture and tokenizer, which is all that a run without adapters looks at."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(whole("fsdp"), run)
+    shutil.copytree(inputs / "model", other)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.15)
+    model.save_pretrained(other)
+    config = sft_config(inputs, run, "fsdp", lora={"dropout": 0.1}, train={"steps": 9})
+    config["model"]["path"] = str(other)
+    kind, message, _ = sft(config, "fsdp")
+    assert kind == "CheckpointError" and "over the base model" in message and str(other) in message, message
+
+
+# -- mrl ppo -------------------------------------------------------------------------------------------------------------
+
+
+def rl_config(rl_inputs, output, **changes):
+    changes = rl.merge({"algorithm": {"kl_in": "loss", "kl_coef": 0.1}}, changes)
+    return rl.merge(rl.make_config(rl_inputs, output, "grpo", actor={"model": {"lora": dict(LORA)}}), changes)
+
+
+def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path):
+    """No second model is held; the KL of the first rollout is exactly 0 (a guard), and not after a step."""
+    config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4})
+    kind, message, said = ppo(config)
+    assert (kind, message) == ("done", ""), message
+    rows = rl.metrics_of(tmp_path / "run")
+    kls = [row["actor/sequence_kl"] for row in rows if "actor/sequence_kl" in row]
+    assert kls[0] == 0.0 and kls[1] != 0.0
+    assert "second copy" not in said
+    assert (tmp_path / "run" / "hf" / "adapter_model.safetensors").is_file()
+    plain = rl.merge(config, {"output_dir": str(tmp_path / "plain"), "actor": {"model": {"lora": None}}})
+    of_lora, of_plain = (run_case(1, "tests.trainers.lora_cases:held", config=c) for c in (config, plain))
+    assert set(of_lora) == {"actor"} and set(of_plain) == {"actor", "reference"}
+    trained = sum(t.numel() for t in adapter(tmp_path / "run" / "hf").values())
+    assert of_lora["actor"] == of_plain["actor"] + trained
+
+
+@pytest.mark.parametrize(
+    ("reference", "key"),
+    [
+        ({"update_every": 2}, "reference.update_every"),
+        ({"engine": rl.engine(size=2)}, "reference.engine"),
+    ],
+)
+def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference, key):
+    """An updated one takes the actor's merged weights."""
+    config = rl_config(rl_inputs, tmp_path / "run", reference=reference, train={"steps": 4})
+    kind, message, said = ppo(config)
+    assert (kind, message) == ("done", ""), message
+    assert f"reference: is a second copy of the model, since {key} is set" in said
+    kls = [row["actor/sequence_kl"] for row in rl.metrics_of(tmp_path / "run") if "actor/sequence_kl" in row]
+    assert abs(kls[0]) < 1e-5 and (abs(kls[1]) < 1e-4) == ("update_every" in reference), kls
+
+
+def test_both_references_give_the_same_run(rl_inputs, tmp_path):
+    """A second copy of the base, by its path, and the base under the adapters: the same numbers."""
+    for name, reference in (("base", {}), ("copy", {"model": {"path": str(rl_inputs / "model")}})):
+        config = rl_config(rl_inputs, tmp_path / name, reference=reference, train={"steps": 4})
+        assert ppo(config)[:2] == ("done", "")
+    assert rl.metrics_of(tmp_path / "base") == rl.metrics_of(tmp_path / "copy")
+
+
+def test_ppo_goes_on_bitwise_with_adapters_of_actor_and_critic(rl_inputs, tmp_path):
+    changes = {
+        "actor": {"model": {"lora": dict(LORA)}}, "critic": {"model": {"lora": {"rank": 2}}}, "train": {"steps": 6},
+        "checkpoint": {"every": 1, "keep": None}, "algorithm": {"kl_in": "reward", "kl_coef": 0.1},
+    }  # fmt: skip
+    whole = rl.make_config(rl_inputs, tmp_path / "whole", "ppo", **changes)
+    assert ppo(whole, "fsdp dp2")[:2] == ("done", "")
+    config = whole | {"output_dir": str(tmp_path / "run")}
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "hf")
+    for step in (4, 5, 6):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000003\n")
+    assert ppo(config, "fsdp dp2")[:2] == ("done", "")
+    assert rl.metrics_of(tmp_path / "run") == rl.metrics_of(tmp_path / "whole")
+    ours, theirs = adapter(tmp_path / "run" / "hf"), adapter(tmp_path / "whole" / "hf")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    saved = tmp_path / "run" / "checkpoints" / "step_00000006"
+    assert sorted(path.name for path in saved.iterdir() if path.is_dir()) == ["actor", "critic"]
+    size = sum(os.path.getsize(file) for file in saved.rglob("*") if file.is_file())
+    assert size > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "says"),
+    [
+        ({"actor": {"model": {"lora": {"dropout": 0.1}}}}, "actor.model.lora.dropout", "set it to 0"),
+        ({"actor": {"model": {"init": "random", "lora": {}}}}, "actor.model.init", "actor.model.lora"),
+        ({"actor": {"model": {"lora": {"target_modules": []}}}}, "actor.model.lora.target_modules", "names nothing"),
+    ],
+)
+def test_wrong_configs(rl_inputs, tmp_path, changes, key, says):
+    config = rl.make_config(rl_inputs, pathlib.Path(tmp_path), "grpo", **changes)
+    with pytest.raises(ConfigError) as caught:
+        from_dict(config, PPOConfig)
+    assert str(caught.value).startswith(f"{key}: ") and says in str(caught.value) and "\n" not in str(caught.value)
