@@ -255,6 +255,8 @@ SLOW_LORA_ROWS = (
     Row("qwen3_moe", "tp2+spxdp2xep2", size=4, lora="all"),
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all"),
     Row("mixtral", "dp2xep2", packing=False, size=4, lora="all"),
+    Row("mixtral", "dp2xetp2", size=4, lora="all", why="experts split over data-parallel ranks"),
+    Row("mixtral", "tp2+spxetp1", size=4, lora="all", why="experts whole on each tensor-parallel rank"),
     Row("qwen2_moe", "tp2+spxdp2xep2", size=4, lora="all"),
     Row("deepseek_v3", "tp2+spxdp2xep2", size=4, lora="all"),
     Row("deepseek_v3 yarn", "tp2+sp", size=4, lora="all"),

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
+from mrl.engine.lora_base import check_facts
 from mrl.engine.megatron import lora, optim_state
 from mrl.errors import CheckpointError
 
@@ -52,7 +53,7 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
-    _check_adapters(saved.get("lora"), _adapters(engine), found)
+    check_facts(saved.get("adapters"), engine.adapter_facts, found)
     if engine.optimizer is not None and not saved["layout"]:
         raise CheckpointError(
             f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
@@ -93,26 +94,6 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
         )
 
 
-def _check_adapters(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None, path: str) -> None:
-    """Refuses a checkpoint of other adapters, or of the same over other weights."""
-    if (saved is None) != (own is None):
-        there, here = ("whole weights", "set") if saved is None else ("adapters alone", "null")
-        raise CheckpointError(f"{path}: holds {there}, and model.lora is {here}; resume with the model.lora of its run")
-    differ = [k for k in own or () if saved[k] != own[k]]
-    if differ == ["base"]:
-        raise CheckpointError(
-            f"{path}: its adapters are of other weights than those of model.path; give the model that they were trained over"
-        )
-    if differ:
-        fields = "; ".join(f"model.lora.{k} {saved[k]!r} there and {own[k]!r} here" for k in differ if k != "base")
-        raise CheckpointError(f"{path}: is of other adapters: {fields}; resume with the model.lora of its run")
-
-
-def _adapters(engine: "MegatronEngine") -> dict[str, Any] | None:
-    options = engine.config.model.lora
-    return None if options is None else lora.description(options) | {"base": engine.base}
-
-
 def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
     return architecture(engine.family, engine.hf) | {
         "head": engine.config.head,
@@ -126,7 +107,7 @@ def _description(engine: "MegatronEngine") -> dict[str, Any]:
         "schedule_step": engine.schedule_step,
         "layout": dataclasses.asdict(engine.dims),
         "architecture": _architecture(engine),
-        "lora": _adapters(engine),
+        "adapters": engine.adapter_facts,
         "optimizer_steps": None if engine.optimizer is None else optim_state.step_count(engine.optimizer),
     }
 

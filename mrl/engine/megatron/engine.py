@@ -33,6 +33,7 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.lora import adapters
+from mrl.engine.lora_base import facts
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
@@ -99,7 +100,7 @@ class MegatronEngine(BaseEngine):
         )  # fmt: skip
         self.chunks: Sequence[Any] = ()
         self.adapters: lora.Shapes = {}
-        self.base = ""  # which model the adapters are of
+        self.adapter_facts: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
         self._reduced = False
 
@@ -142,8 +143,7 @@ class MegatronEngine(BaseEngine):
                 self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
             with self._source() as read:
                 self._fill(read)
-                if self.adapters:
-                    self.base = self.on_main(lambda: lora.fingerprint(read, self.family, self.hf, head))
+            self.adapter_facts = facts(config, self.family, self.hf)
             self.offload = Offload(config.engine.offload, optim.offloadable(models, self.chunks, self.optimizer))
 
     @contextlib.contextmanager
@@ -310,13 +310,16 @@ class MegatronEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
-    @installed
     def load_adapter(self, path: str) -> None:
         """Replaces the adapters, and their masters, by those of a folder that mrl or peft wrote for the same selection.
 
         What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
         """
-        tensors = lora.of_folder(path, self.adapters, self.config.head, self.hf["hidden_size"])
+        self.set_adapters(lora.of_folder(path, self.adapters, self.config.head, self.hf["hidden_size"]))
+
+    @installed
+    def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the adapters, and a value head, by the tensors of an adapter's file."""
         with self.offload.used("parameters", "optimizer"):
             read = lora.fill(self.models, self.rules, tensors)
             if self.optimizer is not None:
@@ -365,7 +368,8 @@ class MegatronEngine(BaseEngine):
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:
-            return self.export_adapter(path)
+            self.export_adapter(path)
+            return
         shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
         exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
         infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)

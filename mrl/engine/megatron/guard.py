@@ -37,9 +37,8 @@ def watched(engine: "MegatronEngine") -> Iterator[guards.Watched]:
     for _, parameter, main, span in shards(engine.optimizer):
         name, rule = named[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
-        yield guards.Watched(
-            name, main.detach().view(-1), gradient, may_be_idle=rule.expert is not None or id(parameter) in waiting
-        )
+        idle, waits = rule.expert is not None, id(parameter) in waiting
+        yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=idle, waits=waits)
 
 
 def replica_problems(engine: "MegatronEngine") -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.algebra import Piece
-from mrl.converters.mcore_weights import whole_rules
 from mrl.converters.rules import Rule, chunk_plans, export_order
 from mrl.converters.stacks import place_of
-from mrl.converters.table import Family, HFConfig
+from mrl.converters.table import Family
 from mrl.engine.lora import PREFIX, SCORE, AdapterShape, adapter_shapes, initial_a, read_adapter
 from mrl.engine.megatron import weights
 from mrl.errors import ConfigError, ModelError
@@ -386,54 +384,26 @@ def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTe
     if not isinstance(rule, AdapterRule):
         return ShardedTensor.from_rank_offsets(SCORE, parameter, replica_id=replica)
     pieces, whole = rule.pieces(rule.rank), rule.hf_shapes[0]
-    lead = () if rule.expert is None else (rule.of.experts,)
+    if rule.expert is not None:
+        whole = (rule.of.experts, *whole)
 
-    def part(key: str, data: Tensor, piece: Piece, replica_id) -> ShardedTensor:
+    def part(key: str, data: Tensor, piece: Piece, replica_id: Any) -> ShardedTensor:
         offset = [0, 0]
         offset[piece.dim] = piece.start
         if rule.expert is not None:
-            offset.insert(0, rule.expert)
-        return ShardedTensor(
-            key, data, data.dtype, tuple(data.shape), (*lead, *whole), tuple(offset), None, replica_id, len(lead)
-        )  # fmt: skip
+            offset, data = [rule.expert, *offset], data[None]
+        # without a number of fragments: the ranks' pieces may differ in size
+        return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, tuple(offset), None, replica_id)
 
-    if len(pieces) == 1:
+    if len(pieces) == 1 and rule.expert is None:
         return part(rule.file_name, parameter, pieces[0], replica)
+    lengths, dim = [piece.length for piece in pieces], pieces[0].dim
 
-    def build(key: str, data: Tensor, replica_id, flattened_range) -> list[ShardedTensor]:
-        parts = data.split([piece.length for piece in pieces], dim=pieces[0].dim)
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        parts = data.split(lengths, dim=dim)
         return [part(key, p.contiguous(), piece, replica_id) for p, piece in zip(parts, pieces, strict=True)]
 
     def merge(loaded: list[Tensor]) -> Tensor:
-        return torch.cat(loaded, dim=pieces[0].dim)
+        return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
 
     return ShardedTensorFactory(rule.file_name, parameter, build, merge, replica)
-
-
-def description(options: LoraConfig) -> dict[str, Any]:
-    """What a checkpoint says of its adapters: what A and B mean follows from it and the model."""
-    return {
-        "rank": options.rank,
-        "alpha": options.alpha,
-        "rslora": options.rslora,
-        "target_modules": _plain(options.target_modules),
-        "exclude_modules": _plain(options.exclude_modules),
-    }
-
-
-def _plain(targets: str | tuple[str, ...] | None) -> str | list[str] | None:
-    return sorted(targets) if isinstance(targets, tuple) else targets
-
-
-def fingerprint(read: Callable[[str], Any], family: Family, hf: HFConfig, head: str) -> str:
-    """A base model by its weights: a digest of the first row of every tensor that is not of an expert, nor the value head's.
-
-    The same in every layout and, but for experts, for whatever has the same weights; it reads little.
-    """
-    digest = hashlib.sha256()
-    for rule in whole_rules(family, hf, head=head).values():
-        if rule.expert is None and not rule.copy and not (head == "value" and rule.mcore == HEAD):
-            for name in rule.hf:
-                row = read(name)[0:1].detach().float().contiguous()
-                digest.update(name.encode() + row.cpu().numpy().tobytes())
-    return digest.hexdigest()
