@@ -35,6 +35,7 @@ from mrl.batch import Batch
 from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import Case, close_worlds, run_world
+from tests.engine.layouts import available
 
 LOSS, GRADIENT, NORM, LOG_PROB, UPDATE = 1e-6, 1e-5, 1e-6, 1e-5, 1e-3
 MEASURE = "tests.engine.parity:measure"
@@ -197,6 +198,7 @@ class Table:
         """(row, its outcome or what went wrong), world size by world size."""
         for row in sorted(rows, key=lambda row: row.world_size):
             start = time.monotonic()
+            available(row.backend)
             case = Case(MEASURE, {"row": row, "folder": self.model(row.model), "reference": self.reference(row)})
             result = run_world(row.world_size, [case])[0]
             if result.error is not None:
@@ -309,7 +311,7 @@ HEADER = (
 
 def line(row: Row, outcome: Outcome | str) -> str:
     layout = (
-        ("fsdp " if row.backend == "fsdp" else "")
+        (f"{row.backend} " if row.backend != "megatron" else "")
         + row.layout
         + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
     )
@@ -327,11 +329,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import FSDP_ROWS, ROWS, SLOW_ROWS
+    from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_ROWS, ROWS, SLOW_ROWS
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS) if wanted in str(row)]):
+    for row, outcome in Table().run(
+        [row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS, *EXTERNAL_ROWS) if wanted in str(row)]
+    ):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()

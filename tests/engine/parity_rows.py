@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tests.engine.layouts import PLAIN
 from tests.engine.parity import Row
 
 ONE_PROCESS = (
@@ -178,3 +179,16 @@ FSDP_ROWS = tuple(
         Row("qwen3_moe", "dp4", size=1),
     )
 )
+
+EXTERNAL_ROWS = tuple(
+    dataclasses.replace(row, backend=PLAIN)
+    for row in (
+        Row("llama tied", size=4, packing=False),
+        Row("qwen2 window", tokens=64),
+        Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+        Row("llama tied value head", "dp2", size=4),
+        Row("mixtral", "dp2", tokens=64),
+        Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
+    )
+)
+"""The engine of tests/engine/external, which is another package."""

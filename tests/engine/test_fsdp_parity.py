@@ -1,9 +1,9 @@
-"""The FSDP engine's rows of the parity table (tests/engine/parity_rows.py), on 1, 2 and 4 ranks."""
+"""Rows of the parity table (tests/engine/parity_rows.py) of the FSDP engine, on 1, 2 and 4 ranks, and of another package's."""
 
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import FSDP_ROWS
+from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,7 @@ def table():
     return Table()
 
 
-@pytest.mark.parametrize("row", FSDP_ROWS, ids=str)
+@pytest.mark.parametrize("row", [*FSDP_ROWS, *EXTERNAL_ROWS], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome
