@@ -294,7 +294,9 @@ def test_a_roles_key_reaches_what_its_engine_is_built_from(key):
         with pytest.raises(ConfigError, match=f"^{key.path}: value .* is for training"):
             made(given | {key.path: value})
         return
-    if name == "options":  # mrl's engines have none; that another package's gets them, tests/engine/test_registry.py sees
+    if (
+        name == "options"
+    ):  # mrl's engines have none; that another package's gets them, tests/engine/test_registry.py sees
         with pytest.raises(ConfigError, match=f"^{key.path}.a: value 1 is for an engine that another package"):
             made(given | {key.path: {"a": 1}})
         return

@@ -1,5 +1,5 @@
 """The layouts that the contract suite runs in: those of the megatron and fsdp engines, and of an engine that another package
-registers, by default that of tests/engine/external. `python -m tests.engine.suite NAME` puts another one in its place.
+registers: that of tests/engine/external, or the one that `python -m tests.engine.suite` was asked to test.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 from mrl.config.schema import RoleConfig
 from tests.engine import tiny
 
-PLAIN = "plain"
 PACKAGE = pathlib.Path(__file__).parent / "external"
+PLAIN = "plain"
+EXTERNAL = PLAIN
 
 # name -> (world size, backend, degrees)
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -30,8 +31,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "megatron cp2": (2, "megatron", {"cp": 2}),
     "megatron dp2": (2, "megatron", {}),
     "megatron tp2 pp2": (4, "megatron", {"tp": 2, "pp": 2}),
-    "external": (1, PLAIN, {}),
-    "external dp2": (2, PLAIN, {}),
+    "external": (1, EXTERNAL, {}),
+    "external dp2": (2, EXTERNAL, {}),
 }
 # one process of each engine, and each way to split a model or its data
 WHOLE = ["fsdp", "megatron", "external"]
@@ -49,6 +50,16 @@ MORE_LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "megatron tp2 pp2 dp2": (8, "megatron", {"tp": 2, "sp": False, "pp": 2}),
     "megatron tp2 cp2": (4, "megatron", {"tp": 2, "cp": 2}),
 }
+
+
+def choose_external(backend: str, more: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    """Puts another engine in the place of ours, before tests are collected. more: its further layouts: processes, degrees."""
+    global EXTERNAL
+    EXTERNAL = backend
+    LAYOUTS["external"], LAYOUTS["external dp2"] = (1, backend, {}), (2, backend, {})
+    for name, (world_size, parallel) in more.items():
+        LAYOUTS[f"external {name}"] = (world_size, backend, parallel)
+        SPLIT.append(f"external {name}")
 
 
 def world_and_role(layout: str, folder: str, **options: Any) -> tuple[int, RoleConfig]:

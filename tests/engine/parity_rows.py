@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.engine.layouts import PLAIN
+from tests.engine.layouts import EXTERNAL
 from tests.engine.parity import Row
 
 ONE_PROCESS = (
@@ -181,7 +181,7 @@ FSDP_ROWS = tuple(
 )
 
 EXTERNAL_ROWS = tuple(
-    dataclasses.replace(row, backend=PLAIN)
+    dataclasses.replace(row, backend=EXTERNAL)
     for row in (
         Row("llama tied", size=4, packing=False),
         Row("qwen2 window", tokens=64),
@@ -191,4 +191,4 @@ EXTERNAL_ROWS = tuple(
         Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
     )
 )
-"""The engine of tests/engine/external, which is another package."""
+"""An engine of another package: that of tests/engine/external, or the one that tests.engine.suite is asked to test."""

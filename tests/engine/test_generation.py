@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
-from tests.engine.layouts import PLAIN, available
+from tests.engine.layouts import EXTERNAL, available
 
 # name -> (world size, backend, degrees, family, layers)
 LAYOUTS = {
@@ -41,9 +41,9 @@ LAYOUTS = {
     "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
-    "external": (1, PLAIN, {}, "qwen3", 2),
-    "external dp2": (2, PLAIN, {}, "qwen3", 2),
-    "external experts dp2": (2, PLAIN, {}, "qwen3_moe", 4),
+    "external": (1, EXTERNAL, {}, "qwen3", 2),
+    "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
+    "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
 }
 
 
