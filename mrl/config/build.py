@@ -121,7 +121,8 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
     choices = [c for c in _choices(key.annotation) if isinstance(value, str)]
     close = difflib.get_close_matches(str(value), choices, n=1)
     what = "not one of the choices" if choices else kind(value)
-    if isinstance(value, bool | int | float) and str in (key.annotation, *typing.get_args(key.annotation)):
+    texts = () if typing.get_origin(key.annotation) is dict else typing.get_args(key.annotation)
+    if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
         what += " (quote it to make it text)"
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(

@@ -21,6 +21,9 @@ ALWAYS = (
 )
 """Keys and sections that every engine reads, or whoever starts it."""
 
+SAME_AS_LEFT_OUT = {"engine.parallel.sp": False, "engine.parallel.etp": 1}
+"""Values that say what the default comes to where nothing is split."""
+
 
 def check_supported(backend: str, supports: Collection[str], model: ModelConfig, engine: EngineConfig) -> None:
     """Raises ConfigError for a key of `model` or `engine` that does not hold its default and is not supported.
@@ -30,7 +33,7 @@ def check_supported(backend: str, supports: Collection[str], model: ModelConfig,
     """
     known = (*ALWAYS, *supports)
     for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
-        if _within(key.path, known):
+        if _within(key.path, known) or value == SAME_AS_LEFT_OUT.get(key.path):
             continue
         below = [name.removeprefix(key.path + ".") for name in supports if name.startswith(key.path + ".")]
         wrong = [part for part in _parts(value) if str(part) not in below]

@@ -147,6 +147,9 @@ ENGINE = [
         ),
     ),
     Row("engine.micro_batch.size", looks.lengths, [(DEFAULT, [[16] * 4]), (1, [[16]] * 4), (2, [[16] * 2] * 2)], EVEN),
+    Row(  # that an engine of another package gets them, tests/engine/test_registry.py sees
+        "engine.options", steps, [(DEFAULT, [1]), ({"a": 1}, Refusal("ConfigError", "engine.options.a: value 1 is for"))],
+    ),
     Row("engine.moe.aux_loss", looks.gradient_has("aux", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
     Row("engine.moe.z_loss", looks.gradient_has("z", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Worlds of processes that run many test cases: each world size starts once in a test session.
 
 A case is "package.module:function" with keyword arguments. Every rank of a world imports and calls it, with a gloo
-process group initialised and RANK, WORLD_SIZE and so on set; rank 0's return value comes back (pickled). A case
+process group initialised, RANK, WORLD_SIZE and so on set, and the import path of the test's process; rank 0's return value comes back (pickled). A case
 that fails on any rank, crashes or takes too long ends its world, and the next case gets a new one.
 
     results = run_world(2, [Case("tests.engine.cases:loss", {"family": "llama"})])
@@ -18,6 +18,7 @@ import multiprocessing.connection
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -75,7 +76,7 @@ class World:
     def run(self, case: Case) -> Result:
         """Runs one case on all ranks. After an error the world is ended and must not be used again."""
         for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((case.function, case.kwargs)))
+            pipe.send_bytes(pickle.dumps((case.function, case.kwargs, sys.path)))
         waiting, value, error = dict(zip(self.pipes, range(self.size), strict=True)), None, None
         deadline = time.monotonic() + case.timeout_s
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -167,7 +168,7 @@ def _serve(rank: int, size: int, port: int, store: str, pipe) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
-            function, kwargs = pickle.loads(pipe.recv_bytes())
+            function, kwargs, sys.path[:] = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
         try:

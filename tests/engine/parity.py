@@ -36,6 +36,7 @@ from mrl.config.schema import LoraConfig
 from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import Case, close_worlds, run_world
+from tests.engine.layouts import available
 
 LOSS, GRADIENT, NORM, LOG_PROB, UPDATE = 1e-6, 1e-5, 1e-6, 1e-5, 1e-3
 MEASURE = "tests.engine.parity:measure"
@@ -223,6 +224,7 @@ class Table:
         """(row, its outcome or what went wrong), world size by world size."""
         for row in sorted(rows, key=lambda row: row.world_size):
             start = time.monotonic()
+            available(row.backend)
             arguments = {"row": row, "folder": self.model(row.model), "reference": self.reference(row)}
             case = Case(MEASURE, arguments | {"adapter": self.adapter(row)})
             result = run_world(row.world_size, [case])[0]
@@ -353,7 +355,7 @@ HEADER = (
 
 def line(row: Row, outcome: Outcome | str) -> str:
     layout = (
-        ("fsdp " if row.backend == "fsdp" else "")
+        (f"{row.backend} " if row.backend != "megatron" else "")
         + row.layout
         + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
         + (f" {row.lora}" if row.lora else "")
@@ -372,14 +374,22 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS, LORA_ROWS, ROWS, SLOW_LORA_ROWS, SLOW_ROWS
+    from tests.engine import parity_rows as rows
 
     failed = 0
     print(HEADER)
     for row, outcome in Table().run(
         [
             row
-            for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS, *FSDP_SLOW_ROWS, *LORA_ROWS, *SLOW_LORA_ROWS)
+            for row in (
+                *rows.ROWS,
+                *rows.SLOW_ROWS,
+                *rows.FSDP_ROWS,
+                *rows.FSDP_SLOW_ROWS,
+                *rows.LORA_ROWS,
+                *rows.SLOW_LORA_ROWS,
+                *rows.EXTERNAL_ROWS,
+            )
             if wanted in str(row)
         ]
     ):

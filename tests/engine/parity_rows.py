@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tests.engine.layouts import EXTERNAL
 from tests.engine.parity import Row
 
 ONE_PROCESS = (
@@ -266,3 +267,16 @@ SLOW_LORA_ROWS = (
     Row("qwen3_moe", "pp2xdp2xep2", size=2, lora="all"),
     Row("llama", "dp2", size=1, sequences=3, lora="all", why="a rank with an empty micro-batch"),
 )
+
+EXTERNAL_ROWS = tuple(
+    dataclasses.replace(row, backend=EXTERNAL)
+    for row in (
+        Row("llama tied", size=4, packing=False),
+        Row("qwen2 window", tokens=64),
+        Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+        Row("llama tied value head", "dp2", size=4),
+        Row("mixtral", "dp2", tokens=64),
+        Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
+    )
+)
+"""An engine of another package: that of tests/engine/external, or the one that tests.engine.suite is asked to test."""

@@ -1,9 +1,9 @@
-"""The FSDP engine's rows of the parity table (tests/engine/parity_rows.py), on 1, 2 and 4 ranks."""
+"""Rows of the parity table (tests/engine/parity_rows.py) of the FSDP engine, on 1, 2 and 4 ranks, and of another package's."""
 
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS
+from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_ROWS, FSDP_SLOW_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def table():
 SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in FSDP_SLOW_ROWS]
 
 
-@pytest.mark.parametrize("row", [*FSDP_ROWS, *SLOW], ids=str)
+@pytest.mark.parametrize("row", [*FSDP_ROWS, *EXTERNAL_ROWS, *SLOW], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

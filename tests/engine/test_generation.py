@@ -1,4 +1,4 @@
-"""Sampled generation by both engines: the same tokens in every layout, which are those of Hugging Face with the same noise.
+"""Sampled generation by every engine: the same tokens in every layout, which are those of Hugging Face with the same noise.
 
 Greedy generation is in the contract (test_contract.py), the choice of a token in test_sampling.py, the order of work in
 test_generation_schedule.py.
@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
+from tests.engine.layouts import EXTERNAL, available
 
 # name -> (world size, backend, degrees, family, layers)
 LAYOUTS = {
@@ -41,6 +42,9 @@ LAYOUTS = {
     "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
+    "external": (1, EXTERNAL, {}, "qwen3", 2),
+    "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
+    "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
 }
 
 
@@ -61,7 +65,7 @@ def model(tmp_path_factory):
 
 def run(layout, case, model, optimizer=None, **kwargs):
     world_size, backend, parallel, family, layers = LAYOUTS[layout]
-    config = tiny.role(model(family, layers)[0], backend=backend, parallel=parallel, optimizer=optimizer)
+    config = tiny.role(model(family, layers)[0], backend=available(backend), parallel=parallel, optimizer=optimizer)
     run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
 
 
@@ -71,17 +75,20 @@ def test_samples_as_hugging_face(model, layout):
     run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2", "external dp2"]
+)
 def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2 vpp2"])
 def test_the_cache_is_bounded(model, layout):
+    """Of mrl's own cache; an engine of another package need have none."""
     run(layout, "the_cache_is_bounded", model)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron", "megatron tp2", "external dp2"])
 def test_the_weights_of_now_generate(model, layout):
     run(layout, "the_weights_of_now_generate", model, optimizer=tiny.OPTIMIZER)
 
@@ -99,9 +106,15 @@ def test_the_weights_of_now_generate(model, layout):
     ],
 )
 def test_gpt_model_itself_gives_the_same(model, layout):
+    """The megatron engine alone has two ways through a model."""
     run(layout, "gpt_model_itself_gives_the_same", model)
 
 
-@pytest.mark.parametrize("case", ["own_attention_in_place_of_another", "many_prompts_in_little_cache"])
-def test_generation(model, case):
-    run("megatron tp2 pp2", case, model)
+def test_own_attention_in_place_of_another(model):
+    """Only the megatron engine's layers may hold an attention that knows nothing of the cache."""
+    run("megatron tp2 pp2", "own_attention_in_place_of_another", model)
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2 pp2", "external dp2"])
+def test_many_prompts_in_little_cache(model, layout):
+    run(layout, "many_prompts_in_little_cache", model)

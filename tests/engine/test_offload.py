@@ -11,6 +11,7 @@ from mrl.engine.offload import KINDS
 from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
+from tests.engine.layouts import world_and_role
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,10 @@ def frees_what_it_names(config: RoleConfig, kind: str) -> dict[str, dict[str, in
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_what_waits_on_the_host_leaves_the_device(folder, backend, kind, dtype):
-    config = tiny.role(folder, backend=backend, parallel={}, dtype=dtype)
-    found = run_case(2, "tests.engine.test_offload:frees_what_it_names", config=config, kind=kind)
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron dp2", "external dp2"])
+def test_what_waits_on_the_host_leaves_the_device(folder, layout, kind, dtype):
+    world_size, config = world_and_role(layout, folder, dtype=dtype)
+    found = run_case(world_size, "tests.engine.test_offload:frees_what_it_names", config=config, kind=kind)
     kept = found["kept", "at rest"]
     assert all(kept[k] > 0 for k in KINDS)
     assert found["offloaded", "at rest"] == {**kept, kind: 0}

@@ -1,4 +1,4 @@
-"""The megatron engine against the bugs of other trainers (by the trap's number), and against the contract in more layouts.
+"""The megatron engine against the bugs of other trainers (by the trap's number).
 
 Where a trap is covered elsewhere or cannot occur:
 - 3, 4 (token counts): mrl hands megatron a 2-tuple, whose factors scaling.py cancels (trap 2, below), and leaves
@@ -61,35 +61,9 @@ def config_of(folder, layout, **options):
     return tiny.role(folder, backend="megatron", parallel=Row("llama", layout).parallel, **options)
 
 
-def run(case, folder, layout, *, module="traps", options=None, **kwargs):
+def run(case, folder, layout, *, options=None, **kwargs):
     config = config_of(folder, layout, **(options or {}))
-    return run_case(Row("llama", layout).world_size, f"tests.engine.{module}:{case}", config=config, **kwargs)
-
-
-# -- the contract ------------------------------------------------------------------------------------------------------
-
-# layouts that test_contract.py does not have
-CONTRACT = {
-    "predictions_come_back_in_order": ("pp2xvpp2", "tp2xpp2xdp2"),
-    "gradients_accumulate_until_zeroed": ("pp2xvpp2", "tp2+spxpp2"),  # trap 28
-    "micro_batches_do_not_matter": ("dp2", "tp2+spxcp2"),  # trap 5
-    "documents_do_not_see_each_other": ("dp1", "cp2"),  # trap 17
-    "hooks_own_their_micro_batch": ("dp2",),
-    "dropout_is_off_in_eval_mode": ("cp2",),  # trap 18
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "layout"), [(case, layout) for case, layouts in CONTRACT.items() for layout in layouts]
-)
-def test_contract(folder, case, layout):
-    fields = {"attention_dropout": 0.5} if "dropout" in case else {}
-    run(case, folder("llama", **fields), layout, module="contract")
-
-
-@pytest.mark.parametrize("case", ["gradients_accumulate_until_zeroed", "micro_batches_do_not_matter"])
-def test_contract_with_experts(folder, case):
-    run(case, folder("mixtral"), "dp2xep2", module="contract")
+    return run_case(Row("llama", layout).world_size, f"tests.engine.traps:{case}", config=config, **kwargs)
 
 
 # -- gradients and their reduction -------------------------------------------------------------------------------------

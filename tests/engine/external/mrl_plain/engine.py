@@ -233,7 +233,8 @@ class PlainEngine(BaseEngine):
                 about = architecture(self.model.family, self.model.hf_config)
                 facts = {"schedule_step": self.schedule_step, "updates": updates, "state": dict(state), "about": about}
                 torch.save(facts | {"tensors": self._tensors()}, os.path.join(folder, "state.pt"))
-        torch.save(self.generators.states(), os.path.join(folder, f"rng_{self.dp_rank}.pt"))
+        with self.generators.installed():
+            torch.save(self.generators.states(), os.path.join(folder, f"rng_{self.dp_rank}.pt"))
 
     def load_state(self, folder: str) -> dict[str, Any]:
         with self.offload.used("parameters", "optimizer"):

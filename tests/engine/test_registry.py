@@ -1,0 +1,275 @@
+"""Engines that installed packages register: how they are found, what is said where they are wrong, what a config may ask of
+them; and `mrl sft` with one, which is installed here as pip does it (tests/engine/external)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from mrl import cli
+from mrl.config.checks import check_backend
+from mrl.config.load import from_dict
+from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
+from mrl.convert.sources import open_checkpoint
+from mrl.engine.fsdp.engine import FSDPEngine
+from mrl.engine.registry import engine_class
+from mrl.engine.supported import check_supported
+from mrl.errors import CheckpointError, ConfigError
+from tests.engine import contract, layouts, tiny
+from tests.engine.harness import run_case
+from tests.resume import kit
+
+MODEL = ModelConfig(path="somewhere")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> str:
+    return layouts.install()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> pathlib.Path:
+    return kit.make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def package(folder: pathlib.Path, name: str, entries: str, code: str = "") -> None:
+    """An installed package as the import system sees it: a module, and metadata beside it."""
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[mrl.engines]\n{entries}\n")
+    (folder / f"{name}.py").write_text(code)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch) -> pathlib.Path:
+    """A folder that packages are imported from."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def refusal(name: str) -> str:
+    """What is said of the backend `name`, on one line."""
+    with pytest.raises(ConfigError) as error:
+        engine_class(name)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_engine_of_a_package_is_found():
+    found = engine_class("plain")
+    assert (found.__module__, found.__name__, found.backend) == ("mrl_plain.engine", "PlainEngine", "plain")
+    assert engine_class("fsdp") is FSDPEngine
+
+
+@pytest.mark.parametrize("written", ["plian", "megatrn", "zzz"])
+def test_a_name_that_nobody_registers(written):
+    with pytest.raises(ConfigError) as error:
+        check_backend(EngineConfig(backend=written), "critic.engine")
+    hint = {"plian": " (did you mean plain?)", "megatrn": " (did you mean megatron?)", "zzz": ""}[written]
+    assert str(error.value) == (
+        f'critic.engine.backend: value "{written}" is no engine{hint}; give one of megatron, fsdp, plain, or install a '
+        "package that registers it under mrl.engines"
+    )
+
+
+def test_what_cannot_be_imported_or_is_no_engine_names_its_package(site):
+    package(site, "gone", "gone = gone_away:Engine")
+    package(site, "broken", "broken = broken:Engine", "import json\n1 / 0\n")
+    package(site, "nothing", "nothing = nothing:Engine")
+    package(site, "function", "function = function:Engine", "def Engine(config): ...\n")
+    package(site, "half", "half = half:Engine", "from mrl.engine.base import BaseEngine\nclass Engine(BaseEngine): backend = 'half'\n")  # fmt: skip
+    package(site, "other", "other = other:Engine", "from mrl_plain.engine import PlainEngine\nclass Engine(PlainEngine): ...\n")  # fmt: skip
+    where = 'engine.backend: value "{0}" is {0}:Engine of the package {0} 1.0, '.format
+    assert refusal("gone").startswith('engine.backend: value "gone" is gone_away:Engine of the package gone 1.0, ')
+    assert "(ModuleNotFoundError: No module named 'gone_away'); mend or reinstall it" in refusal("gone")
+    assert refusal("broken").startswith(where("broken") + "which cannot be imported (ZeroDivisionError")
+    assert refusal("nothing").startswith(where("nothing") + "which cannot be imported (AttributeError")
+    assert refusal("function").startswith(where("function") + "which is no subclass of mrl.engine.base.BaseEngine")
+    assert refusal("half").startswith(where("half") + "which lacks the methods device, dp_rank, ")
+    assert refusal("other") == where("other") + "whose `backend` is 'plain'; give both the same name"
+
+
+def test_two_packages_with_one_name(site):
+    package(site, "second", "plain = second:Engine")
+    package(site, "mine", "fsdp = mine:Engine")
+    assert refusal("plain") == (
+        'engine.backend: value "plain" is registered by 2 packages, mrl-plain 0.1 and second 1.0; uninstall all but one'
+    )
+    assert refusal("fsdp") == (
+        'engine.backend: value "fsdp" is an engine of mrl, and mine 1.0 registers it, too; uninstall that package'
+    )
+
+
+# -- what a config may ask ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "message"),
+    [
+        ("fsdp", {"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend fsdp"),
+        ("fsdp", {"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
+        ("fsdp", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
+        ("fsdp", {"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
+        ("fsdp", {"options": {"a": 1}}, "engine.options.a: value 1 is for an engine that another package registers"),
+        ("megatron", {"options": {"a": 1}}, "engine.options.a: value 1 is for an engine that another package registers"),
+        ("plain", {"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend plain; "),
+        ("plain", {"recompute": "full"}, 'engine.recompute: value "full" is not supported by backend plain; leave it'),
+        ("plain", {"options": {"bucket": 1}}, "engine.options.bucket: value 1 is for no option of backend plain, whose"),
+        ("plain", {"options": {"bucket_mb": "1"}}, "engine.options.bucket_mb: value '1' is no size"),
+        ("plain", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
+    ],
+)  # fmt: skip
+def test_engines_refuse_what_they_cannot_do(tmp_path, backend, change, message):
+    config = tiny.role(str(tmp_path), backend=backend)
+    with pytest.raises(ConfigError) as error:
+        engine_class(backend)(dataclasses.replace(config, engine=dataclasses.replace(config.engine, **change)))
+    assert str(error.value).startswith(message)
+
+
+def test_what_an_engine_says_it_supports():
+    """A section, a choice of a key, an entry of a list, an option; anything else that is set is refused."""
+
+    def asks(*supports: str, **engine: Any) -> str:
+        try:
+            check_supported("x", supports, MODEL, EngineConfig(backend="x", **engine))
+        except ConfigError as error:
+            return str(error)
+        return "nothing"
+
+    two = ParallelConfig(tp=2, pp=2)
+    assert asks("engine.parallel", parallel=two) == asks("engine.parallel.tp", "engine.parallel.pp", parallel=two)
+    assert asks("engine.parallel.tp", parallel=two).startswith("engine.parallel.pp: value 2 is not supported")
+    assert asks(parallel=ParallelConfig(sp=False, etp=1)) == "nothing"
+    assert asks("engine.recompute.full", recompute="full") == "nothing"
+    assert asks("engine.recompute.full", recompute="selective") == (
+        'engine.recompute: value "selective" is not supported by backend x; give full, or leave it out'
+    )
+    offload = {"offload": ("parameters", "optimizer")}
+    assert asks("engine.offload", **offload) == "nothing"
+    assert asks("engine.offload.parameters", "engine.offload.gradients", **offload) == (
+        'engine.offload: value "optimizer" is not supported by backend x; give parameters or gradients, or leave it out'
+    )
+    assert asks("engine.options.a", options={"a": [1, {}]}) == "nothing"
+    assert asks(options={"a": 1}) == "engine.options.a: value 1 is for no option of backend x, which has no options"
+
+
+def reductions(config: RoleConfig) -> int:
+    """How often a step adds gradients up over the ranks."""
+    engine, found, original = contract.make_engine(config), [], dist.all_reduce
+    contract.gradients(engine, engine.shard_data(tiny.uneven_batch()))
+    engine.optimizer_zero_grad()
+    dist.all_reduce = lambda tensor, *args, **kwargs: found.append(tensor.numel()) or original(tensor, *args, **kwargs)
+    try:
+        engine.optimizer_step()
+    finally:
+        dist.all_reduce = original
+    return len(found)
+
+
+def test_options_reach_the_engine(tmp_path):
+    model = tiny.make_model(str(tmp_path), "llama")
+    counts = []
+    for options in ({}, {"bucket_mb": 0.01}):
+        world_size, config = layouts.world_and_role("external dp2", model, options=options)
+        counts.append(run_case(world_size, "tests.engine.test_registry:reductions", config=config))
+    assert counts[0] == 1 and counts[1] > 5, counts
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def plain_config(inputs: pathlib.Path, output_dir: pathlib.Path, **changes: Any) -> dict[str, Any]:
+    layout = kit.Layout(2, "dense", layouts.available("plain"))
+    return kit.make_config(inputs, output_dir, layout, **{"train": {"steps": 4, "eval_every": None}, **changes})
+
+
+def test_a_run_resumes_bitwise_and_says_who_can_read_its_checkpoints(inputs, tmp_path):
+    """Dropout is on. A run that a signal stops in step 2 and that goes on is the run that was not stopped."""
+    whole, stopped = (plain_config(inputs, tmp_path / name) for name in ("whole", "stopped"))
+    kit.finish(whole, 2)
+    kit.stop_after(stopped, 2, 2)
+    kit.finish(stopped, 2)
+    kit.assert_same_steps(*(pathlib.Path(c["output_dir"]) for c in (whole, stopped)))
+    a, b = (kit.exported(tmp_path / name) for name in ("whole", "stopped"))
+    kit.assert_same_state(a, b, "export")
+    assert json.loads((kit.newest(tmp_path / "whole") / "COMPLETE").read_text())["backend"] == "plain"
+
+    saved = str(kit.newest(tmp_path / "whole"))
+    changed = plain_config(inputs, tmp_path / "whole", engine={"backend": "fsdp"}, train={"steps": 5})
+    ended, message, _ = kit.train(changed, 2)
+    assert ended == "ConfigError" and message.startswith('engine.backend: value "fsdp" is not the "plain" that the')
+    elsewhere = plain_config(inputs, tmp_path / "new", engine={"backend": "fsdp"}, checkpoint={"resume": saved})
+    ended, message, _ = kit.train(elsewhere, 2)
+    assert ended in ("ConfigError", "CheckpointError") and "plain" in message, message
+    with pytest.raises(
+        CheckpointError, match="was saved by the engine 'plain' of another package, whose files only that"
+    ):
+        open_checkpoint(tmp_path / "whole")
+
+
+@contextlib.contextmanager
+def without(folder: str):
+    """As where the package is not installed."""
+    sys.path.remove(folder)
+    try:
+        yield
+    finally:
+        sys.path.append(folder)
+
+
+def test_where_the_package_is_not_installed(inputs, tmp_path, installed):
+    config = plain_config(inputs, tmp_path / "run")
+    with (
+        without(installed),
+        pytest.raises(ConfigError, match='value "plain" is no engine; give one of megatron, fsdp, or'),
+    ):
+        from_dict(config)
+
+
+def command(installed: str, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": f"{kit.REPO}{os.pathsep}{installed}", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True)
+
+
+def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(plain_config(inputs, tmp_path / "run", engine={"backend": "plain"})))  # JSON is YAML
+    sft = ("-m", "mrl", "sft", str(path), "--nproc", "2", "--dry-run")
+    done = command(installed, *sft, "engine.options.bucket_mb=2")
+    assert done.returncode == 0, done.stderr
+    assert "backend: plain" in done.stdout and "bucket_mb: 2" in done.stdout and "# layout: dp2" in done.stdout
+    wrong = command(installed, *sft, "engine.options.buckets=2")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == (
+        "mrl: engine.options.buckets: value 2 is for no option of backend plain, whose options are bucket_mb\n"
+    )
+
+
+def test_reading_a_config_imports_no_engine(inputs, tmp_path, installed):
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(plain_config(inputs, tmp_path / "run")))
+    code = (
+        f"import sys\nfrom mrl.config.load import load_config\nassert load_config({str(path)!r}).engine.backend == 'plain'\n"
+        "print([name for name in ('torch', 'mrl_plain', 'mrl.engine') if name in sys.modules])"
+    )
+    assert command(installed, "-c", code).stdout == "[]\n"
+
+
+def test_mrl_config_shows_the_keys():
+    text = CliRunner().invoke(cli.main, ["config"]).stdout
+    assert "engine.options  (default {}; a mapping)" in text and "one that an installed package registers" in text
