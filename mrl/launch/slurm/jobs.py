@@ -81,7 +81,14 @@ def known(job_id: str) -> list[Job]:
             return []
         raise
     found = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
-    return [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+    found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+    return sorted(found, key=_task_number)
+
+
+def _task_number(job: Job) -> int:
+    """Slurm shows tasks that have not begun as a range, `4-7`, in one job."""
+    found = re.match(r"\d+", job.fields.get("ArrayTaskId", ""))
+    return int(found[0]) if found else 0
 
 
 def _parse(line: str) -> Job:
