@@ -50,7 +50,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     dispatch.init_model()
     say_unread(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     progress, experience = restore(trainer, start)
-    dispatch.on_main(lambda: directory.prepare(config, command_line, [f"algorithm: {in_words(trainer.recipe)}"]))
+    notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
+    dispatch.on_main(lambda: directory.prepare(config, command_line, notes))
     log = metrics.open_metrics(
         directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
         run_id=progress.run_id, enabled=dispatch.is_main,

@@ -151,7 +151,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
         read_first_rows(trainer)
-    engine.on_main(lambda: directory.prepare(config, command_line))
+    engine.on_main(lambda: directory.prepare(config, command_line, [f"length: {trainer.total_steps} steps"]))
     log = metrics.open_metrics(
         directory.path, config.log, step=progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
     )  # fmt: skip

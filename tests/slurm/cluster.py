@@ -20,8 +20,11 @@ import psutil
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontrol", "scancel")
 NODES = ("n1", "n2")
 START_S = 60.0
-NODE_TIMEOUT_S = 10
-"""Seconds after which Slurm gives up a node that does not answer (300 on a real cluster)."""
+NODE_TIMEOUT_S = 60
+"""Seconds after which Slurm gives up a node that does not answer: less than the 300 of a real cluster, and more than a slow one needs."""
+
+GRACE_S = 600
+"""Longest time that a job in the partition `scavenge` has left when one in `debug` takes its nodes; it leaves sooner."""
 
 _CONF = """\
 ClusterName=mrl
@@ -57,7 +60,13 @@ PropagateResourceLimits=NONE
 SlurmdParameters=config_overrides
 GresTypes=gpu
 {nodes}
-PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=DEFAULT Nodes=n[1-2] MaxTime=INFINITE State=UP
+PartitionName=debug Default=YES PriorityTier=2 PreemptMode=OFF
+PartitionName=scavenge PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=sudden PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
 """
 
 
@@ -89,7 +98,9 @@ class Cluster:
             (root / folder).mkdir(parents=True)
         root.chmod(0o755)
         (root / "munge").chmod(0o755)
-        conf = _CONF.format(host=host, ctld_port=ctld_port, root=root, nodes=nodes, timeout=NODE_TIMEOUT_S)
+        conf = _CONF.format(
+            host=host, ctld_port=ctld_port, root=root, nodes=nodes, timeout=NODE_TIMEOUT_S, grace=GRACE_S
+        )
         (root / "slurm.conf").write_text(conf)
         for i in range(8):  # device files are only counted
             (root / f"gpu{i}").touch()
@@ -116,11 +127,11 @@ class Cluster:
         self._kill_tasks(name)
 
     def _kill_tasks(self, name: str) -> None:
-        tasks = [process for process in psutil.process_iter() if self._is_task_of(process, name)]
-        steps = [parent for task in tasks if (parent := task.parent()) and parent.name().startswith("slurmstepd")]
-        for process in [*steps, *tasks]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        while tasks := [process for process in psutil.process_iter() if self._is_task_of(process, name)]:
+            for process in [*filter(None, map(_step_of, tasks)), *tasks]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(tasks, timeout=1)  # again for what they have started meanwhile
 
     def _is_task_of(self, process: psutil.Process, name: str) -> bool:
         with contextlib.suppress(psutil.Error):
@@ -161,6 +172,14 @@ def running(root: pathlib.Path) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+def _step_of(task: psutil.Process) -> psutil.Process | None:
+    """The daemon of the step that has started a process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = task.parent()
+        return parent if parent is not None and parent.name().startswith("slurmstepd") else None
+    return None
 
 
 def _free_ports(count: int) -> list[int]:

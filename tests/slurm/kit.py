@@ -16,7 +16,8 @@ from mrl.launch.slurm import jobs
 from tests.slurm.cluster import Cluster
 
 REPO = pathlib.Path(__file__).parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
+"""For what takes seconds where nobody else is at work."""
 
 FAKE_PYTHON = """\
 import json, os, pathlib, signal, sys, time
@@ -89,14 +90,28 @@ class Site:
 
         Not at once: within a second or so slurmd takes the new start for the old one, and refuses it.
         """
-        deadline = time.monotonic() + TIMEOUT_S
         self.wait(job_id, "PENDING")
+        self._start_soon(job_id)
+
+    def _start_soon(self, job_id: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
         time.sleep(2)
         while (job := jobs.known(job_id)[0]).state == "PENDING":
             if job.fields["Reason"] == "BeginTime":  # again where it was set before Slurm had put the job back
                 self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
             assert time.monotonic() < deadline, dict(job.fields)
             time.sleep(0.3)
+
+    def to_the_end(self, job_id: str) -> jobs.Job:
+        """Waits until a job that starts again, as often as it likes, has ended."""
+        while not (job := self.wait(job_id, "PENDING", *jobs.ENDED)).ended:
+            self._start_soon(job_id)
+        return job
+
+    def take_node(self, node: str) -> str:
+        """Submits a job that takes all of a node, before any of the partitions `scavenge` and `sudden`. Returns its id."""
+        whole = ("--partition=debug", f"--nodelist={node}", "--cpus-per-task=2", "--output=/dev/null", "--wrap=true")
+        return self.run("sbatch", "--parsable", *whole).strip()
 
     def run(self, *command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -56,6 +56,7 @@ CASES = {
     "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
     "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
     "an unknown launcher": (("'mpirun' is not one of 'torchrun', 'srun'",), render(*CPU, "--launcher", "mpirun")),
+    "a rendezvous of another launcher": (('slurm.rendezvous: value "c10d"', "--launcher torchrun"), render(*CPU, "--launcher", "srun", "--rendezvous", "c10d")),
     "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),
     "output_dir of a task": (("output_dir: value with %a is not needed",), render(*CPU, "--array", "0-1", "output_dir=run_%a")),
     # The config against it.

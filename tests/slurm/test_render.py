@@ -55,6 +55,7 @@ def jobs() -> dict[str, tuple[Job, SlurmConfig]]:
                 python="/opt/venv/bin/python",
             ),
         ),
+        "bare_c10d": (TASK, change(rendezvous="c10d")),
         "container": (TASK, change(template="container", **image)),
         "apptainer": (TASK, change(template="apptainer", **image)),
         "hetero": (dataclasses.replace(PPO, server_command=server_command(config, hetero)), hetero),
@@ -89,7 +90,7 @@ def test_bash_and_shellcheck_find_nothing(name, tmp_path):
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["bare", "bare_srun_array", "container", "apptainer"])
+@pytest.mark.parametrize("name", ["bare", "bare_srun_array", "bare_c10d", "container", "apptainer"])
 def test_odd_paths_and_values_reach_the_training_whole(name, tmp_path):
     """The step's script is run with an interpreter that prints its arguments, the srun line with one that prints them."""
     job, options = jobs()[name]
@@ -101,7 +102,7 @@ def test_odd_paths_and_values_reach_the_training_whole(name, tmp_path):
     fake.chmod(0o755)
     script = render(job, options)
     [step] = inner_scripts(script)
-    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "SLURM_ARRAY_TASK_ID": "2"}  # fmt: skip
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "MRL_ADDRESSES": "n1 n2 ", "SLURM_ARRAY_TASK_ID": "2"}  # fmt: skip
     done = subprocess.run(["bash", "-c", step], env=environ, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     start = words.index("sft")

@@ -33,7 +33,6 @@ def submit(site, fake, *args):
     return site.submit("sft", "config.yaml", *ONE, f"--env=FAKE_RUN={fake}", *args)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 @pytest.mark.parametrize(
     ("fake", "code", "said"),
     [
@@ -47,8 +46,8 @@ def submit(site, fake, *args):
         ),
     ],
 )
-def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, launcher, fake, code, said):
-    job = submit(site, fake, "--launcher", launcher)
+def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, fake, code, said):
+    job = submit(site, fake)
     assert site.wait(job).fields["ExitCode"] == code
     assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
 
@@ -77,8 +76,8 @@ def test_logs_are_followed_to_the_end_and_the_first_error_is_told_apart(site, wo
     assert shown[:2] == [error, ""] and shown[2].endswith(" failed with exit code 2: rank 0: data.train: is gone")
 
 
-def wait_until_waiting(run_dir, job, restart):
-    deadline = time.monotonic() + 30
+def wait_until_waiting(run_dir, job, restart=0):
+    deadline = time.monotonic() + kit.TIMEOUT_S
     while kit.log(run_dir, job).count("waiting") <= restart:
         assert time.monotonic() < deadline, kit.log(run_dir, job)
         time.sleep(0.05)
@@ -95,22 +94,20 @@ TOLD = "received SIGUSR1: the run is told to save and stop"
 
 def test_a_signal_saves_and_the_job_starts_again_as_often_as_it_may(site, workspace):
     fake = "until_signal(); save(f'step_{restart}'); ended(75, 'stopped')"
-    job, run_dir = submit(site, fake, "--max-restarts", "2"), workspace.root / "run"
-    for restart in range(3):
-        signal_when_waiting(site, run_dir, job, restart=restart)
-        if restart < 2:
-            site.release(job)
+    job, run_dir = submit(site, fake, "--max-restarts", "1"), workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    signal_when_waiting(site, run_dir, job, restart=1)
     assert site.wait(job).fields["ExitCode"] == "75:0"
-    again = "stopped by a signal; the newest checkpoint is step_{}; back into the queue as restart {} of 2"
     assert kit.history(run_dir, job) == [
-        "start 0 on n1, from checkpoint none", TOLD, again.format(0, 1),
-        "start 1 on n1, from checkpoint step_0", TOLD, again.format(1, 2),
-        "start 2 on n1, from checkpoint step_1", TOLD,
-        "stopped by a signal; the newest checkpoint is step_2; stopped: --max-restarts is 2; submit again to go on",
+        "start 0 on n1, from checkpoint none", TOLD,
+        "stopped by a signal; the newest checkpoint is step_0; back into the queue as restart 1 of 1",
+        "start 1 on n1, from checkpoint step_0", TOLD,
+        "stopped by a signal; the newest checkpoint is step_1; stopped: --max-restarts is 1; submit again to go on",
     ]  # fmt: skip
     lines = kit.invoke("status", run_dir).stdout.splitlines()
-    assert lines[0].startswith(f"job {job}  FAILED (NonZeroExitCode) with exit code 75  ") and "restarts 2" in lines[0]
-    assert lines[1].endswith("--max-restarts is 2; submit again to go on")
+    assert lines[0].startswith(f"job {job}  FAILED (NonZeroExitCode) with exit code 75  ") and "restarts 1" in lines[0]
+    assert lines[1].endswith("--max-restarts is 1; submit again to go on")
     assert lines[2:] == [f"  {run_dir}: no step yet"]
 
 
@@ -126,6 +123,7 @@ def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace
     )
 
 
+@pytest.mark.slow
 def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_the_job(site, workspace):
     """As after a failed node: Slurm puts the job back, and the script is not asked."""
     job, run_dir = submit(site, "save('step_1'); until_signal()"), workspace.root / "run"
@@ -139,10 +137,39 @@ def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_
     )
 
 
+@pytest.mark.slow
+def test_the_signal_before_the_time_limit_is_in_time(site, workspace):
+    """Slurm sends it, by its own clock; a limit is of whole minutes."""
+    fake = "save('step_1') if restart else (until_signal(), save('step_0'), ended(75, 'stopped'))"
+    job, run_dir = submit(site, fake, "--time", "1", "--signal-s", "30"), workspace.root / "run"
+    site.wait(job, "RUNNING")
+    site.release(job)
+    ended = site.wait(job)
+    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1")
+    assert kit.history(run_dir, job) == [
+        "start 0 on n1, from checkpoint none", TOLD,
+        "stopped by a signal; the newest checkpoint is step_0; back into the queue as restart 1 of 3",
+        "start 1 on n1, from checkpoint step_0", "done",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_preempts_without_grace_is_started_again_by_slurm(site, workspace):
+    """There are KillWait's seconds to save in, and the script is not asked; what a start goes on from was saved before."""
+    fake = "None if restart else (save('step_1'), until_signal())"
+    job, run_dir = submit(site, fake, "--nodelist", "n1", "--partition", "sudden"), workspace.root / "run"
+    wait_until_waiting(run_dir, job)
+    assert site.wait(site.take_node("n1")).state == "COMPLETED"
+    site.release(job)
+    ended = site.wait(job)
+    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1")
+    assert kit.history(run_dir, job)[-2:] == ["start 1 on n1, from checkpoint step_1", "done"]
+
+
 def test_a_cancelled_job_is_not_started_again(site, workspace):
     fake = "until_signal(); save('step_7'); ended(75, 'stopped')"
     job, run_dir = submit(site, fake), workspace.root / "run"
-    wait_until_waiting(run_dir, job, 0)
+    wait_until_waiting(run_dir, job)
     done = kit.invoke("cancel", run_dir, "--save")
     assert done.exit_code == 0 and done.stdout.splitlines() == [
         f"job {job} is told to save and stop", f"stopped job {job}: the newest checkpoint is step_7"
@@ -154,6 +181,18 @@ def test_a_cancelled_job_is_not_started_again(site, workspace):
     site.wait(plain, "RUNNING")
     assert kit.invoke("cancel", plain).stdout == f"cancelled job {plain}\n"
     assert site.wait(plain).state == "CANCELLED"
+
+
+def test_status_of_a_running_job_says_how_long_it_has_left(site, workspace):
+    """From what the run itself has left: the length in config.yaml, the pace in metrics.jsonl."""
+    job, run_dir = submit(site, "until_signal()"), workspace.root / "run"
+    wait_until_waiting(run_dir, job)
+    workspace.write("run/config.yaml", "# versions: none\n# length: 130 steps\ntrain: {steps: null, epochs: 3}\n")
+    workspace.write("run/metrics.jsonl", "".join(f'{{"step": {i}, "perf/step_s": 10.0}}\n' for i in range(1, 11)))
+    state, _, progress = kit.invoke("status").stdout.splitlines()
+    assert state.startswith(f"job {job}  RUNNING  00:00:") and state.endswith(" of 00:10:00  restarts 0  on n1")
+    assert progress == f"  {run_dir}: step 10 of 130; about 20 min 00 s left"
+    site.run("scancel", job)
 
 
 def test_an_array_trains_in_folders_of_their_own_and_another_job_waits_for_it(site, workspace):
@@ -169,6 +208,9 @@ def test_an_array_trains_in_folders_of_their_own_and_another_job_waits_for_it(si
         assert (run_dir / f"task_{task}" / "checkpoints" / "latest").read_text() == f"seed={task}\n"
         assert kit.history(run_dir, f"{job}_{task}")[-1] == "done"
     assert (run_dir / "checkpoints" / "latest").read_text() == "after\n"
+    assert kit.invoke("logs", run_dir / "task_5", "-n", "1").stdout.endswith(" done\n")
+    refused = kit.invoke("logs", job)
+    assert refused.exit_code == 2 and "is an array, whose tasks have a log each" in refused.stderr
     ended = {job.id: job.fields["EndTime"] for job in jobs.known(job)}
     assert max(ended.values()) <= jobs.known(after)[0].fields["StartTime"]
 
@@ -207,6 +249,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
     """A heterogeneous job; the server and the training are a few lines of Python."""
     (site.folder / "server.py").write_text(SERVER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import yaml
@@ -40,71 +41,104 @@ def make_config(inputs, folder, *, every=None, layout=LAYOUT, **changes):
     return path, folder / "the run"
 
 
-@pytest.fixture(scope="module")
-def unbroken(running_cluster, inputs, tmp_path_factory):
-    """(job, folder) of a run on both nodes that nothing happened to. Submitted from a folder that has nothing to do with it."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    path, run_dir = make_config(inputs, folder / "a b")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir("/")
-        site = kit.Site(running_cluster, folder)
-        job = site.submit("sft", path, *NODES)
-        assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
-    return job, run_dir
-
-
-def test_a_run_on_two_nodes_ends_with_a_model_and_says_so(site, unbroken):
-    job, run_dir = unbroken
+def test_a_run_on_two_nodes_ends_with_a_model_and_says_so(site, inputs, monkeypatch):
+    """Two ranks on each, submitted from a folder that has nothing to do with it; its length is set in epochs."""
+    path, run_dir = make_config(inputs, site.folder / "a b", train={"epochs": 1, "steps": None})
+    monkeypatch.chdir("/")
+    job = site.submit("sft", path, *NODES)
+    ended = site.wait(job)
+    assert ended.state == "COMPLETED", kit.log(run_dir, job)
     assert kit.history(run_dir, job) == ["start 0 on n1 n2, from checkpoint none", "done"]
     assert (run_dir / "hf" / "model.safetensors").is_file()
     environment = (run_dir / "slurm" / f"{job}.0" / "environment").read_text().splitlines()
-    assert (
-        "nodes: n1 n2" in environment
-        and "MASTER_ADDR=127.0.0.1" in environment
-        and "SLURM_JOB_NUM_NODES=2" in environment
-    )
+    assert {"nodes: n1 n2", "MASTER_ADDR=127.0.0.1", "SLURM_JOB_NUM_NODES=2"} <= set(environment)
     [record] = jobs.records(run_dir / "slurm")
-    assert yaml.safe_load((run_dir / "slurm" / record["config"]).read_text())["train"]["steps"] == STEPS
+    assert yaml.safe_load((run_dir / "slurm" / record["config"]).read_text())["train"]["epochs"] == 1
+    steps = math.ceil(resume_kit.ROWS / resume_kit.BATCH)
     for what in (job, run_dir):
         state, note, progress = kit.invoke("status", what).stdout.splitlines()
         assert state.startswith(f"job {job}  COMPLETED  00:0") and state.endswith(" of 01:00:00  restarts 0  on n[1-2]")
         assert note.endswith(" done")
-        assert progress.startswith(f"  {run_dir}: step {STEPS} of {STEPS}, train/loss ")
-    assert kit.invoke("logs", job, "-f", "-n", "3").stdout.splitlines()[-2].startswith(f"done: {STEPS} steps")
+        assert progress.startswith(f"  {run_dir}: step {steps} of {steps}, train/loss ")
+    assert kit.invoke("logs", job, "-f", "-n", "3").stdout.splitlines()[-2].startswith(f"done: {steps} steps")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
-    """Nothing but the signals saves: what a start goes on from is what the signal saved."""
-    path, run_dir = make_config(inputs, site.folder)
-    job = site.submit("sft", path, *NODES, "--launcher", launcher)
-    kit.wait_for_steps(run_dir, 3)
-    site.run("scancel", "--batch", "--signal=USR1", job)
-    site.release(job)
+@pytest.fixture(scope="module")
+def unbroken(running_cluster, inputs, tmp_path_factory):
+    """The folder of a run on both nodes that nothing happened to."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    path, run_dir = make_config(inputs, folder)
+    site = kit.Site(running_cluster, folder)
+    job = site.submit("sft", path, *NODES)
+    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    return run_dir
+
+
+def went_on(site, run_dir, job):
+    """What the script of a job said that was stopped once, saved, and went on from there to the end."""
     ended = site.wait(job)
     assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), kit.log(run_dir, job)
     said = kit.history(run_dir, job)
-    saved = said[2].split("; ")[1].removeprefix("the newest checkpoint is ")
-    assert said[3] == f"start 1 on n1 n2, from checkpoint {saved}" and saved != "none", said
-    resume_kit.assert_same_result(run_dir, unbroken[1])
+    assert [line.partition(",")[0] for line in said if line.startswith("start")] == [
+        "start 0 on n1 n2",
+        "start 1 on n1 n2",
+    ]
+    saved = said[-2].removeprefix("start 1 on n1 n2, from checkpoint ")
+    assert saved != "none" and any(f"the newest checkpoint is {saved}; back into the queue" in line for line in said)
+    return said
 
 
 @pytest.mark.slow
-def test_a_failed_node_starts_the_job_again(site, unbroken, inputs):
-    """SIGKILL to the slurmd of one node and to its tasks, in the middle of steps; it comes back later."""
+@pytest.mark.parametrize(
+    "launcher", [(), ("--rendezvous", "c10d"), ("--launcher", "srun")], ids=["static", "c10d", "srun"]
+)
+def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
+    """Nothing but the signals saves: what a start goes on from is what the signal saved."""
+    path, run_dir = make_config(inputs, site.folder)
+    job = site.submit("sft", path, *NODES, *launcher)
+    kit.wait_for_steps(run_dir, 3)
+    site.run("scancel", "--batch", "--signal=USR1", job)
+    site.release(job)
+    went_on(site, run_dir, job)
+    resume_kit.assert_same_result(run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, inputs):
+    """Slurm sends the signal, as PreemptMode=REQUEUE, preempt_send_user_signal and a GraceTime make it do."""
+    path, run_dir = make_config(inputs, site.folder)
+    job = site.submit("sft", path, *NODES, "--partition", "scavenge")
+    kit.wait_for_steps(run_dir, 3)
+    other = site.take_node("n2")
+    assert site.wait(other).state == "COMPLETED"
+    site.release(job)
+    assert went_on(site, run_dir, job)[1] == "received SIGUSR1: the run is told to save and stop"
+    resume_kit.assert_same_result(run_dir, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node):
+    """SIGKILL to a node's slurmd and to its tasks in the middle of steps: of n1, where the job's script runs, Slurm puts the
+    job back; of n2 whoever finds out first. The node comes back later."""
     path, run_dir = make_config(inputs, site.folder, every=3)
     job = site.submit("sft", path, *NODES)
     kit.wait_for_steps(run_dir, 8)
-    site.cluster.kill_node("n2")
-    site.wait(job, "PENDING")
-    site.cluster.start_node("n2")
-    site.release(job)
-    ended = site.wait(job)
-    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), kit.log(run_dir, job)
-    resume_kit.assert_same_result(run_dir, unbroken[1])
+    site.cluster.kill_node(node)
+    try:
+        site.wait(job, "PENDING")
+    finally:
+        site.cluster.start_node(node)
+    ended = site.to_the_end(
+        job
+    )  # what Slurm has still to end of the first start may come to end the second one, which saves
+    assert ended.state == "COMPLETED" and int(ended.fields["Restarts"]) >= 1, kit.log(run_dir, job)
+    starts = [line.rpartition(" ")[2] for line in kit.history(run_dir, job) if line.startswith("start ")]
+    assert starts[0] == "none" and len(starts) > 1 and all(start.startswith("step_") for start in starts[1:]), starts
+    resume_kit.assert_same_result(run_dir, unbroken)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_first(site, inputs):
     path, run_dir = make_config(inputs, site.folder, layout=resume_kit.Layout(2, parallel={"tp": 2}))
     rows = inputs / "train.jsonl"
@@ -122,7 +156,7 @@ def test_a_run_that_fails_says_why_first(site, inputs):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, unbroken, inputs):
+def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, inputs):
     """On one node with half the replicas: within rounding of fp32 (tolerances as in tests/resume/test_layouts.py)."""
     changes = {"layout": PLAIN, "train": {"steps": 20, "eval_every": 10}}
     path, run_dir = make_config(inputs, site.folder, **changes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from mrl import metrics
-from mrl.config.load import read_yaml
 from mrl.errors import ConfigError
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import in_words, step_seconds
@@ -64,15 +64,21 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     if not path.exists() or metrics.last_step(path) is None:
         return [f"  {run_dir}: no step yet"]
     row = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
-    steps = (
-        (read_yaml(run_dir / "config.yaml") if (run_dir / "config.yaml").exists() else {}).get("train", {}).get("steps")
-    )
+    steps = _length(run_dir / "config.yaml")
     done = f"step {row['step']:.0f}" + (f" of {steps}" if steps else "")
     shown = ", ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
     left = ""
     if running and steps and (step_s := step_seconds(run_dir)) is not None:
         left = f"; about {in_words((steps - row['step']) * step_s)} left"
-    return [f"  {run_dir}: {done}, {shown}{left}"]
+    return [f"  {run_dir}: {', '.join(filter(None, (done, shown)))}{left}"]
+
+
+def _length(config: pathlib.Path) -> int | None:
+    """Steps of a run, also where train.epochs sets them: its trainer notes them at the head of config.yaml."""
+    if not config.exists():
+        return None
+    found = re.search(r"^# length: (\d+) steps$", config.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 # ----------------------------------------------------------------------------------------------------------- the log
@@ -83,7 +89,10 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
 
     Ends at once, or where `follow` is on when the job has ended.
     """
-    job_id = target.jobs[0].id if target.jobs else target.job_id
+    job_id = target.job_id
+    if any("ArrayTaskId" in job.fields for job in target.jobs) and "_" not in job_id:
+        tasks = ", ".join(job.id for job in target.jobs)
+        raise ConfigError(f"{job_id}: is an array, whose tasks have a log each; give one of {tasks}")
     path = target.slurm_dir / f"{job_id}.log"
     while not path.exists():
         if not follow or _has_ended(job_id):
@@ -141,6 +150,8 @@ def cancel(target: jobs.Target, *, save: bool, timeout_s: float, say: Callable[[
         jobs.call("scancel", target.job_id)
         say(f"cancelled job {target.job_id}" + (": it was not running, there is nothing to save" if save else ""))
         return
+    if len(running) < len(left):  # tasks of an array that would start in their place
+        jobs.call("scancel", "--state=PENDING", target.job_id)
     for job in running:
         (target.slurm_dir / f"{job.id}.cancel").touch()
         jobs.call("scancel", "--batch", "--signal=USR1", job.id)

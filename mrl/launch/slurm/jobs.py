@@ -81,7 +81,14 @@ def known(job_id: str) -> list[Job]:
             return []
         raise
     found = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
-    return [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+    found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
+    return sorted(found, key=_task_number)
+
+
+def _task_number(job: Job) -> int:
+    """Slurm shows tasks that have not begun as a range, `4-7`, in one job."""
+    found = re.match(r"\d+", job.fields.get("ArrayTaskId", ""))
+    return int(found[0]) if found else 0
 
 
 def _parse(line: str) -> Job:
@@ -132,7 +139,7 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """The newest job of a run's folder, or the job of an id; None: those of this folder, or all of mine in the queue.
+    """The newest job of a run's folder (of an array's task, too), or the job of an id; None: those of this folder, or all of mine in the queue.
 
     Raises ConfigError where there is none.
     """
@@ -148,6 +155,8 @@ def targets(what: str | None) -> list[Target]:
         raise ConfigError(
             f"{what}: is neither a job's id nor a folder; give the output_dir of a run, or an id such as 1234"
         )
+    if (task := re.fullmatch(r"task_(\d+)", folder.name)) and (folder.parent / "slurm" / RECORDS).is_file():
+        return [_newest_task(folder.parent / "slurm", task[1])]
     if not (folder / "slurm" / RECORDS).is_file():
         raise ConfigError(
             f"{what}: no job was submitted for it by `mrl slurm submit`; give another output_dir, or a job's id"
@@ -157,6 +166,16 @@ def targets(what: str | None) -> list[Target]:
 
 def _newest(slurm_dir: pathlib.Path) -> Target:
     job_id = records(slurm_dir)[-1]["job"]
+    return Target(slurm_dir, job_id, known(job_id))
+
+
+def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
+    arrays = [record["job"] for record in records(slurm_dir) if record["array"] is not None]
+    if not arrays:
+        raise ConfigError(
+            f"task_{task}: no array was submitted for {slurm_dir.parent}; give that folder, or a job's id"
+        )
+    job_id = f"{arrays[-1]}_{task}"
     return Target(slurm_dir, job_id, known(job_id))
 
 

@@ -56,8 +56,13 @@ class SlurmConfig:
     mail_user: str | None = key(None, "who gets the mail")
     job_name: str | None = key(None, "name in the queue; null is made of the command and the name of output_dir")
     sbatch: tuple[str, ...] = key((), "more #SBATCH lines, as --exclusive")
-    template: str = key("bare", "bare, container, apptainer, hetero, or the path of a file (`mrl slurm template`)")
+    template: str = key(
+        "bare", "name of a template (bare, container, apptainer, hetero), or the path of one of your own"
+    )
     launcher: Literal["torchrun", "srun"] = key("torchrun", "one torchrun a node, or one srun task a process")
+    rendezvous: Literal["static", "c10d"] = key(
+        "static", "how torchrun's nodes meet: ranks in the order of the nodes, or c10d's, which gives them out itself"
+    )
     python: str | None = key(
         None,
         "interpreter that has mrl, on the nodes or in the image; null is the one that submits, python3 in an image",
@@ -111,6 +116,11 @@ def check_options(options: SlurmConfig) -> None:
             "slurm.gpus_per_node: value "
             f"{show(options.gpus_per_node)} says nothing about how many processes a node runs; give --gpus-per-node, or "
             "--gpus-per-node 0 and --processes-per-node to train on CPUs"
+        )
+    if options.rendezvous != "static" and options.launcher != "torchrun":
+        raise ConfigError(
+            f'slurm.rendezvous: value "{options.rendezvous}" is torchrun\'s, and has no effect with launcher {options.launcher}; '
+            "leave it out, or give --launcher torchrun"
         )
     if options.gpus_per_node and options.per_node > options.gpus_per_node:
         raise ConfigError(
