@@ -28,12 +28,13 @@ def memory_mb() -> float:
 
 
 class Meter:
-    """Wall and CPU seconds of each step of this process (all its threads), and its peak memory."""
+    """Wall and CPU seconds of each step of this process (all its threads), and its peak memory. more: other numbers of it."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.losses: list[float] = []
+        self.more: dict[str, float] = {}
         self.mark()
 
     def mark(self) -> None:
@@ -49,7 +50,7 @@ class Meter:
         self._wall, self._cpu = wall, cpu
 
     def result(self) -> dict[str, Any]:
-        return {"wall": self.wall, "cpu": self.cpu, "losses": self.losses, "peak_mb": memory_mb()}
+        return {"wall": self.wall, "cpu": self.cpu, "losses": self.losses, "peak_mb": memory_mb(), "more": self.more}
 
     def write(self, path: str) -> None:
         pathlib.Path(path).write_text(json.dumps(self.result()), encoding="utf-8")
@@ -137,6 +138,7 @@ def summary(ranks: Sequence[Mapping[str, Any]], *, tokens_per_step: Sequence[int
     return {
         "cpu_s": statistics.mean(cpu), "wall_s": wall, "tokens_per_s": tokens / wall, "tokens_per_cpu_s": tokens / sum(cpu),
         "peak_mb": max(rank["peak_mb"] for rank in ranks), "losses": ranks[0]["losses"],
+        **{name: max(rank["more"][name] for rank in ranks) for name in ranks[0]["more"]},
     }  # fmt: skip
 
 
