@@ -183,6 +183,20 @@ def test_a_cancelled_job_is_not_started_again(site, workspace):
     assert site.wait(plain).state == "CANCELLED"
 
 
+@pytest.mark.slow
+def test_of_a_cancelled_array_no_task_begins_in_the_place_of_one_that_has_saved(site, workspace):
+    job, run_dir = (
+        submit(site, "until_signal(); save('step_7'); ended(75, 'stopped')", "--array", "0-1%1"),
+        workspace.root / "run",
+    )
+    wait_until_waiting(run_dir, f"{job}_0")
+    assert kit.invoke("cancel", job, "--save").stdout.splitlines() == [
+        f"job {job} is told to save and stop", f"stopped job {job}_0: the newest checkpoint is step_7"
+    ]  # fmt: skip
+    assert {task.id: task.state for task in jobs.known(job)} == {f"{job}_0": "FAILED", f"{job}_1": "CANCELLED"}
+    assert not (run_dir / "task_1").exists()
+
+
 def test_status_of_a_running_job_says_how_long_it_has_left(site, workspace):
     """From what the run itself has left: the length in config.yaml, the pace in metrics.jsonl."""
     job, run_dir = submit(site, "until_signal()"), workspace.root / "run"

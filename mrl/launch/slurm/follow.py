@@ -89,10 +89,10 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
 
     Ends at once, or where `follow` is on when the job has ended.
     """
-    job_id = target.job_id
-    if any("ArrayTaskId" in job.fields for job in target.jobs) and "_" not in job_id:
+    job_id = target.jobs[0].id if target.jobs else target.job_id
+    if len(target.jobs) > 1:
         tasks = ", ".join(job.id for job in target.jobs)
-        raise ConfigError(f"{job_id}: is an array, whose tasks have a log each; give one of {tasks}")
+        raise ConfigError(f"{target.job_id}: is an array, whose tasks have a log each; give one of {tasks}")
     path = target.slurm_dir / f"{job_id}.log"
     while not path.exists():
         if not follow or _has_ended(job_id):

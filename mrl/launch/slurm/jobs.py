@@ -139,7 +139,8 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """The newest job of a run's folder (of an array's task, too), or the job of an id; None: those of this folder, or all of mine in the queue.
+    """The newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this folder, or all of
+    mine in the queue.
 
     Raises ConfigError where there is none.
     """
