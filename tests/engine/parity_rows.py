@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mrl.config.schema import FSDPConfig
 from tests.engine.parity import Row
 
 ONE_PROCESS = (
@@ -176,6 +177,25 @@ FSDP_ROWS = tuple(
         Row("qwen2", "dp4", size=2, packing=False),
         Row("qwen3 tied", "dp4", size=2),
         Row("qwen3_moe", "dp4", size=1),
+        Row("llama", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
+        Row("llama tied", "dp4", packing=False, tokens=64, recompute="full", fsdp=FSDPConfig(replicate=2)),
+        Row(
+            "mixtral",
+            "dp4",
+            size=1,
+            sequences=3,
+            fsdp=FSDPConfig(replicate=4),
+            why="copies alone; a rank without any sequence",
+        ),
+        Row(
+            "llama 5 layers",
+            "dp2",
+            size=4,
+            recompute="full",
+            recompute_every=2,
+            fsdp=FSDPConfig(reshard_after_forward=False),
+        ),
+        Row("gemma2", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
         Row("deepseek_v3", size=4, why="a router bias, which is a buffer"),
         Row("glm4_moe", "dp2", size=4),
         Row("gpt_oss", size=4, why="attention sinks"),
@@ -190,5 +210,14 @@ FSDP_ROWS = tuple(
         Row("granitemoe", "dp2", size=4, why="no table; experts stacked in the files"),
         Row("minimax_m2", "dp2", size=4, why="no table; experts apart in the files, a router bias, norms over heads"),
         Row("bloom tied", size=4, packing=False, why="no table; attention of its own, ALiBi"),
+    )
+)
+
+SLOW_FSDP_ROWS = tuple(
+    dataclasses.replace(row, backend="fsdp", fsdp=dataclasses.replace(row.fsdp, compile=True))
+    for row in (
+        Row("llama", size=4),
+        Row("gemma2", "dp2", size=4, packing=False, recompute="full", recompute_every=2),
+        Row("qwen3_moe", "dp4", size=4, fsdp=FSDPConfig(replicate=2)),
     )
 )

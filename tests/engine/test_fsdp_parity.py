@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import FSDP_ROWS
+from tests.engine.parity_rows import FSDP_ROWS, SLOW_FSDP_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +16,9 @@ def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome
     assert not outcome.problems, outcome.problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW_FSDP_ROWS, ids=str)
+def test_compiled_equal_to_hugging_face(table, row):
+    test_equal_to_hugging_face(table, row)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mrl.batch import make_batch
 from mrl.engine.fsdp import attention, step
+from mrl.engine.fsdp.output import hidden_states
 from mrl.errors import ModelError
 
 DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])
@@ -45,8 +46,8 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device) -> None:
         together = _run(hf, documents[:2], packed=packed, device=device)
         beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device)
     with _said(hf, "does not run", "use another model"), _own_attention(hf):
-        alone = [_run(hf, [document], packed=False, device=device)[0] for document in documents[:2]]
-        without_end = _run(hf, [documents[0][:-1]], packed=False, device=device)[0]
+        alone = [_alone(hf, document, device) for document in documents[:2]]
+        without_end = _alone(hf, documents[0][:-1], device)
     dtype = alone[0].dtype
     if _difference(without_end, alone[0][:-1]) > DIFFERENCE[dtype]:
         raise ModelError(_refused(hf, "lets tokens see those that follow", "use another model"))
@@ -91,6 +92,12 @@ def _run(hf: nn.Module, documents: list[list[int]], *, packed: bool, device: tor
     inputs = step.prepare(batch, packed=packed, device=device)
     hidden = step.hidden_of(hf, inputs)
     return list(hidden.split(batch.lengths.tolist()))
+
+
+@torch.no_grad()
+def _alone(hf: nn.Module, document: list[int], device: torch.device) -> Tensor:
+    """[tokens, H] of one document, with nothing of ours: no positions, no lengths."""
+    return hidden_states(hf, input_ids=torch.tensor([document], device=device))[0]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
