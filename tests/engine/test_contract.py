@@ -119,14 +119,20 @@ def test_dropout(folder, tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"), [("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe"), ("megatron tp2", "deepseek_v3")]
-)
+    ("layout", "family"),
+    [
+        ("megatron tp2", "olmoe"), ("megatron ep2", "glm4_moe"), ("megatron tp2", "deepseek_v3"), ("fsdp hsdp", "deepseek_v3"),
+        ("fsdp dp2", "gemma2"), ("fsdp hsdp", "minimax_m2"),
+    ],
+)  # fmt: skip
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
     model = folder(family)
     run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
     run(layout, "guards_find_nothing_on_a_right_step", model)
+    if layout.startswith("fsdp"):
+        run(layout, "generates_as_hugging_face", model, model_folder=model)
 
 
 def test_random_numbers_go_on(folder, tmp_path):
@@ -190,6 +196,8 @@ def test_temperature_and_entropy(folder, layout):
 def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
     starts = [run(layout, "random_start", folder("qwen3_moe")) for layout in LAYOUTS]
     assert all(start == starts[0] for start in starts) and len(starts[0]) > 20
+    others = [run(layout, "random_start", folder("granitemoe")) for layout in FSDP]
+    assert all(start == others[0] for start in others) and len(others[0]) > 15
 
 
 @pytest.mark.parametrize(
@@ -199,6 +207,10 @@ def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
         ({"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
         ({"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
         ({"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
+        (
+            {"fsdp": FSDPConfig(replicate=2)},
+            "engine.fsdp.replicate: value 2 does not divide the 1 processes; use one of 1",
+        ),
     ],
 )
 def test_fsdp_refuses_what_it_cannot_do(folder, change, message):

@@ -40,6 +40,8 @@ LAYOUTS = {
     "megatron gpt_oss tp2": (2, "megatron", {"tp": 2, "etp": 1}, "gpt_oss", 2),
     "megatron experts tp2": (2, "megatron", {"tp": 2}, "qwen3_moe", 4),
     "fsdp experts dp2": (2, "fsdp", {}, "qwen3_moe", 4),
+    "fsdp gpt_oss dp2": (2, "fsdp", {}, "gpt_oss", 2),
+    "fsdp gemma2": (1, "fsdp", {}, "gemma2", 2),
 }
 
 
