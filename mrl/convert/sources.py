@@ -23,7 +23,7 @@ from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
-from mrl.converters.families import family_for
+from mrl.converters.families import FAMILIES, family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, open_imported, read_description
@@ -283,6 +283,11 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         (folder, None, None) if imported and model is None else _model_of(folder, model, role)
     )
     hf_config = read_hf_config(companions, quick=True)
+    if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
+        raise CheckpointError(
+            f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run writes its own "
+            "export to hf/ (checkpoint.export_hf)"
+        )
     family = family_for(hf_config)
     files, names = read_source_file(folder) if imported else (None, [])
     what = (

@@ -206,6 +206,31 @@ def forwards(run: Run) -> dict[str, int]:
     return {name: len(run.calls(name)) // layers for name in ("attention", "mlp")}
 
 
+def forwards_of_all(run: Run) -> int:
+    """Forward calls of all layers' MLPs in a training step of one micro-batch."""
+    return len(run.calls("mlp"))
+
+
+def part_held(run: Run) -> list[float]:
+    """The part of the parameters that each rank holds."""
+    return [seen.held / sum(map(math.prod, seen.parameters.values())) for seen in run.ranks]
+
+
+def gathered(run: Run) -> int:
+    """Layers whose weights are whole between the forward and the backward pass."""
+    return len(run.ranks[0].gathered)
+
+
+def on_host(run: Run) -> bool:
+    """Whether activations waited on the host."""
+    return run.ranks[0].on_host
+
+
+def compiled(run: Run) -> bool:
+    """Whether torch.compile made anything."""
+    return run.ranks[0].compiled > 0
+
+
 def heads(run: Run) -> list[int]:
     """Attention heads that each rank computes."""
     return [run.calls("attention", rank)[0].shape[-2] for rank in range(len(run.ranks))]

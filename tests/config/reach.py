@@ -20,9 +20,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mrl import metrics
@@ -43,7 +45,7 @@ BASE = {
 """The run that rows change. {inputs} is the folder that inputs.py filled, {run} one that each run has for itself."""
 
 MODULES = {
-    "Embedding": "embedding", "VocabParallelEmbedding": "embedding", "TransformerLayer": "layer",
+    "Embedding": "embedding", "FSDPEmbedding": "embedding", "VocabParallelEmbedding": "embedding", "TransformerLayer": "layer",
     "SelfAttention": "layer input", "SdpaAttention": "attention", "Qwen3Attention": "attention", "MLP": "mlp",
     "Qwen3MLP": "mlp",
 }  # fmt: skip
@@ -63,7 +65,7 @@ class Row:
     """A key, and what is seen of a run with each of some values of it.
 
     seen: pairs of a value, or DEFAULT where the key is left out, and what `look` gives (or a Refusal). given: other
-    keys. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
+    keys. slow: in the slow tier. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
     in the same output_dir. terminal: it prints to a terminal. environ: environment variables.
     """
 
@@ -78,6 +80,7 @@ class Row:
     after: Mapping[str, Any] | None = None
     terminal: bool = False
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}{f', {self.what}' if self.what else ''}"
@@ -114,7 +117,11 @@ class Call:
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank saw. empty_at_rest: kinds of state that had no memory between the last two steps."""
+    """What one rank saw. empty_at_rest: kinds of state that had no memory between the last two steps.
+
+    gathered: fsdp's layers whose weights were whole when the loss function was called, in the first step. held: elements of
+    parameters on this rank. on_host: whether activations ever waited on the host. compiled: frames that torch.compile made.
+    """
 
     steps: int = 0
     micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
@@ -122,6 +129,18 @@ class Seen:
     parameters: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     devices: set[str] = dataclasses.field(default_factory=set)
     empty_at_rest: list[str] = dataclasses.field(default_factory=list)
+    gathered: set[str] = dataclasses.field(default_factory=set)
+    held: int = 0
+    on_host: bool = False
+    compiled: int = 0
+
+    def note_loss(self, engine: Any) -> None:
+        """Called when the loss function is."""
+        if self.steps == 1 and hasattr(engine, "model"):
+            layers = [(n, m) for n, m in engine.model.module.named_modules() if MODULES.get(type(m).__name__) == "mlp"]
+            self.gathered = {n for n, m in layers if not any(isinstance(p, DTensor) for p in m.parameters())}
+            self.on_host |= engine.model.activations is not None and engine.model.activations.most > 0
+            self.compiled = torch._dynamo.utils.counters["frames"]["ok"]
 
     def note_call(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         name = MODULES.get(type(module).__name__)
@@ -136,6 +155,7 @@ class Seen:
         models = engine.models if hasattr(engine, "models") else [engine.model.module]
         held = [(name, p) for model in models for name, p in model.named_parameters()]
         self.parameters = {name: tuple(p.shape) for name, p in held}
+        self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in held)
         self.devices = {p.device.type for _, p in held}
         state = {
             "parameters": [p.data for _, p in held],
@@ -161,15 +181,21 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    loss = sft.sft_loss
+    loss, engine = sft.sft_loss, []
+
+    def note_engine(trainer: sft.Trainer, *arguments: Any, **options: Any) -> None:
+        torch._dynamo.utils.counters["frames"].clear()
+        engine[:] = [trainer.engine]
+        seen.note_engine(trainer)
 
     def noted(data: Batch, predictions: Any, ctx: Any) -> Any:
         seen.micro_batches.append(MicroBatch.of(data, seen.steps))
+        seen.note_loss(engine[0])
         return loss(data, predictions, ctx)
 
     hook = register_module_forward_pre_hook(seen.note_call)
     try:
-        with mock.patch.object(sft, "sft_loss", noted), before(sft, "train_step", seen.note_engine):
+        with mock.patch.object(sft, "sft_loss", noted), before(sft, "train_step", note_engine):
             yield
     finally:
         hook.remove()

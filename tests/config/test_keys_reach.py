@@ -137,6 +137,36 @@ ENGINE = [
         SECOND,
     ),
     Row(
+        "engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations", on=FSDP,
+    ),
+    Row(
+        "engine.offload", steps, [(DEFAULT, [1]), (["activations"], Refusal("ConfigError", "engine.offload: value activations"))],
+        what="activations", on=MEGATRON,
+    ),
+    Row(
+        "engine.recompute_every", looks.forwards_of_all,
+        [(DEFAULT, 4), (2, 3), (3, 3)], {"engine.recompute": "full"}, on=FSDP,
+    ),
+    Row(
+        "engine.recompute_every", steps, [(DEFAULT, [1]), (2, Refusal("ConfigError", "engine.recompute_every: value 2"))],
+        {"engine.recompute": "full"}, on=MEGATRON,
+    ),
+    Row(
+        "engine.recompute_every", steps, [(DEFAULT, [1]), (2, Refusal("ConfigError", "engine.recompute_every: value 2"))],
+        what="without recompute", on=FSDP,
+    ),
+    Row(
+        "engine.fsdp.replicate", looks.part_held,
+        [(DEFAULT, pytest.approx([0.5, 0.5], abs=0.1)), (2, [1.0, 1.0]), (3, Refusal("ConfigError", "engine.fsdp.replicate"))],
+        on=FSDP, world=2,
+    ),
+    Row("engine.fsdp.reshard_after_forward", looks.gathered, [(DEFAULT, 0), (True, 0), (False, 2)], on=FSDP, world=2),
+    Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP, slow=True),
+    *(
+        Row(f"engine.fsdp.{name}", steps, [(DEFAULT, [1]), (value, Refusal("ConfigError", f"engine.fsdp.{name}"))], on=MEGATRON)
+        for name, value in (("replicate", 2), ("reshard_after_forward", False), ("compile", True))
+    ),
+    Row(
         "engine.micro_batch.tokens", looks.lengths, [(DEFAULT, [[16] * 4]), (20, [[16]] * 4), (32, [[16] * 2] * 2)],
         EVEN,
     ),
@@ -405,7 +435,11 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "row, backend",
-    [pytest.param(row, backend, id=f"{row}, {backend}") for row in ROWS for backend in row.on],
+    [
+        pytest.param(row, backend, id=f"{row}, {backend}", marks=[pytest.mark.slow] if row.slow else [])
+        for row in ROWS
+        for backend in row.on
+    ],
 )
 def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
     for value, expected in row.seen:

@@ -275,7 +275,7 @@ ROLE_KEYS = [
 OTHER_VALUES = {
     "path": "other", "init": "random", "dtype": "float32", "trust_remote_code": True, "backend": "fsdp", "recompute": "full",
     "offload": ["parameters"], "options": {}, "tokens": 5000, "size": 3, "sp": True, "schedule": "linear", "betas": [0.5, 0.5], "device": "cpu",
-    "min_lr": 1e-9,
+    "min_lr": 1e-9, "reshard_after_forward": False, "compile": True,
 }  # fmt: skip
 """Key's last name -> a value that is not its default; of numbers, one more."""
 
@@ -290,7 +290,12 @@ def test_a_roles_key_reaches_what_its_engine_is_built_from(key):
         "output_dir": "x", "actor.model.path": "m", "algorithm.name": "ppo", "data.train": "d", "train.steps": 4,
         "train.global_batch_size": 64, "reward.model.path": "r", "rewards": {"functions": [{"name": "gsm8k"}]},
     }  # fmt: skip
-    if role not in TRAINED and ("moe" in path or name == "recompute"):
+    if "fsdp" in path or name == "recompute_every":
+        given |= {f"{role}.engine.backend": "fsdp"} | (
+            {f"{role}.engine.recompute": "full"} if "fsdp" not in path else {}
+        )
+    of_training = ("recompute", "recompute_every", "reshard_after_forward")
+    if role not in TRAINED and ("moe" in path or name in of_training):
         with pytest.raises(ConfigError, match=f"^{key.path}: value .* is for training"):
             made(given | {key.path: value})
         return

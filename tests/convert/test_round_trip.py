@@ -35,7 +35,6 @@ SLOW_MOE = {
     4: [TP4, TP2 | {"ep": 2, "etp": 2}, {"ep": 2, "etp": 2}, TP2 | PP2 | {"ep": 2, "etp": 1}],
 }
 DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3")
-NO_FSDP = ("glm4_moe", "deepseek_v3", "gpt_oss")  # which cannot carry them
 AT_TP1, ELSEWHERE = 5e-6, 2e-5
 """Largest difference of fp32 logits from Hugging Face's, on one process and in other layouts: sums in another order."""
 FIELDS = {"qwen3_moe": {"mlp_only_layers": [1, 2]}}  # dense layers among sparse ones, here too
@@ -43,7 +42,10 @@ FIELDS = {"qwen3_moe": {"mlp_only_layers": [1, 2]}}  # dense layers among sparse
 STARTS = [(family, False, "float32") for family in tiny.FAMILIES] + [
     ("llama", True, "float32"), ("qwen3_moe", True, "float32"), ("qwen2", True, "bfloat16"), ("deepseek_v3", False, "bfloat16"),
 ]  # fmt: skip
-EXPORTS = [("qwen2", True), *((family, False) for family in ("qwen3_moe", "qwen2_moe", *NO_FSDP))]
+EXPORTS = [
+    ("qwen2", True),
+    *((family, False) for family in ("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss")),
+]
 
 
 def layouts_of(family: str, tier: str, size: int) -> list[dict]:
@@ -52,7 +54,7 @@ def layouts_of(family: str, tier: str, size: int) -> list[dict]:
     found = of_tier.get(size, [])
     if family == "gpt_oss":
         found = [degrees | ({"etp": 1} if "tp" in degrees else {}) for degrees in found if degrees.get("etp") != 2]
-    fsdp = [{"backend": "fsdp"}] if tier == "slow" and size < 4 and family not in NO_FSDP else []
+    fsdp = [{"backend": "fsdp"}] if tier == "slow" and size < 4 else []
     return [{"parallel": degrees} for degrees in found] + fsdp
 
 

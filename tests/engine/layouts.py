@@ -13,18 +13,19 @@ import sys
 import tempfile
 from typing import Any
 
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import FSDPConfig, RoleConfig
 from tests.engine import tiny
 
 PACKAGE = pathlib.Path(__file__).parent / "external"
 PLAIN = "plain"
 EXTERNAL = PLAIN
 
-# name -> (world size, backend, degrees)
+# name -> (world size, backend, degrees); `replicate` is engine.fsdp's
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (1, "fsdp", {}),
     "fsdp dp2": (2, "fsdp", {}),
     "fsdp dp4": (4, "fsdp", {}),
+    "fsdp hsdp": (4, "fsdp", {"replicate": 2}),
     "fsdp cp2": (2, "fsdp", {"cp": 2}),
     "megatron": (1, "megatron", {}),
     "megatron tp2": (2, "megatron", {"tp": 2}),
@@ -67,6 +68,8 @@ def choose_external(backend: str, more: dict[str, tuple[int, dict[str, Any]]]) -
 def world_and_role(layout: str, folder: str, **options: Any) -> tuple[int, RoleConfig]:
     """(processes, role on the model in `folder`) of a layout. options: as of `tiny.role`."""
     world_size, backend, parallel = (LAYOUTS | WIDE_LAYOUTS | MORE_LAYOUTS)[layout]
+    if "replicate" in parallel:
+        parallel, options = {}, options | {"fsdp": FSDPConfig(**parallel)}
     return world_size, tiny.role(folder, backend=available(backend), parallel=parallel, **options)
 
 

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
-from mrl.config.schema import LoraConfig
+from mrl.config.schema import FSDPConfig, LoraConfig
 from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import Case, close_worlds, run_world
@@ -138,8 +138,8 @@ LORAS: dict[str, dict[str, Any]] = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
-    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute: as in the config.
-    why: what the row is there for. lora: a key of LORAS; the adapters start at random, so that A has a gradient too."""
+    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute, recompute_every, fsdp: as in
+    the config. why: what the row is there for. lora: a key of LORAS; the adapters start at random, so that A has a gradient too."""
 
     model: str
     layout: str = "dp1"
@@ -149,9 +149,11 @@ class Row:
     sequences: int = 8
     one_token: bool = False
     recompute: str = "none"
+    recompute_every: int = 1
     why: str = ""
     backend: str = "megatron"
     lora: str | None = None
+    fsdp: FSDPConfig = FSDPConfig()
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -181,6 +183,8 @@ class Row:
         text += f", {self.sequences} sequences" if self.sequences != 8 else ""
         text += ", one trained token" if self.one_token else ""
         text += f", recompute {self.recompute}" if self.recompute != "none" else ""
+        text += f" every {self.recompute_every}" if self.recompute_every > 1 else ""
+        text += "".join(f", {k} {v}" for k, v in dataclasses.asdict(self.fsdp).items() if v != getattr(FSDPConfig(), k))
         text += f", lora {self.lora}" if self.lora else ""
         return text + (f", {self.backend}" if self.backend != "megatron" else "")
 
@@ -303,7 +307,7 @@ def batch_of(row: Row) -> Batch:
 def config_of(row: Row, folder: str):
     return tiny.role(
         folder, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
-        recompute=row.recompute, head=row.head, model={"lora": lora_of(row)},
+        recompute=row.recompute, recompute_every=row.recompute_every, fsdp=row.fsdp, head=row.head, model={"lora": lora_of(row)},
     )  # fmt: skip
 
 
@@ -356,6 +360,7 @@ HEADER = (
 def line(row: Row, outcome: Outcome | str) -> str:
     layout = (
         (f"{row.backend} " if row.backend != "megatron" else "")
+        + (f"{row.fsdp.replicate} x " if row.fsdp.replicate > 1 else "")
         + row.layout
         + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
         + (f" {row.lora}" if row.lora else "")

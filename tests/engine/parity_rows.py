@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mrl.config.schema import FSDPConfig
 from tests.engine.layouts import EXTERNAL
 from tests.engine.parity import Row
 
@@ -181,6 +182,25 @@ FSDP_ROWS = _fsdp(
     Row("qwen2", "dp4", size=2, packing=False),
     Row("qwen3 tied", "dp4", size=2),
     Row("qwen3_moe", "dp4", size=1),
+    Row("llama", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
+    Row("llama tied", "dp4", packing=False, tokens=64, recompute="full", fsdp=FSDPConfig(replicate=2)),
+    Row(
+        "mixtral",
+        "dp4",
+        size=1,
+        sequences=3,
+        fsdp=FSDPConfig(replicate=4),
+        why="copies alone; a rank without a sequence",
+    ),
+    Row(
+        "llama 5 layers",
+        "dp2",
+        size=4,
+        recompute="full",
+        recompute_every=2,
+        fsdp=FSDPConfig(reshard_after_forward=False),
+    ),
+    Row("gemma2", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
     Row("deepseek_v3", size=4, why="a router bias, which is a buffer"),
     Row("glm4_moe", "dp2", size=4),
     Row("gpt_oss", size=4, why="attention sinks"),
@@ -210,6 +230,9 @@ FSDP_ROWS = _fsdp(
 )
 
 FSDP_SLOW_ROWS = _fsdp(
+    Row("llama", size=4, fsdp=FSDPConfig(compile=True)),
+    Row("gemma2", "dp2", size=4, packing=False, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
+    Row("qwen3_moe", "dp4", size=4, fsdp=FSDPConfig(replicate=2, compile=True)),
     Row("deepseek_v3", "cp2", size=4, why="keys and values of unequal sizes"),
     Row("gpt2 tied", "cp2", size=4, why="learned positions"),
     Row("gemma2 value head", "cp4", size=4),

@@ -123,17 +123,19 @@ def test_dropout(folder, tmp_path, layout):
         ("external dp2", "olmoe"),
         ("megatron ep2", "glm4_moe"),
         ("megatron tp2", "deepseek_v3"),
+        ("fsdp hsdp", "deepseek_v3"),
+        ("fsdp dp2", "gemma2"),
+        ("fsdp hsdp", "minimax_m2"),
     ],
 )
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
-    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter.
-
-    glm4_moe and deepseek_v3 have what transformers keeps in buffers, which only the megatron engine carries.
-    """
+    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
     model = folder(family)
     run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
     run(layout, "guards_find_nothing_on_a_right_step", model)
+    if layout.startswith("fsdp"):
+        run(layout, "generates_as_hugging_face", model, model_folder=model)
 
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2"])
@@ -146,8 +148,9 @@ def test_random_numbers_go_on(folder, tmp_path, layout):
 @pytest.mark.parametrize(
     ("saved_by", "read_by"),
     [
-        ("fsdp dp2", "fsdp dp4"),
-        ("fsdp dp4", "fsdp"),
+        ("fsdp dp2", "fsdp hsdp"),
+        ("fsdp hsdp", "fsdp"),
+        ("fsdp dp4", "fsdp dp2"),
         ("fsdp", "fsdp cp2"),
         ("fsdp cp2", "fsdp dp2"),
         ("megatron tp2", "megatron pp2"),
@@ -219,6 +222,8 @@ def test_temperature_and_entropy(folder, layout):
 def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
     starts = [run(layout, "random_start", folder("qwen3_moe")) for layout in LAYOUTS]
     assert all(start == starts[0] for start in starts) and len(starts[0]) > 20
+    others = [run(layout, "random_start", folder("granitemoe")) for layout in LAYOUTS if layout.startswith("fsdp")]
+    assert all(start == others[0] for start in others) and len(others[0]) > 15
 
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "external"])

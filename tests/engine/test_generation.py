@@ -45,6 +45,8 @@ LAYOUTS = {
     "external": (1, EXTERNAL, {}, "qwen3", 2),
     "external dp2": (2, EXTERNAL, {}, "qwen3", 2),
     "external experts dp2": (2, EXTERNAL, {}, "qwen3_moe", 4),
+    "fsdp gpt_oss dp2": (2, "fsdp", {}, "gpt_oss", 2),
+    "fsdp gemma2": (1, "fsdp", {}, "gemma2", 2),
 }
 
 

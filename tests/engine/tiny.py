@@ -84,7 +84,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    # of these mrl has no table: backend fsdp takes them as transformers builds them
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+}  # fmt: skip
+
+# Of these mrl has no table: backend fsdp takes them as transformers builds them.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         {
@@ -104,7 +108,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8, "rotary_dim": 8},
     ),
     "bloom": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
 HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
@@ -130,7 +133,7 @@ def make_model(
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
-    model_type, fields = FAMILIES[family]
+    model_type, fields = (FAMILIES | OTHERS)[family]
     common = {
         "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,

@@ -63,6 +63,7 @@ def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap:
     return DocumentMask(chunk=local_size) if chunked else DocumentMask(window=local_size)
 
 
+@torch.compiler.disable  # what it does follows from the lengths of documents, which no two micro-batches have in common
 def document_attention(
     module: torch.nn.Module,
     query: Tensor,

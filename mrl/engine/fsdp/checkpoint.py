@@ -86,7 +86,8 @@ def described(model: Model) -> dict[str, Any]:
     if model.family is not None:
         return architecture(model.family, model.hf_config)
     plain = (str, int, float, bool, type(None), list, dict)
-    return {k: v for k, v in model.hf_config.items() if k not in NEUTRAL and k[0] != "_" and isinstance(v, plain)}
+    told = {k: v for k, v in model.hf_config.items() if k not in NEUTRAL and k[0] != "_" and isinstance(v, plain)}
+    return {"model_type": model.hf_config["model_type"], **told}
 
 
 def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> None:

@@ -30,9 +30,11 @@ def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[S
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     family = family_for(read_hf_config(path))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    for name, parameter in model.named_parameters():
-        of = pieces(name, parameter.shape, family=family, head="lm")
-        parameter.copy_(read_rows(of, read, 0, parameter.shape[0]))
+    in_files = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in in_files]
+    for name, tensor in (*model.named_parameters(), *buffers):
+        of = pieces(name, tensor.shape, family=family, head="lm")
+        tensor.copy_(read_rows(of, read, 0, tensor.shape[0]))
     return _run(model, prompts)
 
 

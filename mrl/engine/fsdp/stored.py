@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
-from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, listed
+from mrl.converters.rules import buffer_names, expected_hf_names
+from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine.fsdp.names import STATE, Piece, pieces
@@ -33,6 +33,7 @@ class FSDPReader(HFReader):
             check_architecture(about["architecture"], family, hf_config, companions)
         self.path, self._open = Path(path), {}
         self._stored, self._dtype = TorchDistReader(path), dtype
+        self._buffers = buffer_names(family, hf_config)  # fp32 in every export
         output = self._stored.tensors.get(PREFIX + "lm_head.weight")
         self.head = "value" if output is not None and output.shape[0] == 1 < hf_config["vocab_size"] else "lm"
         expected = expected_hf_names(family, hf_config, head=self.head)
@@ -43,7 +44,8 @@ class FSDPReader(HFReader):
             if key.startswith(PREFIX):
                 name = key.removeprefix(PREFIX)
                 for piece in pieces(name, tensor.shape, family=family, head=self.head):
-                    found[piece.name] = TensorInfo(NAMES[dtype], _shape(piece, tensor.shape))
+                    kept = torch.float32 if piece.name in self._buffers else dtype
+                    found[piece.name] = TensorInfo(NAMES[kept], _shape(piece, tensor.shape))
                     self._where[piece.name] = key, piece
         missing = [name for name in expected if name not in found]
         left = [name for name in found if name not in expected]
@@ -65,7 +67,7 @@ class FSDPReader(HFReader):
     def _read(self, name: str, region: Region) -> Tensor:
         key, piece = self._where[name]
         if piece.expert is None:
-            return self._stored.read(key, region).to(self._dtype)
+            return self._stored.read(key, region).to(DTYPES[self.tensors[name].dtype])
         (low, high), *rest = region
         rows = (low + piece.start, high + piece.start)
         return self._stored.read(key, [(piece.expert, piece.expert + 1), rows, *rest])[0].to(self._dtype)

@@ -1,0 +1,342 @@
+"""The FSDP engine on models that mrl has no table of, and what it never holds: parity is in test_fsdp_parity.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from mrl.config.schema import FSDPConfig
+from mrl.engine.fsdp import attention
+from mrl.engine.fsdp.blocks import block_lists, embedding_of
+from mrl.engine.fsdp.output import logit_rule
+from mrl.engine.fsdp.probe import check
+from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
+from mrl.errors import CheckpointError, ConfigError, ModelError
+from tests.engine import tiny
+from tests.engine.contract import gradients, make_engine
+from tests.engine.harness import run_case
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def of(family, **fields):
+        key = (family, *sorted(fields.items()))
+        if key not in made:
+            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
+        return made[key]
+
+    return of
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "alone"),
+    [
+        ("llama", ["LlamaDecoderLayer"] * 3, True), ("qwen3_moe", ["Qwen3MoeDecoderLayer"] * 3, True),
+        ("gpt2", ["GPT2Block"] * 3, True), ("bloom", ["BloomBlock"] * 3, True),
+    ],
+)  # fmt: skip
+def test_blocks_are_the_layers(folder, family, blocks, alone):
+    config = AutoConfig.from_pretrained(folder(family, layers=3))
+    for tied in (False, True):
+        config.tie_word_embeddings = tied
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(config)
+        assert [[type(block).__name__ for block in found] for found in block_lists(hf)] == [blocks]
+        assert (embedding_of(hf) is not None) == (alone and not tied)
+
+
+def test_a_vision_tower_has_blocks_of_its_own():
+    text = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 131, "max_position_embeddings": 128,
+    }  # fmt: skip
+    vision = {"depth": 3, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        hf = AutoModelForImageTextToText.from_config(config)
+    found = [(len(blocks), type(blocks[0]).__name__) for blocks in block_lists(hf)]
+    assert sorted(found) == [(2, "Qwen2_5_VLDecoderLayer"), (3, "Qwen2_5_VLVisionBlock")]
+
+
+def test_one_layer_is_a_block_by_transformers_word(folder):
+    config = AutoConfig.from_pretrained(folder("llama", layers=3))
+    config.num_hidden_layers = 1
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    assert [len(blocks) for blocks in block_lists(hf)] == [1]
+
+
+# -- logits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [LogitRule(0.25), LogitRule(1.0, 3.0), LogitRule(4.0, 2.0)], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_by_a_rule(rule, temperature):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    labels, given = torch.randint(11, (7,)), torch.randn(7, dtype=torch.float64)
+    leaves = [(hidden.clone().requires_grad_(), weight.clone().requires_grad_()) for _ in range(2)]
+    options = {
+        "shard": VocabShard(11),
+        "temperature": temperature,
+        "entropy": "differentiable",
+        "rule": rule,
+        "chunk": 3,
+    }
+    ours = log_probs_from_hidden(*leaves[0], labels, **options)
+    x = leaves[1][0] @ leaves[1][1].t() * rule.scale
+    x = x if rule.softcap is None else rule.softcap * torch.tanh(x / rule.softcap)
+    log_p = torch.log_softmax(x / temperature, -1)
+    right = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    for (log_prob, entropy), of in zip((ours, right), leaves, strict=True):
+        ((log_prob + 0.3 * entropy) * given).sum().backward()
+        torch.testing.assert_close(log_prob, right[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(entropy, right[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close([t.grad for t in of], [t.grad for t in leaves[0]], rtol=1e-10, atol=1e-12)
+
+
+class ChangesLogits(torch.nn.Module):
+    """A stand-in for a model that does to its logits what none is known to do."""
+
+    def __init__(self, hf: torch.nn.Module) -> None:
+        super().__init__()
+        self.hf, self.config = hf, hf.config
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.hf.get_output_embeddings()
+
+    def forward(self, **inputs: object):
+        out = self.hf(**inputs)
+        out.logits = out.logits.clamp(-5, 5)
+        return out
+
+
+def test_what_is_done_to_logits_is_seen(folder):
+    token = torch.ones(1, 1, dtype=torch.int64)
+    rules = {}
+    for family in ("llama", "gemma2", "granite"):
+        hf = AutoModelForCausalLM.from_pretrained(folder(family)).eval()
+        rules[family] = logit_rule(hf, input_ids=token, position_ids=token - 1)
+    assert rules == {"llama": LogitRule(), "gemma2": LogitRule(softcap=3.0), "granite": LogitRule(0.25)}
+    with pytest.raises(ModelError, match="'granite' changes its logits after the output layer by something else than"):
+        logit_rule(ChangesLogits(hf), input_ids=token, position_ids=token - 1)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "options", "message"),
+    [
+        ("bloom", {}, {"packing": True}, "'bloom' does not use .* attention interface.*; set data.packing to false$"),
+        ("granite", {}, {"head": "value"}, "'granite' has no sequence classifier .* gives it no value head"),
+        ("bert", {}, {}, "'bert' (lets tokens see those that follow|has attention in both directions)"),
+        ("roberta", {"is_decoder": True}, {}, "'roberta' gives packed sequences other numbers than each has alone"),
+        ("roberta", {"is_decoder": True}, {"packing": False}, "'roberta' gives padded sequences other .*; use another model$"),
+        ("recurrent_gemma", {}, {}, "'recurrent_gemma' gives packed sequences other numbers .*; set data.packing to false, or"),
+        ("t5", {}, {}, "'t5' is no causal language model that transformers builds"),
+    ],
+)  # fmt: skip
+def test_what_would_be_wrong_is_refused(tmp_path, family, fields, options, message):
+    known = tiny.OTHERS | {
+        "bert": ("bert", {}), "roberta": ("roberta", {}), "t5": ("t5", {}),
+        "recurrent_gemma": ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 32, "head_dim": 8}),
+    }  # fmt: skip
+    model_type, of_family = known[family]
+    common = {
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = AutoConfig.for_model(model_type, **common | of_family | fields)
+    config.save_pretrained(tmp_path)
+    config = tiny.role(str(tmp_path), model={"init": "random"}, optimizer=None, **options)
+    with pytest.raises(ModelError, match=message):
+        make_engine(config)
+
+
+def test_an_own_attention_generates_nothing(folder):
+    engine = make_engine(tiny.role(folder("bloom"), packing=False, optimizer=None))
+    with pytest.raises(ModelError, match="'bloom' keeps to attention of its own.*rollout.backend"):
+        engine.generate([])
+
+
+def test_every_tensor_is_accounted_for(folder, tmp_path):
+    """Names of older files are read as transformers reads them; what is missing, left over, of another shape or untied is said."""
+    shutil.copytree(folder("gpt2", tied=True), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    whole = dict(make_engine(tiny.role(str(tmp_path), optimizer=None)).hf_weights())
+
+    def saved(**changed: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        now = {n: t for n, t in (tensors | changed).items() if t is not None}
+        save_file(now, file, {"format": "pt"})
+        return dict(make_engine(tiny.role(str(tmp_path), optimizer=None)).hf_weights())
+
+    older = {name.removeprefix("transformer."): t for name, t in tensors.items()} | {
+        "h.0.attn.bias": torch.ones(1, 1, 4, 4)
+    }
+    found = saved(**dict.fromkeys(tensors), **older)
+    assert found.keys() == whole.keys() and all(torch.equal(found[n], whole[n]) for n in whole)
+    name, embedding = "transformer.h.1.ln_2.bias", tensors["transformer.wte.weight"]
+    found = saved(**{"lm_head.weight": embedding.clone()})
+    assert found.keys() == whole.keys()
+    for changed, message in (
+        ({name: None}, f"1 missing .{name}."), ({"extra": torch.ones(2)}, "1 left over .extra."),
+        ({name: torch.ones(3)}, f"{name} is .3., not .32."), ({"lm_head.weight": embedding + 1}, "config.json ties them"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=message):
+            saved(**changed)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(folder, tmp_path):
+    """The shapes are the same; what the maths depends on is not."""
+    engine = make_engine(tiny.role(folder("granite")))
+    path = engine.save_checkpoint(str(tmp_path / "checkpoints"), global_step=1)
+    other = make_engine(tiny.role(folder("granite", logits_scaling=2.0)))
+    with pytest.raises(CheckpointError, match="logits_scaling is 4.0 in the checkpoint and 2.0 in config.json"):
+        other.load_checkpoint(path)
+
+
+def test_a_compiler_is_needed(folder):
+    config = tiny.role(folder("llama"), fsdp=FSDPConfig(compile=True))
+    none = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
+    with (
+        none,
+        pytest.raises(ConfigError, match="engine.fsdp.compile: value true needs a C.. compiler, and there is none"),
+    ):
+        make_engine(config)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is made on a device, in elements, with memory of its own: no view of another or of a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.set_.source_Storage:
+            return out
+        given = {memory(x) for x in tree_leaves((args, kwargs)) if on_device(x)}
+        made = [x for x in tree_leaves(out) if on_device(x) and memory(x) not in given]
+        self.elements = max([self.elements, *(x.numel() for x in made)])
+        return out
+
+
+def on_device(x: object) -> bool:
+    return type(x) is torch.Tensor and x.device.type != "meta"
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def largest_while_made(config) -> tuple[int, int]:
+    """(the most elements of a tensor while the engine is made, of the largest parameter)."""
+    with Largest() as seen:
+        engine = make_engine(config)
+    return seen.elements, max(p.numel() for p in engine.model.parameters().values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_no_rank_holds_a_whole_parameter(folder, family):
+    """Weights are read shard by shard: on two ranks no tensor is larger than half of the largest parameter."""
+    config = tiny.role(folder(family, vocab=512))
+    made, largest = run_case(2, "tests.engine.test_fsdp_model:largest_while_made", config=config)
+    assert made <= largest // 2
+
+
+def test_activations_leave_the_device(folder):
+    """What blocks save waits on the host and is freed where it was; the numbers are the same in every bit, and nothing stays."""
+    kept = make_engine(tiny.role(folder("llama", layers=4)))
+    batch = tiny.uneven_batch()
+    (_, expected) = gradients(kept, batch)
+    most = {}
+    for recompute in ("none", "full"):
+        config = tiny.role(folder("llama", layers=4), offload=("activations",), recompute=recompute)
+        engine = make_engine(config)
+        offload, packed, alive = engine.model.activations, [], []
+        pack = offload.pack
+
+        def noted(weights, tensor, pack=pack, packed=packed):
+            out = pack(weights, tensor)
+            packed.append((StorageWeakRef(tensor.untyped_storage()), out is tensor))
+            return out
+
+        def loss_fn(data, predictions, ctx, packed=packed, alive=alive):
+            alive.append([kept for storage, kept in packed if not storage.expired()])
+            packed.clear()
+            return -(predictions["log_probs"] * data.loss_mask).sum(), ctx
+
+        offload.pack = noted
+        engine.set_loss_fn(loss_fn)
+        (_, found) = gradients(engine, batch)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert offload.on_host == 0 < offload.most
+        # alive when the loss is computed: weights, and of each micro-batch what a caller of a block holds (angles, the last output)
+        assert all(of.count(False) <= 3 * 4 + 2 for of in alive) and len(alive) > 1
+        most[recompute] = offload.most
+    assert most["full"] < most["none"] / 5
+
+
+def test_what_offload_names_is_all_that_moves(folder):
+    engine = make_engine(tiny.role(folder("llama"), offload=("activations", "optimizer")))
+    assert engine.offload.kinds == {"optimizer"} and engine.model.activations is not None
+    assert make_engine(tiny.role(folder("llama"), offload=("optimizer",))).model.activations is None
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+class Leaks(torch.nn.Module):
+    """A model whose tokens see the first token of their row, whatever document it is of."""
+
+    def __init__(self, hf: torch.nn.Module) -> None:
+        super().__init__()
+        self.hf = hf
+        embedding = hf.get_input_embeddings()
+        plain = embedding.forward
+        embedding.forward = lambda ids: plain(ids) + 0.01 * plain(ids)[:, :1]
+
+    def __getattr__(self, name: str):
+        return super().__getattr__(name) if name in ("hf", "_modules") else getattr(self.hf, name)
+
+    def forward(self, **inputs: object):
+        return self.hf(**inputs)
+
+
+def test_the_probe_finds_what_leaks(folder):
+    hf = AutoModelForCausalLM.from_pretrained(folder("gemma2")).eval()
+    hf.set_attn_implementation(attention.NAME)
+    check(hf, packed=True, device=torch.device("cpu"))
+    with pytest.raises(ModelError, match="'gemma2' gives packed sequences other numbers than each has alone"):
+        check(Leaks(hf), packed=True, device=torch.device("cpu"))
+
+
+def test_config_of_the_export_says_what_it_is(folder, tmp_path):
+    engine = make_engine(dataclasses.replace(tiny.role(folder("gemma2"), dtype="bfloat16"), optimizer=None))
+    engine.export_hf(str(tmp_path))
+    assert json.loads(pathlib.Path(tmp_path, "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.final_logit_softcapping == 3.0
