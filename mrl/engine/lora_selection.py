@@ -78,6 +78,16 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
             raise selection.refused(error) from None
 
 
+def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
+    """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head."""
+    config = peft.LoraConfig.from_pretrained(path)
+    head = "value" if config.task_type == "SEQ_CLS" else "lm"
+    config.modules_to_save = None  # the head, which is no adapter
+    model = _meta_model(model_folder, head)
+    inject(model, config)
+    return _shapes(model), head
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """A user's selection on a model. names: of its modules. stacks: of its parameters of three dimensions (experts)."""
