@@ -23,10 +23,12 @@ from mrl.mcore_models import elementwise
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.layers import RMSNorm
+from mrl.mcore_models.lora import added_on_this_rank
 
 _KNOWN = re.compile(
     r"(input_layernorm|pre_mlp_layernorm|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm))\.weight"
     r"|self_attention\.linear_qkv\.bias|mlp\.linear_fc[12]\.weight|mlp\.(router|experts|shared_experts)\..*"
+    r"|(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.adapter\..*"
 )
 
 
@@ -88,6 +90,7 @@ class _Layer:
         self.groups, self.head = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.queries = attention.num_attention_heads_per_partition // self.groups  # of one group
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
+        self.in_attention, self.in_mlp = attention, layer.mlp
         self.qkv, self.qkv_bias = _columns(attention.linear_qkv.weight), attention.linear_qkv.bias
         self.proj = _columns(attention.linear_proj.weight)
         self.head_norm = None  # [queries + 1, D]: the norms of a group's queries and of its key
@@ -100,7 +103,8 @@ class _Layer:
 
     def attention(self, x: Tensor, step: CachedStep, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """This rank's part of [T, N]."""
-        qkv = _norm(x, self.input_norm) @ self.qkv
+        normed = _norm(x, self.input_norm)
+        qkv = added_on_this_rank(self.in_attention.linear_qkv, normed, normed @ self.qkv)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias
         heads = qkv.view(-1, self.groups, self.queries + 2, self.head)
@@ -112,15 +116,18 @@ class _Layer:
             self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, scale=self.core.scale,
             window=self.core.window,
         )  # fmt: skip
-        return out.flatten(1) @ self.proj
+        out = out.flatten(1)
+        return added_on_this_rank(self.in_attention.linear_proj, out, out @ self.proj)
 
     def mlp(self, x: Tensor) -> Tensor:
         """This rank's part of [T, N]; the whole where there are experts."""
         normed = _norm(x, self.mlp_norm)
         if self.experts is not None:
             return self.experts(normed.unsqueeze(1))[0].squeeze(1)
-        gate, linear = (normed @ self.fc1).chunk(2, dim=-1)
-        return F.silu(gate).mul_(linear) @ self.fc2
+        both = added_on_this_rank(self.in_mlp.linear_fc1, normed, normed @ self.fc1)
+        gate, linear = both.chunk(2, dim=-1)
+        product = F.silu(gate).mul_(linear)
+        return added_on_this_rank(self.in_mlp.linear_fc2, product, product @ self.fc2)
 
 
 def _columns(weight: Tensor) -> Tensor:

@@ -20,8 +20,14 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from mrl.mcore_models import lora
+
 
 class Router(TopKRouter):
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [..., E]; with those of the router's adapter, where it has one."""
+        return super().gating(input) + lora.beside(self, input)
+
     def _sum_over_shards(self, count: Tensor) -> Tensor:
         """`count` of all ranks that hold a part of the micro-batch."""
         if self.tp_cp_group.size() > 1:

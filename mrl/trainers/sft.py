@@ -28,6 +28,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine
+from mrl.engine.lora import adapters
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.common import (
@@ -47,7 +48,7 @@ from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
-from mrl.trainers.throughput import memory_gb, peak_flops, training_flops
+from mrl.trainers.throughput import adapter_weights, memory_gb, peak_flops, training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,11 +356,16 @@ class FlopsMeter:
     def __init__(self, trainer: Trainer) -> None:
         peak = peak_flops(trainer.engine.device)
         self.peak = peak * trainer.engine.world_size if peak is not None else None
-        self.hf = read_hf_config(trainer.engine.config.model.path) if peak is not None else {}
+        model, head = trainer.engine.config.model, trainer.engine.config.head
+        self.hf = read_hf_config(model.path) if peak is not None else {}
+        self.adapters = None
+        if peak is not None and model.lora is not None:
+            self.adapters = adapter_weights(adapters(model.path, model.lora, head).values(), self.hf)
 
     def utilization(self, batch: Batch, step_s: float) -> dict[str, float]:
         """`perf/mfu` of a step, or nothing."""
         if self.peak is None:
             return {}
         labels = int((batch.loss_mask != 0).sum())
-        return {"perf/mfu": training_flops(self.hf, batch.lengths, labels) / (step_s * self.peak)}
+        flops = training_flops(self.hf, batch.lengths, labels, self.adapters)
+        return {"perf/mfu": flops / (step_s * self.peak)}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from mrl.converters.families import family_for
 from mrl.converters.table import HFConfig, sizes_of
+from mrl.engine.lora import AdapterShape
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),
@@ -38,13 +40,16 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_BF16_FLOPS if f" {part} " in words), None)
 
 
-def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int) -> float:
+def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int, adapters: int | None = None) -> float:
     """FLOPs of the matrix products in one forward and backward pass over sequences of these lengths.
 
     hf: the normalised content of config.json. labels: how many tokens train; the output layer computes no others
     (docs/loss.md). 2 FLOPs per weight and token, of experts those that a token is sent to; causal attention at half the full
     square; a backward pass twice the forward. Recomputation is not counted, nor is a sliding window (Narayanan et al.,
     "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
+
+    adapters: entries of A and B that a token goes through (`adapter_weights`), where they train and the model's weights do
+    not: these then have a forward pass and the gradient of their input, and no gradient of their own.
     """
     family = family_for(hf)
     sizes = sizes_of(hf, hf["vocab_size"]) | family.sizes(hf)
@@ -57,7 +62,15 @@ def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int) -> float:
     lengths = lengths_S.double()
     scores = hf["num_hidden_layers"] * products * float((lengths * lengths).sum())
     output = sizes["hidden"] * sizes["vocab"]
-    return 3 * (2 * weights * float(lengths.sum()) + 2 * output * labels + scores)
+    tokens, passes = float(lengths.sum()), 3 if adapters is None else 2
+    of_weights = 2 * weights * tokens + 2 * output * labels
+    return passes * of_weights + 3 * (scores + 2 * (adapters or 0) * tokens)
+
+
+def adapter_weights(shapes: Iterable[AdapterShape], hf: HFConfig) -> int:
+    """Entries of A and B that a token is multiplied with: of experts those that it is sent to."""
+    chosen = hf.get("num_experts_per_tok") or 1
+    return sum(s.rank * (s.in_features + s.out_features) * (chosen if s.experts else 1) for s in shapes)
 
 
 def memory_gb(device: torch.device) -> float:

@@ -100,7 +100,12 @@ def set_fsdp(engine: BaseEngine, tensors: Mapping[str, Tensor]) -> None:
         parameter.detach().to_local().copy_(whole.to_local())
 
 
-SETTERS: dict[str, Callable[[BaseEngine, Mapping[str, Tensor]], None]] = {"fsdp": set_fsdp}
+def set_megatron(engine: BaseEngine, tensors: Mapping[str, Tensor]) -> None:
+    """Gives the adapters of a Megatron engine these values."""
+    engine.set_adapters(tensors)
+
+
+SETTERS: dict[str, Callable[[BaseEngine, Mapping[str, Tensor]], None]] = {"fsdp": set_fsdp, "megatron": set_megatron}
 """Backend -> what puts the tensors of an adapter's file into an engine."""
 
 

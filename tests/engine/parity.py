@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
+from mrl.config.schema import LoraConfig
 from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import Case, close_worlds, run_world
@@ -110,11 +111,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# name -> what differs from LoraConfig's defaults
+LORAS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 4, "alpha": 6.0},
+    "rslora": {"rank": 4, "alpha": 4.0, "rslora": True},
+    "q v": {"rank": 4, "alpha": 6.0, "target_modules": ("q_proj", "v_proj")},
+    "k up": {"rank": 3, "alpha": 5.0, "target_modules": ("k_proj", "up_proj")},
+    "last layer": {"rank": 4, "alpha": 6.0, "target_modules": r".*layers\.3\..*proj"},
+    "stacks": {"rank": 4, "alpha": 6.0, "target_modules": ("experts.gate_up_proj", "experts.down_proj", "o_proj")},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
     one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute: as in the config.
-    why: what the row is there for."""
+    why: what the row is there for. lora: a key of LORAS; the adapters start at random, so that A has a gradient too."""
 
     model: str
     layout: str = "dp1"
@@ -126,6 +138,7 @@ class Row:
     recompute: str = "none"
     why: str = ""
     backend: str = "megatron"
+    lora: str | None = None
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -155,6 +168,7 @@ class Row:
         text += f", {self.sequences} sequences" if self.sequences != 8 else ""
         text += ", one trained token" if self.one_token else ""
         text += f", recompute {self.recompute}" if self.recompute != "none" else ""
+        text += f", lora {self.lora}" if self.lora else ""
         return text + (f", {self.backend}" if self.backend != "megatron" else "")
 
 
@@ -197,7 +211,8 @@ class Table:
         """(row, its outcome or what went wrong), world size by world size."""
         for row in sorted(rows, key=lambda row: row.world_size):
             start = time.monotonic()
-            case = Case(MEASURE, {"row": row, "folder": self.model(row.model), "reference": self.reference(row)})
+            arguments = {"row": row, "folder": self.model(row.model), "reference": self.reference(row)}
+            case = Case(MEASURE, arguments | {"adapter": self.adapter(row)})
             result = run_world(row.world_size, [case])[0]
             if result.error is not None:
                 yield row, result.error
@@ -209,13 +224,24 @@ class Table:
         family, fields = MODELS[name]
         return tiny.make_model(str(Path(self._folder.name, name.replace(" ", "_"))), family, **{"layers": 4, **fields})
 
+    def adapter(self, row: Row) -> str | None:
+        """A folder with the adapters that a row starts from."""
+        if row.lora is None:
+            return None
+        path = Path(self._folder.name, f"{row.model}-{row.lora}".replace(" ", "_"))
+        if not path.exists():
+            tiny.make_adapter(str(path), self.model(row.model), lora_of(row), head=row.head)
+        return str(path)
+
     def reference(self, row: Row) -> str:
         """A file with the batch, the weights at the start and the tiny.Reference of a row."""
-        path = Path(self._folder.name, f"{row.model}-{row.sequences}-{row.one_token}.pt".replace(" ", "_"))
+        name = f"{row.model}-{row.sequences}-{row.one_token}-{row.lora}.pt"
+        path = Path(self._folder.name, name.replace(" ", "_"))
         if not path.exists():
-            batch = batch_of(row)
-            start = load_file(Path(self.model(row.model), "model.safetensors"))
-            reference = tiny.hf_reference(self.model(row.model), batch, head=row.head)
+            batch, adapter = batch_of(row), self.adapter(row)
+            file = "model.safetensors" if adapter is None else "adapter_model.safetensors"
+            start = load_file(Path(adapter or self.model(row.model), file))
+            reference = tiny.hf_reference(self.model(row.model), batch, head=row.head, adapter=adapter)
             torch.save({"batch": batch, "start": start, "reference": reference}, path)
         return str(path)
 
@@ -223,12 +249,14 @@ class Table:
 # -- in a world of processes -------------------------------------------------------------------------------------------
 
 
-def measure(row: Row, folder: str, reference: str) -> Outcome | None:
+def measure(row: Row, folder: str, reference: str, adapter: str | None) -> Outcome | None:
     """Three optimizer steps of an engine on the row's batch, against the reference; the outcome on rank 0."""
     known = torch.load(reference, weights_only=False)
     batch, expected = known["batch"], known["reference"]
     engine = build_engine(config_of(row, folder))
     engine.init_model()
+    if adapter is not None:
+        engine.load_adapter(adapter)
     engine.set_loss_fn(sft_loss if row.head == "lm" else tiny.value_loss)
     losses, norms, gradients, log_probs, counts = [], [], {}, None, []
     share = engine.shard_data(batch)
@@ -241,7 +269,7 @@ def measure(row: Row, folder: str, reference: str) -> Outcome | None:
             log_probs = engine.unshard_data({name: predictions[name]}, batch)[name]
             gradients = dict(engine.hf_gradients())
         losses.append(loss), norms.append(float(engine.optimizer_step())), engine.lr_scheduler_step()
-    weights = dict(engine.hf_weights())
+    weights = dict(engine.hf_weights() if adapter is None else engine.adapter_weights())
     if not engine.is_main:
         return None
     return compare(
@@ -261,8 +289,12 @@ def batch_of(row: Row) -> Batch:
 def config_of(row: Row, folder: str):
     return tiny.role(
         folder, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
-        recompute=row.recompute, head=row.head,
+        recompute=row.recompute, head=row.head, model={"lora": lora_of(row)},
     )  # fmt: skip
+
+
+def lora_of(row: Row) -> LoraConfig | None:
+    return None if row.lora is None else LoraConfig(**LORAS[row.lora])
 
 
 def counting(counts: list[int]):
@@ -312,6 +344,7 @@ def line(row: Row, outcome: Outcome | str) -> str:
         ("fsdp " if row.backend == "fsdp" else "")
         + row.layout
         + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
+        + (f" {row.lora}" if row.lora else "")
     )
     head = f"{row.model:21} {layout:20} {'packed' if row.packing else 'padded':7} "
     if isinstance(outcome, str):
@@ -327,11 +360,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import FSDP_ROWS, ROWS, SLOW_ROWS
+    from tests.engine.parity_rows import FSDP_ROWS, LORA_ROWS, ROWS, SLOW_LORA_ROWS, SLOW_ROWS
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS) if wanted in str(row)]):
+    for row, outcome in Table().run(
+        [row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS, *LORA_ROWS, *SLOW_LORA_ROWS) if wanted in str(row)]
+    ):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()

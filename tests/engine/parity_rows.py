@@ -178,3 +178,42 @@ FSDP_ROWS = tuple(
         Row("qwen3_moe", "dp4", size=1),
     )
 )
+
+# adapters in place of weights: each starts at random
+LORA_ROWS = (
+    Row("llama", size=4, lora="all"),
+    Row("llama", size=8, packing=False, lora="q v"),
+    Row("qwen3", tokens=64, lora="k up", recompute="full"),
+    Row("llama", size=4, lora="rslora", recompute="selective"),
+    Row("qwen2_moe", size=4, lora="all"),
+    Row("mixtral", size=4, packing=False, lora="all"),
+    Row("deepseek_v3", size=4, lora="all"),
+    Row("llama", "tp2", size=4, lora="all"),
+    Row("llama tied", "tp2+sp", size=4, lora="all"),
+    Row("llama", "tp2+sp", size=2, packing=False, recompute="full", lora="k up"),
+    Row("llama tied", "pp2", size=2, lora="all"),
+    Row("llama", "pp2", size=2, lora="last layer", why="a pipeline stage where nothing trains"),
+    Row("llama", "cp2", size=4, lora="all"),
+    Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
+)
+SLOW_LORA_ROWS = (
+    Row("llama", "pp2xvpp2", size=2, recompute="full", lora="last layer"),
+    Row("llama", "tp4", size=4, lora="all", why="a key head that two ranks share"),
+    Row("llama", "tp4+sp", size=4, lora="k up", why="a key head that two ranks share"),
+    Row("llama value head", "tp2+sp", size=4, lora="all"),
+    Row("llama tied value head", "pp2", size=4, lora="q v"),
+    Row("qwen3_moe", "tp2+sp", size=4, lora="all"),
+    Row("qwen3_moe", "tp2+spxdp2xep2", size=4, lora="all"),
+    Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all"),
+    Row("mixtral", "dp2xep2", packing=False, size=4, lora="all"),
+    Row("mixtral", "dp2xetp2", size=4, lora="all", why="experts split over data-parallel ranks"),
+    Row("mixtral", "tp2+spxetp1", size=4, lora="all", why="experts whole on each tensor-parallel rank"),
+    Row("qwen2_moe", "tp2+spxdp2xep2", size=4, lora="all"),
+    Row("deepseek_v3", "tp2+spxdp2xep2", size=4, lora="all"),
+    Row("deepseek_v3 yarn", "tp2+sp", size=4, lora="all"),
+    Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
+    Row("qwen3_moe", "tp2+sp", size=4, lora="stacks", why="one adapter of gate and up over ranks that share an expert"),
+    Row("qwen3_moe", "cp2xep2", size=4, lora="all"),
+    Row("qwen3_moe", "pp2xdp2xep2", size=2, lora="all"),
+    Row("llama", "dp2", size=1, sequences=3, lora="all", why="a rank with an empty micro-batch"),
+)

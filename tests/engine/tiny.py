@@ -14,12 +14,22 @@ import random
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
 from mrl.batch import Batch, make_batch
-from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+from mrl.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RoleConfig,
+)
+from mrl.engine.lora import adapter_shapes, adapters, write_adapter
 
 VOCAB = 131  # odd and prime: padded under every tensor-parallel degree
 LLAMA3_ROPE = {
@@ -126,6 +136,15 @@ def make_model(
     return folder
 
 
+def make_adapter(folder: str, model: str, lora: LoraConfig, *, head: str = "lm", seed: int = 0) -> str:
+    """Saves random adapters for the model in the folder `model`, B not zero, and returns `folder`."""
+    shapes = adapter_shapes(adapters(model, lora, head), head, AutoConfig.from_pretrained(model).hidden_size)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [(name, 0.1 * torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+    write_adapter(folder, lora, model, tensors, head=head)
+    return folder
+
+
 def uneven_batch(seed: int = 0, *, sequences: int = 9, longest: int = 24, vocab: int = VOCAB) -> Batch:
     """A global mini-batch of sequences of 2 to `longest` tokens with holes in their masks, one trained on nowhere."""
     rng = random.Random(seed)
@@ -193,25 +212,29 @@ def hf_reference(
     total_steps: int = 10,
     steps: int = STEPS,
     head: str = "lm",
+    adapter: str | None = None,
 ) -> Reference:
     """What Hugging Face and torch.optim.AdamW compute in fp32 on one process, one sequence at a time.
 
-    head: with "value", `log_probs` are the values and the loss is that of `value_loss`. optimizer: `schedule` must
+    adapter: a folder of adapters, which peft loads over the model and which train alone; names are those of its file. head: with "value", `log_probs` are the values and the loss is that of `value_loss`. optimizer: `schedule` must
     be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
     model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     # stacked biases of experts have two dimensions, and are biases
-    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
-    others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")]
+    decayed = [p for name, p in trained if p.ndim >= 2 and not name.endswith("bias")]
+    others = [p for name, p in trained if p.ndim < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
     losses, norms, first = [], [], None
     for step in range(steps):
         adamw.zero_grad()
         loss, log_probs = _loss(model, batch, head)
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_grad).item()
+        gradients = {name: p.grad.clone() for name, p in trained}
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], optimizer.clip_grad).item()
         if first is None:
             first = (log_probs, _file_names(model, gradients))
         for group in adamw.param_groups:
@@ -219,7 +242,7 @@ def hf_reference(
         adamw.step()
         losses.append(loss), norms.append(norm)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()} | buffers)
+    weights = _file_names(model, {name: p.detach() for name, p in trained} | ({} if adapter else buffers))
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
@@ -242,7 +265,8 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
             log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:
-            log_probs.append(model.score(model.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
+            inner = model.get_base_model() if isinstance(model, PeftModel) else model
+            log_probs.append(inner.score(inner.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
             each = squared_distance(log_probs[-1], labels)
         loss = (each * mask).sum() / batch.denominators["tokens"]
         loss.backward()
@@ -252,6 +276,9 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
 
 def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names and in the shapes of the files (transformers holds experts fused)."""
+    if isinstance(model, PeftModel):
+        inside = (".modules_to_save.default.", ".default.")
+        return {name.replace(inside[0], ".").replace(inside[1], "."): t.clone() for name, t in tensors.items()}
     return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
 
 

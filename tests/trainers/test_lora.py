@@ -22,7 +22,7 @@ from tests.engine.harness import run_case
 from tests.trainers import kit
 from tests.trainers.rl import kit as rl
 
-BACKENDS = {"fsdp": 1, "fsdp dp2": 2}
+BACKENDS = {"fsdp": 1, "fsdp dp2": 2, "megatron tp2": 2}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -43,7 +43,8 @@ def rl_inputs(tmp_path_factory):
 def sft_config(inputs, output, layout, *, lora=None, **changes):
     backend = layout.split()[0]
     changes.setdefault("checkpoint", {"every": 3})
-    made = kit.make_config(inputs, output, engine={"backend": backend}, **changes)
+    engine = {"backend": backend} | ({"parallel": {"tp": 2}} if "tp2" in layout else {})
+    made = kit.make_config(inputs, output, engine=engine, **changes)
     made["model"]["lora"] = {**LORA, **(lora or {})}
     return made
 

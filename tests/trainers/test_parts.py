@@ -14,6 +14,7 @@ from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.engine import checkpoint
+from mrl.engine.lora import AdapterShape
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.trainers import console, hub, sft, throughput
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
@@ -139,6 +140,17 @@ def test_flops_of_a_dense_model_counted_by_hand():
     weights, output = 2 * per_layer, 8 * 16
     scores = 2 * (5 * 5 + 3 * 3) * 4 * 3 * 2  # two products, over half the square, 2 FLOPs, 4 heads of 3, 2 layers
     assert throughput.training_flops(DENSE, torch.tensor([5, 3]), 6) == 3 * (2 * weights * 8 + 2 * output * 6 + scores)
+
+
+def test_flops_of_adapters_have_no_gradient_of_the_weights_beside_them():
+    weights, output = 2 * (8 * 12 + 2 * (8 * 6) + 12 * 8 + 3 * 8 * 10), 8 * 16
+    scores = 2 * (5 * 5 + 3 * 3) * 4 * 3 * 2
+    plain = AdapterShape("q_proj", "q_proj", in_features=8, out_features=12, rank=2, scale=1.0)
+    experts = AdapterShape("down", "experts", in_features=7, out_features=8, rank=3, scale=1.0, experts=6)
+    adapters = throughput.adapter_weights([plain, experts], {"num_experts_per_tok": 2})
+    assert adapters == 2 * (8 + 12) + 2 * 3 * (7 + 8)
+    found = throughput.training_flops(DENSE, torch.tensor([5, 3]), 6, adapters)
+    assert found == 2 * (2 * weights * 8 + 2 * output * 6) + 3 * (scores + 2 * adapters * 8)
 
 
 def flops(hf):

@@ -1,6 +1,7 @@
 """A Megatron engine's state in a checkpoint folder, through megatron's dist_checkpointing.
 
-    mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it
+    mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it; with
+                        adapters these alone, under the names of peft's files
     engine.pt           step of the LR schedule, layout, architecture, and the caller's state
     rng/rank_00000.pt   each rank's RNG states; used when layout and type of device are the same, else generators are seeded anew
 
@@ -26,7 +27,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
-from mrl.engine.megatron import optim_state
+from mrl.engine.lora_base import check_facts
+from mrl.engine.megatron import lora, optim_state
 from mrl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(engine), found)
+    check_facts(saved.get("adapters"), engine.adapter_facts, found)
     if engine.optimizer is not None and not saved["layout"]:
         raise CheckpointError(
             f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
@@ -64,7 +67,10 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     except (CheckpointingException, *collective.LOAD_ERRORS) as error:
         raise collective.cannot_load(found, error) from error
     for index, chunk in enumerate(engine.models):
-        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+        if engine.adapters:
+            lora.restore(chunk, loaded[f"model{index}"])
+        else:
+            chunk.load_state_dict(loaded[f"model{index}"], strict=True)
     if engine.optimizer is not None:
         optim_state.restore(engine.optimizer, loaded["optimizer"], saved["optimizer_steps"])
     engine.schedule_step = saved["schedule_step"]
@@ -101,6 +107,7 @@ def _description(engine: "MegatronEngine") -> dict[str, Any]:
         "schedule_step": engine.schedule_step,
         "layout": dataclasses.asdict(engine.dims),
         "architecture": _architecture(engine),
+        "adapters": engine.adapter_facts,
         "optimizer_steps": None if engine.optimizer is None else optim_state.step_count(engine.optimizer),
     }
 
@@ -127,8 +134,11 @@ def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     result: dict[str, Any] = {}
-    for index, chunk in enumerate(engine.models):
-        result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
+    if engine.adapters:
+        result |= lora.sharded(engine.models, engine.rules)
+    else:
+        for index, chunk in enumerate(engine.models):
+            result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
     if engine.optimizer is not None:
         result["optimizer"] = optim_state.sharded(engine.optimizer, result, loading=loading)
     return result

@@ -31,6 +31,8 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
+from mrl.engine.lora import adapters
+from mrl.engine.lora_base import facts
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
@@ -42,7 +44,7 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import checkpoint, generate, guard, optim, step, weights  # noqa: E402
+from mrl.engine.megatron import checkpoint, generate, guard, lora, optim, step, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -65,6 +67,7 @@ class MegatronEngine(BaseEngine):
     """One model over all ranks, in the layout of `config.engine.parallel`."""
 
     backend = "megatron"
+    trains_adapters = True
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -93,6 +96,8 @@ class MegatronEngine(BaseEngine):
             vocab_size=self.hf["vocab_size"],
         )  # fmt: skip
         self.chunks: Sequence[Any] = ()
+        self.adapters: lora.Shapes = {}
+        self.adapter_facts: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
         self.schedule_step = 0
         self._reduced = False
@@ -123,6 +128,11 @@ class MegatronEngine(BaseEngine):
                 padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
             )  # fmt: skip
             self.models, self.chunks = models, models
+            if config.model.lora is not None:
+                self.adapters = adapters(config.model.path, config.model.lora, head)
+                self.rules = lora.attach(
+                    models, self.rules, self.adapters, config.model.lora, self.family, head=head, spec=self.spec
+                )
             if config.optimizer is None:
                 for model in models:
                     model.requires_grad_(False)
@@ -131,6 +141,7 @@ class MegatronEngine(BaseEngine):
                 self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
             with self._source() as read:
                 self._fill(read)
+            self.adapter_facts = facts(config, self.family, self.hf)
             self.offload = Offload(config.engine.offload, optim.offloadable(models, self.chunks, self.optimizer))
 
     @contextlib.contextmanager
@@ -148,7 +159,8 @@ class MegatronEngine(BaseEngine):
             yield read
 
     def _fill(self, read: Callable[[str], Any]) -> None:
-        """Sets this rank's weights, and masters where there are any."""
+        """Sets this rank's weights, and masters where there are any; adapters start anew, which leaves the model as it is."""
+        read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
         weights.load(self.models, self.rules, read)
         if self.optimizer is not None:
             weights.load_masters(self.optimizer, self.models, self.rules, read)
@@ -307,6 +319,21 @@ class MegatronEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
+    def load_adapter(self, path: str) -> None:
+        """Replaces the adapters, and their masters, by those of a folder that mrl or peft wrote for the same selection.
+
+        What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
+        """
+        self.set_adapters(lora.of_folder(path, self.adapters, self.config.head, self.hf["hidden_size"]))
+
+    @installed
+    def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the adapters, and a value head, by the tensors of an adapter's file."""
+        with self.offload.used("parameters", "optimizer"):
+            read = lora.fill(self.models, self.rules, tensors)
+            if self.optimizer is not None:
+                weights.load_masters(self.optimizer, self.models, self.rules, read)
+
     def generate(
         self,
         requests: Sequence[GenerateRequest],
@@ -327,15 +354,31 @@ class MegatronEngine(BaseEngine):
             )  # fmt: skip
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.adapters:
+            return self._stream(lora.merged(self.models, self.rules), "parameters")
         return self._stream(lambda parameter: parameter.data, "parameters")
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._stream_adapters(lambda parameter: parameter.data.float(), "parameters")
+
+    def _stream_adapters(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.state.installed(), self.offload.used(kind):
+            yield from lora.stream(self, value)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        return lora.off(self.models)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         with self.state.installed(), self.offload.used("gradients"):
             self._reduce()
             optim.whole_gradients(self.chunks)
-        return self._stream(lambda parameter: parameter.main_grad, "gradients")
+        stream = self._stream_adapters if self.adapters else self._stream
+        return stream(lambda parameter: parameter.main_grad, "gradients")
 
-    def export_hf(self, path: str) -> None:
+    def export_hf(self, path: str, *, merged: bool = False) -> None:
+        if self.exports_adapter and not merged:
+            self.export_adapter(path)
+            return
         shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
         if not self.is_main:
             for _ in self.hf_weights():

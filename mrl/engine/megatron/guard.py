@@ -12,6 +12,7 @@ from torch import Tensor
 from mrl.converters.rules import Rule
 from mrl.engine import guards
 from mrl.engine.megatron.optim import shards
+from mrl.mcore_models import lora
 
 if TYPE_CHECKING:
     from mrl.engine.megatron.engine import MegatronEngine
@@ -27,12 +28,17 @@ def names(models: Sequence, rules: Sequence[Mapping[str, Rule]]) -> dict[int, tu
 
 
 def watched(engine: "MegatronEngine") -> Iterator[guards.Watched]:
-    """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use."""
+    """This rank's shard of every parameter: what the optimizer updates, and the reduced gradient that it will use.
+
+    A of an adapter whose B is zero, as B is at the start, has no gradient but zero.
+    """
     named = names(engine.models, engine.rules)
+    waiting = {id(a) for model in engine.models for a in lora.without_gradient(model)}
     for _, parameter, main, span in shards(engine.optimizer):
         name, rule = named[id(parameter)]
         gradient = parameter.main_grad.view(-1)[span]
-        yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=rule.expert is not None)
+        idle, waits = rule.expert is not None, id(parameter) in waiting
+        yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=idle, waits=waits)
 
 
 def replica_problems(engine: "MegatronEngine") -> list[str]:
@@ -51,6 +57,9 @@ def replica_problems(engine: "MegatronEngine") -> list[str]:
             parallel_state.get_tensor_model_parallel_group(),
         ),
     ]
+    if engine.dims.etp > 1 and engine.adapters:
+        whole = chosen(lambda rule: rule.axis is None and rule.expert is not None)
+        checks.append((whole, parallel_state.get_expert_tensor_parallel_group()))
     embeddings = chosen(lambda rule: rule.hf == ("model.embed_tokens.weight",))
     group = parallel_state.get_embedding_group(check_initialized=False)
     if engine.hf["tie_word_embeddings"] and engine.config.head == "lm" and engine.dims.pp > 1 and embeddings:

@@ -17,6 +17,7 @@ from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
 from mrl.mcore_models import platform
 from mrl.mcore_models.build import Model
+from mrl.mcore_models.lora import sum_over_experts_tp
 
 # megatron's own names for what becomes of a chunk's gradients
 BUFFERS = ("buffers", "expert_parallel_buffers")
@@ -68,6 +69,7 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     Once per optimizer step: a reduced buffer holds sums in this rank's shard and parts elsewhere, so reducing it
     again, or accumulating on top, would count ranks twice.
     """
+    sum_over_experts_tp(chunks)
     finalize_model_grads(list(chunks))
 
 

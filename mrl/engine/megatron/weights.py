@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.converters.rules import ChunkPlan, Rule, chunk_plans, export_order, param_map
+from mrl.converters.rules import ChunkPlan, Owned, Rule, chunk_plans, export_order, param_map
 from mrl.converters.stacks import restacked
 from mrl.converters.table import Family
 from mrl.engine.megatron.optim import shards
@@ -101,15 +101,23 @@ def _by_rule(
     for owned in export_order(
         family, hf, layout=dims, chunks=chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp), spec=spec, head=head
     ):
-        rule = owned.rule
-        if rule.buffer and not buffers:
+        if owned.rule.buffer and not buffers:
             continue
-        holders = _holders(dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
-        mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
-        shard = value(parameters[owned.chunk][rule.mcore]).detach() if mine else None
-        shards = _to_rank_0(shard, holders, rule)
+        shards = gathered(parameters, value, owned, dims, coords)
         if dist.get_rank() == 0:
-            yield from rule.merge(shards).items()
+            yield from owned.rule.merge(shards).items()
+
+
+def gathered(
+    parameters: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned, dims: ParallelDims,
+    coords: Coordinates,
+) -> list[Tensor]:  # fmt: skip
+    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. parameters: those of each chunk here, by name."""
+    rule = owned.rule
+    holders = _holders(dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
+    mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
+    here = mine and 0 not in rule.shape(holders.index(dist.get_rank()))
+    return _to_rank_0(value(parameters[owned.chunk][rule.mcore]).detach() if here else None, holders, rule)
 
 
 def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:
@@ -129,14 +137,17 @@ def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list
     """The shards on the host of rank 0, in order; [] elsewhere. Point to point, over gloo."""
     rank = dist.get_rank()
     if rank != 0:
-        for holder in holders:
-            if holder == rank:
+        for place, holder in enumerate(holders):
+            if holder == rank and 0 not in rule.shape(place):
                 header = torch.tensor([_DTYPES.index(shard.dtype)])
                 dist.send(header, 0)
                 dist.send(shard.cpu().contiguous(), 0)
         return []
-    shards = []
+    shards: list[Tensor | None] = []
     for place, holder in enumerate(holders):
+        if 0 in rule.shape(place):  # an adapter of which the rank has no row
+            shards.append(None)
+            continue
         if holder == 0:
             shards.append(shard.cpu())
             continue
@@ -145,7 +156,8 @@ def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list
         tensor = torch.empty(rule.shape(place), dtype=_DTYPES[int(header)])
         dist.recv(tensor, holder)
         shards.append(tensor)
-    return shards
+    some = next(found for found in shards if found is not None)
+    return [some.new_empty(rule.shape(place)) if found is None else found for place, found in enumerate(shards)]
 
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

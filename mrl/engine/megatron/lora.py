@@ -1,0 +1,409 @@
+"""A model's adapters in the Megatron engine: Hugging Face's A and B as rules of this rank, and what the engine does with them.
+
+`mrl.engine.lora` says which adapters there are and what their tensors are called; the families' rules say which rows and
+columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the columns, so both
+follow from the matrix' rule. An expert's adapter is a slice of the tensors that peft keeps for all experts of a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from mrl.config.schema import LoraConfig
+from mrl.converters.algebra import Piece
+from mrl.converters.rules import Rule, chunk_plans, export_order
+from mrl.converters.stacks import place_of
+from mrl.converters.table import Family
+from mrl.engine.lora import PREFIX, SCORE, AdapterShape, adapter_shapes, initial_a, read_adapter
+from mrl.engine.megatron import weights
+from mrl.errors import ConfigError, ModelError
+from mrl.mcore_models import lora
+from mrl.mcore_models.build import Model
+
+if TYPE_CHECKING:
+    from mrl.engine.megatron.engine import MegatronEngine
+
+Shapes = Mapping[str, AdapterShape]
+HEAD = "output_layer.weight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterRule(Rule):
+    """A or B of one adapter, or of one expert's, as a rank holds it.
+
+    hf: its name for people. of: the adapter. tensor: "A" or "B". cuts: for each rank of `axis`, what of the whole it holds, in
+    order; nothing where a rank has no row of the matrix. turns: B's rows take turns in the file, as those of gate and up.
+    """
+
+    of: AdapterShape
+    tensor: str
+    cuts: tuple[tuple[Piece, ...], ...]
+    turns: int = 1
+
+    @property
+    def file_name(self) -> str:
+        """The tensor of peft's file that holds it, perhaps with those of other experts."""
+        return self.of.a_name if self.tensor == "A" else self.of.b_name
+
+    def pieces(self, rank: int) -> list[Piece]:
+        return list(self.cuts[rank])
+
+    def shape(self, rank: int | None = None) -> tuple[int, int]:
+        size, pieces = list(self.hf_shapes[0]), self.cuts[self.rank if rank is None else rank]
+        size[pieces[0].dim if pieces else 0] = sum(piece.length for piece in pieces)
+        return tuple(size)
+
+    def assemble(self, read: Callable[[str], Tensor], rank: int) -> Tensor:
+        return super().assemble(lambda _: self._from_file(read(self.file_name)), rank)
+
+    def _from_file(self, whole: Tensor) -> Tensor:
+        """A [R, I] or B [O, R] from the file's tensor."""
+        if self.expert is not None:
+            experts, rank = self.of.experts, self.of.rank
+            whole = whole.view(experts, rank, -1)[self.expert] if self.tensor == "A" else (
+                whole.view(-1, rank, experts)[..., self.expert]
+            )  # fmt: skip
+        return whole.unflatten(0, (-1, self.turns)).transpose(0, 1).flatten(0, 1) if self.turns > 1 else whole
+
+    def to_file(self, experts: Sequence[Tensor]) -> Tensor:
+        """The file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the one that there is."""
+        if self.turns > 1:
+            experts = [t.unflatten(0, (self.turns, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
+        if self.expert is None:
+            return experts[0]
+        return torch.cat(list(experts)) if self.tensor == "A" else torch.stack(list(experts), dim=-1).flatten(1)
+
+
+# -- which rules there are ---------------------------------------------------------------------------------------------
+
+
+def adapted(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, ...]]]:
+    """The adapters of an mcore parameter, each with the Hugging Face matrices of the rule that it is of.
+
+    transformers holds the experts of a layer as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, and calls every
+    family's router `mlp.gate`.
+    """
+    module, _, kind = rule.hf[0].rpartition(".")
+    if kind != "weight":
+        return []
+    sources = tuple(range(len(rule.hf)))
+    if rule.expert is not None:
+        name = f"model.layers.{rule.layer}.mlp.experts.{'down_proj' if rule.kind == 'row' else 'gate_up_proj'}"
+        return [(shapes[name], sources)] if name in shapes else []
+    if rule.mcore.endswith(".mlp.router.weight"):
+        module = f"model.layers.{rule.layer}.mlp.gate"
+        return [(shapes[module], sources)] if module in shapes else []
+    names = [name.removesuffix(".weight") for name in rule.hf]
+    return [(shapes[name], (i,)) for i, name in enumerate(names) if name in shapes]
+
+
+def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
+    """The rules of A and B of every adapter of the mcore parameter of `rule`, in order: A, B, A, B, ..."""
+    found = []
+    for shape, sources in adapted(rule, shapes):
+        rows = rule.hf_shapes[sources[0]][0]
+        divided = [_cuts(rule, rank, sources, rows) for rank in range(rule.degree)]
+        whole_a, whole_b = (shape.rank, shape.in_features), (shape.out_features, shape.rank)
+        split = {"replicated": None, "row": "A"}.get(rule.kind, "B")
+        place = place_of(family, rule.hf[0])
+        for tensor, size in (("A", whole_a), ("B", whole_b)):
+            cut = tensor == split and rule.degree > 1
+            expert = "" if rule.expert is None else f"[{rule.expert}]"
+            found.append(
+                AdapterRule(
+                    mcore=parameter_name(rule.mcore, shape, tensor),
+                    hf=((shape.a_name if tensor == "A" else shape.b_name) + expert,),
+                    hf_shapes=(size,),
+                    kind="replicated",
+                    axis=rule.axis if cut else None,
+                    degree=rule.degree if cut else 1,
+                    rank=rule.rank if cut else 0,
+                    sizes=rule.sizes,
+                    expert=rule.expert,
+                    layer=rule.layer,
+                    of=shape,
+                    tensor=tensor,
+                    cuts=tuple(divided) if cut else ((Piece(0, 0, 0, size[0]),),),
+                    turns=1 if place is None or tensor == "A" else len(place.stack.parts),
+                )
+            )
+    return found
+
+
+def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
+    """What A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`."""
+    return f"{mcore.rpartition('.')[0]}.{lora.NAME}.{tensor}.{shape.name.rpartition('.')[2]}"
+
+
+def _cuts(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Piece, ...]:
+    """What `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours joined."""
+    found: list[Piece] = []
+    for piece in rule.pieces(rank):
+        if piece.source not in sources:
+            continue
+        start = piece.start + (sources.index(piece.source) * rows if piece.dim == 0 else 0)
+        if found and found[-1].start + found[-1].length == start:
+            found[-1] = dataclasses.replace(found[-1], length=found[-1].length + piece.length)
+        else:
+            found.append(Piece(0, piece.dim, start, piece.length))
+    return tuple(found)
+
+
+# -- into the model ----------------------------------------------------------------------------------------------------
+
+
+def attach(
+    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig, family: Family, *,
+    head: str, spec: str,
+) -> list[dict[str, Rule]]:  # fmt: skip
+    """Freezes the chunks, gives them this rank's adapters, with memory yet to be filled, and returns the rules with theirs.
+
+    A value head stays trainable. Raises ConfigError for adapters that megatron's model has no place for.
+    """
+    _check(rules, shapes, options, spec)
+    everything = []
+    for model, of_chunk in zip(models, rules, strict=True):
+        model.requires_grad_(False)
+        extended: dict[str, Rule] = dict(of_chunk)
+        for rule in of_chunk.values():
+            found = rules_of(rule, shapes, family)
+            if found:
+                _attach(model, rule, found, options)
+                extended |= {r.mcore: r for r in found if 0 not in r.shape()}
+        everything.append(extended)
+        if head == "value" and model.post_process:
+            model.output_layer.weight.requires_grad_(True)
+        lora.needs_gradient(model)
+    return everything
+
+
+def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: LoraConfig) -> None:
+    """One module's adapter. found: rules of A and B by turns."""
+    module = model.get_submodule(rule.mcore.rpartition(".")[0])
+    outputs, inputs = rule.shape()
+    shape = found[0].of
+    adapter = lora.Adapter(
+        model.config,
+        [lora.Part(b.of.name.rpartition(".")[2], _blocks(rule, b)) for b in found[1::2]],
+        split={"replicated": "whole", "row": "row"}.get(rule.kind, "column"),
+        expert=rule.expert is not None, inputs=inputs, outputs=outputs, rank=shape.rank, scale=shape.scale,
+        dropout=options.dropout,
+    )  # fmt: skip
+    lora.attach(module, adapter)
+
+
+def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
+    """(first row, count) of the parameter's rows that are those of B, in B's order."""
+    if rule.kind in ("row", "replicated"):
+        return ((0, b.of.out_features),)
+    sources = [i for i, name in enumerate(rule.hf) if rule.expert is not None or name == f"{b.of.name}.weight"]
+    blocks, at = [], 0
+    for piece in rule.pieces(rule.rank):
+        if piece.source in sources:
+            blocks.append((at, piece.length))
+        at += piece.length
+    return tuple(blocks)
+
+
+def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig, spec: str) -> None:
+    """Every adapter has a place, of layers that this rank holds; experts are modules of their own."""
+    here = [rule for of_chunk in rules for rule in of_chunk.values()]
+    layers = {rule.layer for rule in here if rule.layer is not None}
+    placed = {shape.name for rule in here for shape, _ in adapted(rule, shapes)}
+    lost = [name for name in shapes if name not in placed and any(f".layers.{layer}." in name for layer in layers)]
+    assert not lost, f"megatron's model has no place for the adapters of {lost}"
+    experts = [name for name, shape in shapes.items() if shape.experts]
+    if experts and spec == "te":
+        raise ConfigError(
+            f"model.lora.target_modules: value {options.target_modules!r} takes in {experts[0]}; transformer-engine's grouped "
+            "experts get no adapters: name the modules of attention alone"
+        )
+
+
+def reading(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:
+    """`read` for the tensors of a model, `adapters` for those of an adapter's file."""
+    return lambda name: adapters(name) if name.startswith(PREFIX) else read(name)
+
+
+class Initial:
+    """What adapters start from, by the names of peft's files: the same in every layout. The last tensor is kept: experts ask
+    for slices of one."""
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        self.by_name = {name: shape for shape in shapes.values() for name in (shape.a_name, shape.b_name)}
+        self.seed, self.last = seed, ("", torch.empty(0))
+
+    def __call__(self, name: str) -> Tensor:
+        if self.last[0] != name:
+            shape = self.by_name[name]
+            self.last = name, initial_a(shape, self.seed) if name == shape.a_name else torch.zeros(shape.b_shape)
+        return self.last[1]
+
+
+def of_folder(path: str, shapes: Shapes, head: str, hidden_size: int) -> dict[str, Tensor]:
+    """The tensors of an adapter folder, which are those of `shapes`. Raises ModelError for others."""
+    _, tensors = read_adapter(path)
+    expected, found = adapter_shapes(shapes, head, hidden_size), {n: tuple(t.shape) for n, t in tensors.items()}
+    differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
+            f"({len(differ)} tensors differ); give the adapter's own rank and targets"
+        )
+    return tensors
+
+
+def fill(
+    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], tensors: Mapping[str, Tensor]
+) -> Callable[[str], Tensor]:
+    """Sets what trains from the tensors of an adapter's file. Returns what reads them by the names of rules."""
+
+    def read(name: str) -> Tensor:
+        return tensors[name if name.startswith(PREFIX) else PREFIX + name]
+
+    with torch.no_grad():
+        for model, of_chunk in zip(models, rules, strict=True):
+            for name, parameter in model.named_parameters():
+                if isinstance(of_chunk[name], AdapterRule) or parameter.requires_grad:
+                    parameter.copy_(of_chunk[name].load(read))
+    return read
+
+
+@contextlib.contextmanager
+def off(models: Iterable[Model]) -> Iterator[None]:
+    """Inside, the models are without their adapters."""
+    adapters = [adapter for model in models for adapter in lora.adapters_of(model) if adapter.enabled]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
+
+
+def merged(models: Iterable[Model], rules: Sequence[Mapping[str, Rule]]) -> Callable[[Tensor], Tensor]:
+    """From a parameter to its values with its adapter added in: a new tensor, which is gone when it is no longer used."""
+    of_parameter: dict[int, lora.Adapter] = {}
+    for model, of_chunk in zip(models, rules, strict=True):
+        parameters = dict(model.named_parameters())
+        for rule in of_chunk.values():
+            if isinstance(rule, AdapterRule):
+                continue
+            module, _, name = rule.mcore.rpartition(".")
+            adapter = model.get_submodule(module)._modules.get(lora.NAME)
+            if adapter is not None and name in ("weight", "gate_weight"):
+                of_parameter[id(parameters[rule.mcore])] = adapter
+
+    def value(parameter: Tensor) -> Tensor:
+        adapter = of_parameter.get(id(parameter))
+        return parameter.data if adapter is None or not adapter.enabled else adapter.added_to(parameter.data)
+
+    return value
+
+
+def stream(engine: "MegatronEngine", value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name in peft's file, whole tensor on the host) of what trains, on rank 0; other ranks take part and yield nothing."""
+    return joined(_gathered(engine, value))
+
+
+def _gathered(engine: "MegatronEngine", value: Callable[[Tensor], Tensor]) -> Iterator[tuple[Rule, Tensor]]:
+    parameters = [dict(model.named_parameters()) for model in engine.models]
+    chunks = chunk_plans(engine.hf["num_hidden_layers"], engine.dims.pp, engine.dims.vpp)
+    head = engine.config.head
+    for owned in export_order(
+        engine.family, engine.hf, layout=engine.dims, chunks=chunks, spec=engine.spec, head=head
+    ):  # fmt: skip
+        rules: list[Rule] = list(rules_of(owned.rule, engine.adapters, engine.family))
+        if head == "value" and owned.rule.mcore == HEAD:
+            rules.append(owned.rule)
+        for rule in rules:
+            of_rule = dataclasses.replace(owned, rule=rule)
+            shards = weights.gathered(parameters, value, of_rule, engine.dims, engine.coords)
+            if dist.get_rank() == 0:
+                yield rule, rule.merge(shards)[rule.hf[0]]
+
+
+# -- in files ----------------------------------------------------------------------------------------------------------
+
+
+def joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as peft's file has them, from (rule, A or B of one expert) in any order."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for rule, tensor in pairs:
+        if not isinstance(rule, AdapterRule):
+            yield SCORE, tensor
+            continue
+        parts = waiting.setdefault(rule.file_name, {})
+        parts[rule.expert or 0] = tensor
+        if len(parts) == max(rule.of.experts, 1):
+            yield rule.file_name, rule.to_file([part for _, part in sorted(waiting.pop(rule.file_name).items())])
+    assert not waiting, f"parts are missing of {sorted(waiting)}"
+
+
+def sharded(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dict[str, dict[str, Any]]:
+    """megatron's sharded state dict of what trains: each tensor under its name in peft's file, of experts [E, ...]."""
+    result: dict[str, dict[str, Any]] = {}
+    for index, (model, of_chunk) in enumerate(zip(models, rules, strict=True)):
+        parameters = dict(model.named_parameters())
+        trained = {name: rule for name, rule in of_chunk.items() if parameters[name].requires_grad}
+        result[f"model{index}"] = {
+            name: _entry(rule, parameters[name], _replica(rule)) for name, rule in trained.items()
+        }
+    return result
+
+
+def _replica(rule: Rule) -> tuple[int, int, int]:
+    """Which of the ranks that hold the same this one is: all zeros for the one that writes."""
+    if rule.expert is not None:
+        copies = parallel_state.get_expert_data_parallel_rank()
+        return (0, parallel_state.get_expert_tensor_parallel_rank() if rule.axis is None else 0, copies)
+    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return (0, parallel_state.get_tensor_model_parallel_rank() if rule.axis is None else 0, copies)
+
+
+def restore(model: Model, loaded: Mapping[str, Tensor]) -> None:
+    """Puts what `sharded` described, now filled, into the chunk."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in loaded.items():
+            parameters[name].copy_(tensor)
+
+
+def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTensor | ShardedTensorFactory:
+    if not isinstance(rule, AdapterRule):
+        return ShardedTensor.from_rank_offsets(SCORE, parameter, replica_id=replica)
+    pieces, whole = rule.pieces(rule.rank), rule.hf_shapes[0]
+    if rule.expert is not None:
+        whole = (rule.of.experts, *whole)
+
+    def part(key: str, data: Tensor, piece: Piece, replica_id: Any) -> ShardedTensor:
+        offset = [0, 0]
+        offset[piece.dim] = piece.start
+        if rule.expert is not None:
+            offset, data = [rule.expert, *offset], data[None]
+        # without a number of fragments: the ranks' pieces may differ in size
+        return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, tuple(offset), None, replica_id)
+
+    if len(pieces) == 1 and rule.expert is None:
+        return part(rule.file_name, parameter, pieces[0], replica)
+    lengths, dim = [piece.length for piece in pieces], pieces[0].dim
+
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+        parts = data.split(lengths, dim=dim)
+        return [part(key, p.contiguous(), piece, replica_id) for p, piece in zip(parts, pieces, strict=True)]
+
+    def merge(loaded: list[Tensor]) -> Tensor:
+        return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
+
+    return ShardedTensorFactory(rule.file_name, parameter, build, merge, replica)

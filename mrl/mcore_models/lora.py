@@ -1,0 +1,236 @@
+"""Low-rank adapters (Hu et al., arXiv 2106.09685) beside megatron's linear layers: y = W x + scale * B A x, with W frozen.
+
+A linear of megatron's may hold several of Hugging Face's (q, k and v; gate and up). Each of these has its own A and B, as
+peft trains them, and any of them may have none. Only A x, of `rank` channels, crosses ranks:
+
+    column-parallel   A is whole on every rank and B is split like the rows of W. A x is gathered along the sequence (its
+                      gradient scattered), or, without sequence parallelism, its gradient is summed over the ranks
+    row-parallel      A is split like the columns of W and B is whole. A x is summed and scattered along the sequence, or
+                      summed
+    whole             both are whole and nothing is communicated (latent attention's down-projections, routers)
+    expert            nothing is communicated: every rank of an expert has all of its tokens, and the dispatcher sums what
+                      they give. The gradient of the tensor that is whole is a part on each rank: `sum_over_experts_tp`
+
+Under sequence parallelism the gradient of a tensor that is whole is a part on each rank too, which megatron sums as it does
+for norms (`sequence_parallel` on the parameter).
+
+Dimensions: `T` tokens, `I` inputs and `O` outputs of the linear on this rank, `R` rank of an adapter, `P` adapters of a linear.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.mcore_models import platform
+
+NAME = "adapter"
+"""What a module calls the adapter of its linear, or of itself."""
+Split = Literal["column", "row", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One Hugging Face adapter of a linear. name: its parameters are `A.name` and `B.name`.
+
+    blocks: (first row, count) of the outputs that it has on this rank, in the order of B's rows; none where the rank has none.
+    """
+
+    name: str
+    blocks: tuple[tuple[int, int], ...]
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one linear. A: name -> [R, I]. B: name -> [rows of its blocks, R]; absent where there are no rows.
+
+    split: how the linear is. All parts have one rank and scale. Values are whatever the memory holds: fill them.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, parts: Sequence[Part], *, split: Split, expert: bool, inputs: int, outputs: int,
+        rank: int, scale: float, dropout: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.split, self.expert, self.scale, self.dropout, self.outputs = split, expert, scale, dropout, outputs
+        self.enabled = True
+        self.sp = config.sequence_parallel and not expert
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        options = {"dtype": config.params_dtype, "device": platform.device()}
+        rows = {part.name: sum(count for _, count in part.blocks) for part in parts}
+        # a plain dict would be sorted by name
+        in_a = [(part.name, torch.empty(rank, inputs, **options)) for part in parts]
+        in_b = [(name, torch.empty(count, rank, **options)) for name, count in rows.items() if count]
+        self.A, self.B = (torch.nn.ParameterDict(collections.OrderedDict(tensors)) for tensors in (in_a, in_b))
+        # B's rows, one part after the other, belong to these outputs, and to these channels of A x
+        places = [row for part in parts for first, count in part.blocks for row in range(first, first + count)]
+        owners = [i for i, part in enumerate(parts) for _ in range(rows[part.name])]
+        for name, indices in (("place", places), ("owner", owners)):
+            indices = torch.tensor(indices, dtype=torch.int64, device=platform.device())
+            self.register_buffer(name, indices, persistent=False)
+        self.in_order = len(parts) == 1 and places == list(range(outputs))
+        for parameter in self.A.values():
+            self._mark(parameter, divided=split == "row", dim=1, config=config)
+        for parameter in self.B.values():
+            self._mark(parameter, divided=split == "column", dim=0, config=config)
+
+    def _mark(self, parameter: torch.nn.Parameter, *, divided: bool, dim: int, config: TransformerConfig) -> None:
+        """What megatron asks of a parameter: who has the same one, and over whom its gradient is summed."""
+        parameter.tensor_model_parallel = divided or self.expert
+        parameter.partition_dim, parameter.partition_stride = (dim if divided else -1), 1
+        parameter.sequence_parallel = self.sp and not divided
+        parameter.allreduce = not (self.expert and config.expert_model_parallel_size > 1)
+        if self.expert and not divided and parallel_state.get_expert_tensor_parallel_world_size() > 1:
+            parameter.sum_over_experts_tp = True
+            parameter.shared = (
+                parallel_state.get_expert_tensor_parallel_rank() > 0
+            )  # counted once in the gradient's norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the linear's output, of the shape that the linear gives for its input `x`."""
+        low = self._low(x)
+        if self.split == "column" and not self.expert:
+            if self.sp:
+                low = gather_from_sequence_parallel_region(low, group=self.group)
+            elif self.group.size() > 1:
+                low = copy_to_tensor_model_parallel_region(low, group=self.group)
+        elif self.split == "row" and not self.expert:
+            if self.sp:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+            elif self.group.size() > 1:
+                low = reduce_from_tensor_model_parallel_region(low, group=self.group)
+        return F.linear(low * self.scale, self._up())
+
+    def local(self, x: Tensor) -> Tensor:
+        """[..., O] of [..., I] on this rank alone: of a row-parallel linear a part of the sum over ranks."""
+        return F.linear(self._low(x) * self.scale, self._up())
+
+    def added_to(self, weight: Tensor) -> Tensor:
+        """This rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`."""
+        delta = self._up().float() @ torch.cat(list(self.A.values())).float()
+        return weight.float().add_(delta, alpha=self.scale).to(weight.dtype)
+
+    def _low(self, x: Tensor) -> Tensor:
+        """A x, [..., P * R]; each adapter drops inputs of its own."""
+        if not (self.dropout and self.training):
+            return F.linear(x, torch.cat(list(self.A.values())))
+        return torch.cat([F.linear(self._dropped(x), a) for a in self.A.values()], dim=-1)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Tensor-parallel ranks that have the same inputs drop the same ones."""
+        if self.group.size() > 1 and (self.sp or self.split == "row"):
+            with get_cuda_rng_tracker().fork():
+                return F.dropout(x, self.dropout)
+        return F.dropout(x, self.dropout)
+
+    def _up(self) -> Tensor:
+        """[O, P * R]: in each row B of the adapter that it belongs to, at the channels of that adapter, and zeros."""
+        if self.in_order:
+            return next(iter(self.B.values()))
+        parts = len(self.A)
+        rank = next(iter(self.A.values())).shape[0]
+        whole = self.place.new_zeros(self.outputs, parts, rank, dtype=next(iter(self.A.values())).dtype)
+        if not self.B:
+            return whole.flatten(1)
+        return whole.index_put((self.place, self.owner), torch.cat(list(self.B.values()))).flatten(1)
+
+
+def attach(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Makes `module` add what `adapter` gives: to its output, a router to its logits, shared experts to their gate's."""
+    module.add_module(NAME, adapter)
+    if isinstance(module, SharedExpertMLP):
+        module.forward = functools.partial(_gated, module)
+    elif not isinstance(module, Router):  # `mrl.mcore_models.router.Router` asks for it
+        module.register_forward_hook(_add)
+
+
+def beside(module: torch.nn.Module, x: Tensor) -> Tensor | float:
+    """What the adapter of `module` gives for `x`; 0 where it has none, or it is off."""
+    adapter = module._modules.get(NAME)
+    return adapter(x) if adapter is not None and adapter.enabled else 0.0
+
+
+def added_on_this_rank(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    """`out`, which the linear `module` gives for `x` on this rank alone, with what its adapter does (`Adapter.local`)."""
+    adapter = module._modules.get(NAME)
+    return out + adapter.local(x) if adapter is not None and adapter.enabled else out
+
+
+def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
+    """A forward hook."""
+    if not module.adapter.enabled:
+        return None
+    x = _normed(module, args[0])
+    if isinstance(output, tuple):  # megatron's linears give a bias beside
+        return (output[0] + module.adapter(x), *output[1:])
+    return output + module.adapter(x)
+
+
+def _gated(module: SharedExpertMLP, hidden_states: Tensor) -> Tensor:
+    """SharedExpertMLP.forward with an adapter of its gate."""
+    output, _ = MLP.forward(module, hidden_states)
+    return output * torch.sigmoid(F.linear(hidden_states, module.gate_weight) + beside(module, hidden_states))
+
+
+def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """The linear's input: transformer-engine fuses some of them with the RMSNorm before."""
+    weight = getattr(module, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    return F.rms_norm(x.float(), weight.shape, weight.float(), module.eps).to(x.dtype)
+
+
+def needs_gradient(model: torch.nn.Module) -> None:
+    """Frozen embeddings give hidden states without a gradient, and then recomputed layers and the schedules of pipelines
+    take no gradient further: here the hidden states ask for one."""
+
+    def ask(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    if model.pre_process:
+        model.embedding.register_forward_hook(ask)
+
+
+def adapters_of(model: torch.nn.Module) -> Iterable[Adapter]:
+    """Every adapter of a model chunk."""
+    return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+def without_gradient(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Each A whose B, as this rank has it, is zero: B takes part in the gradient of A as a factor."""
+    for adapter in adapters_of(model):
+        yield from (a for name, a in adapter.A.items() if name not in adapter.B or not adapter.B[name].any())
+
+
+def sum_over_experts_tp(models: Iterable[torch.nn.Module]) -> None:
+    """Sums the gradients that are parts over the ranks that share an expert; before they are reduced over data."""
+    group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
+    if group is None or group.size() == 1:
+        return
+    for model in models:
+        gradients = [p.main_grad for p in model.parameters() if getattr(p, "sum_over_experts_tp", False)]
+        if gradients:
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat, group=group)
+            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
