@@ -101,9 +101,8 @@ class Adapter(torch.nn.Module):
         parameter.allreduce = not (self.expert and config.expert_model_parallel_size > 1)
         if self.expert and not divided and parallel_state.get_expert_tensor_parallel_world_size() > 1:
             parameter.sum_over_experts_tp = True
-            parameter.shared = (
-                parallel_state.get_expert_tensor_parallel_rank() > 0
-            )  # counted once in the gradient's norm
+            # the gradient's norm counts it on one rank
+            parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the linear's output, of the shape that the linear gives for its input `x`."""
@@ -124,10 +123,11 @@ class Adapter(torch.nn.Module):
         """[..., O] of [..., I] on this rank alone: of a row-parallel linear a part of the sum over ranks."""
         return F.linear(self._low(x) * self.scale, self._up())
 
+    @torch.no_grad()
     def added_to(self, weight: Tensor) -> Tensor:
-        """This rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`."""
+        """This rank's [O, I] of W + scale * B A, summed in fp32, in the dtype of `weight`: a new tensor."""
         delta = self._up().float() @ torch.cat(list(self.A.values())).float()
-        return weight.float().add_(delta, alpha=self.scale).to(weight.dtype)
+        return delta.mul_(self.scale).add_(weight).to(weight.dtype)
 
     def _low(self, x: Tensor) -> Tensor:
         """A x, [..., P * R]; each adapter drops inputs of its own."""

@@ -125,7 +125,9 @@ def agrees_with_peft(config: RoleConfig, adapter: str, path: str) -> None:
     found = log_probs(engine, batch)
     torch.testing.assert_close(found, peft_log_probs(base, adapter, batch), rtol=0, atol=atol)
     engine.export_hf(path)
-    weights = dict(engine.hf_weights())
+    weights = {name: t.clone() for name, t in engine.hf_weights()}
+    assert_equal(dict(engine.hf_weights()), weights)
+    assert torch.equal(log_probs(engine, batch), found)
     if engine.is_main:
         assert_equal(load_file(f"{path}/adapter_model.safetensors"), load_file(f"{adapter}/adapter_model.safetensors"))
         merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), path)

@@ -259,8 +259,6 @@ LORA_ROWS = (
     Row("qwen3", tokens=64, lora="k up", recompute="full"),
     Row("llama", size=4, lora="rslora", recompute="selective"),
     Row("qwen2_moe", size=4, lora="all"),
-    Row("mixtral", size=4, packing=False, lora="all"),
-    Row("deepseek_v3", size=4, lora="all"),
     Row("llama", "tp2", size=4, lora="all"),
     Row("llama tied", "tp2+sp", size=4, lora="all"),
     Row("llama", "tp2+sp", size=2, packing=False, recompute="full", lora="k up"),
@@ -270,6 +268,8 @@ LORA_ROWS = (
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
 )
 SLOW_LORA_ROWS = (
+    Row("deepseek_v3", size=4, lora="all"),
+    Row("mixtral", size=4, packing=False, lora="all"),
     Row("llama", "pp2xvpp2", size=2, recompute="full", lora="last layer"),
     Row("llama", "tp4", size=4, lora="all", why="a key head that two ranks share"),
     Row("llama", "tp4+sp", size=4, lora="k up", why="a key head that two ranks share"),

@@ -1,6 +1,7 @@
 """Adapters on the Megatron engine: what trains, what is saved, what peft makes of it; gradients are in the parity table."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ def run(layout, case, folder, *, lora=ALL, module="tests.engine.lora_cases", rol
     return run_case(world_size, f"{module}:{case}", config=config, **kwargs)
 
 
-FEW = (("tp2+sp", "llama"), ("pp2", "llama"), ("ep2", "qwen3_moe"))
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+FEW = (("tp2+sp", "llama"), slow("pp2", "llama"), ("ep2", "qwen3_moe"))
 
 
 @pytest.mark.parametrize(("layout", "family"), FEW)
@@ -85,6 +87,7 @@ def test_only_adapters_train(model, layout, family):
     run(layout, "only_adapters_train", model(family)[0])
 
 
+@pytest.mark.slow
 def test_a_value_head_trains_beside_adapters(model):
     run("tp2", "only_adapters_train", model(head="value")[0], role={"head": "value"})
 
@@ -127,6 +130,7 @@ def test_agrees_with_peft_in_other_families(model, tmp_path, layout, family):
     test_agrees_with_peft(model, tmp_path, layout, family)
 
 
+@pytest.mark.slow
 def test_agrees_with_peft_on_stacked_experts(model, tmp_path):
     """gpt-oss holds gate and up turn by turn, and matrices transposed."""
     lora = LoraConfig(**LORAS["stacks"])
@@ -140,7 +144,7 @@ def test_without_adapters_it_is_the_base_model(model, layout, family):
     run(layout, "is_the_base_model_without_adapters", folder, adapter=adapter)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", slow("deepseek_v3")])
 def test_generation_uses_the_adapters(model, family):
     """The same tokens in every layout; deepseek_v3 goes through GPTModel, the others through the lean decoder."""
     folder, adapter = model(family)
@@ -149,7 +153,7 @@ def test_generation_uses_the_adapters(model, family):
     assert all(found == tokens[0] for found in tokens)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2+sp", "pp2"])
+@pytest.mark.parametrize("layout", [slow("tp2"), "tp2+sp", slow("pp2")])
 def test_dropout(model, tmp_path, layout):
     lora = dataclasses.replace(ALL, dropout=0.3)
     folder, adapter = model("llama", lora)
@@ -157,10 +161,16 @@ def test_dropout(model, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder, lora=lora, module="tests.engine.contract", path=str(tmp_path / "r"))
 
 
-@pytest.mark.parametrize(("layout", "family"), [("cp2", "llama"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize(("layout", "family"), [slow("cp2", "llama"), ("ep2", "qwen3_moe")])
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(model, tmp_path, layout, family):
     role = {"dtype": "bfloat16", "recompute": "full", "offload": ("parameters", "gradients", "optimizer")}
     run(layout, "resume_is_bitwise", model(family)[0], module="tests.engine.contract", path=str(tmp_path), role=role)
+
+
+def test_resume_is_bitwise_where_a_stage_has_no_adapters(model, tmp_path):
+    """The first rank, which describes the checkpoint, has made no step of its own."""
+    last = LoraConfig(rank=4, target_modules=r".*layers\.1\..*proj")
+    run("pp2", "resume_is_bitwise", model()[0], lora=last, module="tests.engine.lora", path=str(tmp_path))
 
 
 def test_a_start_is_the_same_in_every_layout(model):
