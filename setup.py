@@ -43,6 +43,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
+        "vision": ["pillow>=10"],  # images of vision-language models
         "dev": [
             "pytest>=8",
             "pytest-timeout",
@@ -54,6 +55,7 @@ setup(
             "mbridge>=0.15.1",  # the converters are compared with it; it needs einops
             "einops",
             "gguf>=0.17",
+            "pillow>=10",
         ],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},

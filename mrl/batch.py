@@ -28,6 +28,9 @@ class Batch:
     tokens: [T] int64. labels: [T] int64, the token after each token. loss_mask: [T] float32, the weight of
     each label in the loss (0 where it does not train). lengths: [S] int64, sums to T, each at least 1.
     token_fields: name -> [T, ...] (advantages, old log-probs, ...). sequence_fields: name -> [S, ...].
+    multi_modal_inputs: of each sequence, name -> tensor [N, ...] of what its images are to the model, N its own for each
+    (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are. They are
+    no tokens: whatever slices a sequence leaves them whole.
     denominators: counts over the *whole global mini-batch* that this batch is part of: "tokens" is the sum
     of its loss mask, "sequences" its number of sequences with a non-zero mask. They are set once, when the
     global mini-batch is made, and travel unchanged through every split.
@@ -39,6 +42,7 @@ class Batch:
     lengths: Tensor
     token_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     sequence_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    multi_modal_inputs: tuple[Mapping[str, Tensor], ...] = ()
     denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -65,6 +69,12 @@ class Batch:
         starts = self.cu_seqlens[:-1].long().repeat_interleave(self.lengths)
         return torch.arange(self.num_tokens, device=self.tokens.device) - starts
 
+    @property
+    def joined_multi_modal_inputs(self) -> dict[str, Tensor]:
+        """name -> the tensors of the sequences that have one, end to end; {} where none has."""
+        names = {name: None for inputs in self.multi_modal_inputs for name in inputs}
+        return {name: torch.cat([m[name] for m in self.multi_modal_inputs if name in m]) for name in names}
+
     def select(self, indices: Sequence[int]) -> "Batch":
         """The sequences at `indices`, in that order; denominators stay those of the global mini-batch."""
         index = torch.as_tensor(list(indices), dtype=torch.int64)
@@ -76,6 +86,7 @@ class Batch:
             self, tokens=self.tokens[at], labels=self.labels[at], loss_mask=self.loss_mask[at], lengths=self.lengths[index],
             token_fields={k: v[at] for k, v in self.token_fields.items()},
             sequence_fields={k: v[index] for k, v in self.sequence_fields.items()},
+            multi_modal_inputs=tuple(self.multi_modal_inputs[i] for i in indices) if self.multi_modal_inputs else (),
         )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -85,6 +96,7 @@ class Batch:
             lengths=self.lengths.to(device),
             token_fields={k: v.to(device) for k, v in self.token_fields.items()},
             sequence_fields={k: v.to(device) for k, v in self.sequence_fields.items()},
+            multi_modal_inputs=tuple({k: v.to(device) for k, v in m.items()} for m in self.multi_modal_inputs),
         )  # fmt: skip
 
     def with_denominators(self) -> "Batch":
@@ -100,12 +112,17 @@ def make_batch(
     *,
     token_fields: Mapping[str, Tensor] | None = None,
     sequence_fields: Mapping[str, Tensor] | None = None,
+    multi_modal_inputs: Sequence[Mapping[str, Tensor]] = (),
 ) -> Batch:
     """A global mini-batch from token ids and per-token masks; the one place where labels are shifted.
 
     sequences: token ids, each at least 2 long. masks: one weight per token of the same sequence; the weight of
     `sequences[i][j]` says whether predicting that token trains (the first token's is ignored: nothing precedes it).
+    multi_modal_inputs: one mapping per sequence, or none at all.
     """
+    assert len(multi_modal_inputs) in (0, len(sequences)), (
+        f"{len(multi_modal_inputs)} inputs of {len(sequences)} sequences"
+    )
     for i, (ids, mask) in enumerate(zip(sequences, masks, strict=True)):
         assert len(ids) >= 2, f"sequence {i} has {len(ids)} tokens; 2 are needed to have one label"
         assert len(ids) == len(mask), f"sequence {i} has {len(ids)} tokens and {len(mask)} mask entries"
@@ -117,4 +134,5 @@ def make_batch(
         lengths=torch.tensor([len(ids) - 1 for ids in sequences], dtype=torch.int64),
         token_fields=dict(token_fields or {}),
         sequence_fields=dict(sequence_fields or {}),
+        multi_modal_inputs=tuple(multi_modal_inputs) if any(multi_modal_inputs) else (),
     ).with_denominators()

@@ -239,6 +239,11 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
         check_shared_sequences(dims.cp, model, path)
     if engine.backend != "megatron":
         return
+    if isinstance(model.get("vision_config"), dict):
+        raise ConfigError(
+            f"{path}.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
+            f"too; set {path}.backend to fsdp"
+        )
     stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
     if num_experts(model) is None:
         _check_dense(engine, dims, model, path)

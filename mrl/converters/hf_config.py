@@ -14,6 +14,19 @@ from typing import Any
 from mrl.converters.plain_config import completed
 from mrl.errors import ModelError
 
+VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The `model_type`s that train on rows with images."""
+
+
+def reads_images(hf_config: dict[str, Any]) -> bool:
+    """Whether a model is one of VISION_LANGUAGE, which the fsdp engine gives images."""
+    return hf_config.get("model_type") in VISION_LANGUAGE
+
+
+def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
+    """Rows of the embedding, which config.json has in the part of the text where a model reads more than that."""
+    return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
+
 
 def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     """The config of the model folder `path`, with both spellings resolved; see `normalize`."""

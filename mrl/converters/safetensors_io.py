@@ -45,6 +45,7 @@ _COMPANIONS = (
     "additional_chat_templates/*",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "*.py",
     "LICENSE*",
 )

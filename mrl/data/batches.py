@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
@@ -94,7 +94,12 @@ class BatchSource(RowStream[Example]):
 
     def _build(self, start: Progress) -> _Built:
         taken = self._after(start, self.global_batch_size)
-        return _Built(make_batch([e.ids for e in taken.items], [e.mask for e in taken.items]), taken)
+        return _Built(_batch_of(taken.items), taken)
+
+
+def _batch_of(examples: Sequence[Example]) -> Batch:
+    inputs = [e.multi_modal_inputs for e in examples]
+    return make_batch([e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs)
 
 
 def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
@@ -107,7 +112,7 @@ def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | N
         if example is not None:
             examples.append(example)
         if examples and (len(examples) == global_batch_size or row == len(dataset) - 1):
-            yield make_batch([e.ids for e in examples], [e.mask for e in examples])
+            yield _batch_of(examples)
             any_batch, examples = True, []
     if not any_batch:
         raise report.of_which_none_is_left(dataset)

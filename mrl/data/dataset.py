@@ -6,18 +6,21 @@ import abc
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.ppo import PromptsConfig
 from mrl.config.schema import DataConfig
-from mrl.data.encode import NO_TEMPLATE, Encoded, Encoder
+from mrl.converters.hf_config import VISION_LANGUAGE
+from mrl.data.encode import NO_TEMPLATE, Encoder
 from mrl.data.files import BadRow
-from mrl.data.formats import check_columns, detect_format, parse_row, rename_fields
+from mrl.data.formats import Chat, Pair, Text, Tokens, check_columns, detect_format, parse_row, rename_fields
 from mrl.data.rows import Part, open_rows
 from mrl.data.tokenizer import check_chat_template, read_chat_template
+from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError, UserError
 
 T = TypeVar("T")
@@ -25,11 +28,15 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row that trains: at most `max_length` ids, and 1 in `mask` for each that trains (not shifted)."""
+    """A row that trains: at most `max_length` ids, and 1 in `mask` for each that trains (not shifted).
+
+    multi_modal_inputs: what its images are to the model, as `Batch` has it of one sequence.
+    """
 
     ids: list[int]
     mask: list[int]
     truncated: bool
+    multi_modal_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +136,26 @@ class RowDataset(abc.ABC, Generic[T]):
 
 
 class SFTDataset(RowDataset[Example]):
-    """Rows that train, as `Example`s."""
+    """Rows that train, as `Example`s. vision: of the model where it reads images."""
 
     config: DataConfig
 
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        part: Part = "train",
+        vocab_size: int | None = None,
+        vision: Vision | None = None,
+    ) -> None:
+        self._vision = copy.deepcopy(vision)  # it has a tokenizer too
+        super().__init__(config, tokenizer, part=part, vocab_size=vocab_size)
+
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         config = self.config
+        if self._vision is not None and self._vision.chat_template is not None and config.chat_template is None:
+            tokenizer.chat_template = self._vision.chat_template  # the tokenizer's own may know nothing of images
         self._encoder = Encoder(tokenizer, config.loss_on)
         self.format = config.format if config.format != "auto" else self._detect(detect_format)
         if self.format == "messages" and tokenizer.chat_template is None:
@@ -143,10 +164,16 @@ class SFTDataset(RowDataset[Example]):
             raise DataError(f"data.loss_on: 'last', but {self.format} rows have no turns; set assistant or all")
 
     def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
-        return self._fit(index, self._encoder.encode(parse_row(row, self.format)))
+        content = parse_row(row, self.format)
+        if self._vision is None:
+            _check_text_alone(content)
+            return self._fit(index, WithImages(self._encoder.encode(content), {}))
+        images = content.images if isinstance(content, Chat) else ()
+        return self._fit(index, self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index)))
 
-    def _fit(self, index: int, encoded: Encoded) -> Example | Rejected:
+    def _fit(self, index: int, row: WithImages) -> Example | Rejected:
         """The sequence within max_length, by the truncation policy."""
+        encoded = row.encoded
         ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
         self._check_vocabulary(ids)
         too_long = len(ids) > limit
@@ -161,6 +188,13 @@ class SFTDataset(RowDataset[Example]):
                     ids, mask = ids[:limit], mask[:limit]
                 case "left":
                     ids, mask = ids[-limit:], mask[-limit:]
+        if self._vision is not None and self._vision.count(ids[:-1]) != self._vision.count(encoded.ids):
+            raise BadRow(
+                f"truncation {self.config.truncation} to {limit} of {len(encoded.ids)} tokens cuts an image; raise "
+                "data.max_length, set data.truncation to drop, or use smaller images"
+                if too_long
+                else "ends with an image, after which nothing trains; put it before an answer, or remove the row"
+            )
         if not any(mask[1:]):  # nothing precedes the first token, so it never trains
             if too_long and any(encoded.mask[1:]):
                 raise BadRow(
@@ -170,4 +204,20 @@ class SFTDataset(RowDataset[Example]):
             raise BadRow(
                 f"has nothing to train on: none of its {len(ids)} tokens trains (the first never does); remove the row"
             )
-        return Example(ids, mask, too_long)
+        return Example(ids, mask, too_long, row.inputs)
+
+
+def _check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
+    """Refuses what a model that reads text alone is not given; for it, not the row, may be the wrong one."""
+    if not isinstance(content, Chat):
+        return
+    if content.images:
+        raise DataError(
+            f"{content.images[0].where} is an image, and the model reads text alone; set model.path to a vision-language model "
+            f"({', '.join(VISION_LANGUAGE)}), or leave out the rows with images"
+        )
+    for i, message in enumerate(content.messages):
+        if isinstance(message["content"], list):
+            raise BadRow(
+                f"messages[{i}].content is a list of parts; the model reads text alone: join its text parts into one string"
+            )

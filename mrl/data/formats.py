@@ -2,7 +2,7 @@
 
     format              fields                                         becomes
     messages            messages: [{role, content, ...}, ...]          Chat
-                        optional: tools, chat_template_kwargs
+                        optional: tools, chat_template_kwargs, images
     prompt_completion   prompt, completion: message lists              Chat, of which the completion trains
                         prompt, completion: strings                    Pair
     alpaca              instruction, output, optional input            Pair (two blank-line separated parts as prompt)
@@ -11,7 +11,7 @@
                         trained), loss_mask, assistant_masks,
                         completion_mask (1: trained)
 
-Fields that a format does not know are left alone. What a Pair becomes in tokens is told in `mrl.data.encode`.
+Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py). What a Pair becomes in tokens is told in `mrl.data.encode`.
 
 A prompt for reinforcement learning is in one of three forms; whatever else the row has is for rewards and environments:
 
@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.data.files import BadRow
+from mrl.data.images import Image, check_parts, image_of
 from mrl.errors import DataError
 
 Row = dict[str, Any]
@@ -51,12 +52,16 @@ MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation. The first `given` messages are the prompt and never train."""
+    """A conversation. The first `given` messages are the prompt and never train.
+
+    images: those of its parts of type image, in their order; the parts themselves hold nothing but their type.
+    """
 
     messages: list[dict[str, Any]]
     given: int = 0
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +193,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
         )
     match format:
         case "messages":
-            return _chat(row, check_messages(row["messages"], "messages"), given=0)
+            return _chat_with_images(row, check_messages(row["messages"], "messages", parts=True), given=0)
         case "prompt_completion":
             return _prompt_completion(row)
         case "alpaca":
@@ -222,14 +227,35 @@ def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
     return Chat(messages, given, tools or None, kwargs)
 
 
-def check_messages(value: Any, field: str) -> list[dict[str, Any]]:
-    """`value`, a list of messages that was found in `field`. Raises BadRow."""
+def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
+    """The conversation with no more than the type in its parts of images, and these images beside it."""
+    lists = [m["content"] for m in messages if isinstance(m["content"], list)]
+    parts = [part for content in lists for part in content if part["type"] == "image"]
+    waiting = sum("image" not in part for part in parts)
+    beside = row.get("images") if isinstance(row.get("images"), list) else []
+    field = "images"
+    if waiting and not beside and row.get("image") is not None:
+        beside, field = [row["image"]], "image"
+    if len(beside) != waiting:
+        raise BadRow(
+            f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that stand for '
+            "them; give one part for each, where it is to be seen"
+        )
+    rest = iter([image_of(value, f"{field}[{i}]") for i, value in enumerate(beside)])
+    images = tuple(part["image"] if "image" in part else next(rest) for part in parts)
+    bare = lambda content: [{k: v for k, v in part.items() if k != "image"} for part in content]  # noqa: E731
+    bared = [{**m, "content": bare(m["content"])} if isinstance(m["content"], list) else m for m in messages]
+    return dataclasses.replace(_chat(row, bared, given=given), images=images)
+
+
+def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
+    """`value`, a list of messages that was found in `field`. parts: whether their content may be a list. Raises BadRow."""
     if not isinstance(value, list) or not value:
         raise BadRow(f"{field} is {_kind(value)}; give a list of at least one {{role, content}}")
-    return [_message(message, f"{field}[{i}]") for i, message in enumerate(value)]
+    return [_message(message, f"{field}[{i}]", parts) for i, message in enumerate(value)]
 
 
-def _message(message: Any, name: str) -> dict[str, Any]:
+def _message(message: Any, name: str, parts: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f"{name} is {_kind(message)}; give an object with role and content")
     if "role" not in message and "from" in message:
@@ -242,8 +268,18 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
+    if isinstance(content, list) and not parts:
+        raise BadRow(
+            f"{name}.content is a list of parts; prompts are of text, images train with mrl sft: give one string"
+        )
     if isinstance(content, list):
-        raise BadRow(f"{name}.content is a list of parts; only text trains: join its text parts into one string")
+        content = check_parts(content, f"{name}.content")
+        for i, part in enumerate(content):
+            _string(part.get("text", ""), f"{name}.content[{i}].text")
+        if len(content) > 1 or content[0]["type"] != "text":
+            return {**message, "content": content}
+        content = content[0]["text"]
+        message = {**message, "content": content}
     says_more = bool(message.get("tool_calls") or message.get("reasoning_content"))
     _string(content, f"{name}.content", empty=role != "assistant" or says_more)
     return message
@@ -252,9 +288,9 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 def _prompt_completion(row: Row) -> Chat | Pair:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        given = check_messages(prompt, "prompt")
-        answer = check_messages(completion, "completion")
-        return _chat(row, given + answer, given=len(given))
+        given = check_messages(prompt, "prompt", parts=True)
+        answer = check_messages(completion, "completion", parts=True)
+        return _chat_with_images(row, given + answer, given=len(given))
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow(
             f"prompt is {_kind(prompt)} and completion {_kind(completion)}; give two strings or two message lists"

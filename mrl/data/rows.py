@@ -10,6 +10,7 @@ not hold several splits. `split` names a split of a saved data set or hub id. A 
 
 from __future__ import annotations
 
+import copy
 import glob
 import hashlib
 import json
@@ -63,6 +64,10 @@ class Rows:
         """`file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
         source, row = self._find(index)
         return self._sources[source].where(row)
+
+    def folder(self, index: int) -> str:
+        """What relative paths in a row are relative to: the folder that its file, or its saved data set, is in."""
+        return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """{"name", "rows", "size", "hash"} of each source."""
@@ -143,17 +148,22 @@ def _folder_files(path: str, part: Part) -> list[str]:
 
 
 class DatasetRows:
-    """Rows of a `datasets.Dataset`, which maps its Arrow files into memory."""
+    """Rows of a `datasets.Dataset`, which maps its Arrow files into memory; images as they are stored, not decoded."""
 
     def __init__(self, name: str, dataset: datasets.Dataset) -> None:
         self.name = name
-        self._dataset = dataset.with_format(None)
+        self._dataset = dataset.with_format("arrow")
+        self._features = copy.deepcopy(dataset.features)
+        _leave_images(dict(self._features))
 
     def __len__(self) -> int:
         return self._dataset.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return without_nulls(self._dataset[index])
+        return without_nulls(self._row(index))
+
+    def _row(self, index: int) -> dict[str, Any]:
+        return self._features.decode_example(self._dataset[index].to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self.name}:row {index}"
@@ -162,7 +172,7 @@ class DatasetRows:
         """The hash covers the column types and the rows at both ends."""
         n, digest = len(self), hashlib.sha256(str(self._dataset.features).encode())
         for i in sorted({*range(min(n, END_ROWS)), *range(max(0, n - END_ROWS), n)}):
-            digest.update(json.dumps(self._dataset[i], sort_keys=True, default=str).encode())
+            digest.update(json.dumps(self._row(i), sort_keys=True, default=str).encode())
         return {
             "name": self.name,
             "rows": n,
@@ -172,6 +182,17 @@ class DatasetRows:
 
     def close(self) -> None:
         pass
+
+
+def _leave_images(feature: Any) -> None:
+    """Lets rows have the bytes or paths of images, at every depth, where `datasets` would decode them."""
+    if isinstance(feature, datasets.Image):
+        feature.decode = False
+    elif isinstance(feature, dict):
+        for inner in feature.values():
+            _leave_images(inner)
+    elif isinstance(feature, datasets.List | datasets.LargeList):
+        _leave_images(feature.feature)
 
 
 def _is_saved_dataset(path: str) -> bool:

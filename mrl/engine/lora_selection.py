@@ -20,9 +20,15 @@ import peft
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from mrl.config.schema import LoraConfig
+from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.engine.lora import AdapterShape
 from mrl.errors import ConfigError
 
@@ -193,7 +199,8 @@ def _meta_model(folder: str, head: str) -> nn.Module:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if head == "value":
         config.num_labels = 1
-    classes = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+    lm = AutoModelForImageTextToText if config.model_type in VISION_LANGUAGE else AutoModelForCausalLM
+    classes = {"lm": lm, "value": AutoModelForSequenceClassification}
     with torch.device("meta"):
         return classes[head].from_config(config, dtype=torch.float32)
 

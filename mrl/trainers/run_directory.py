@@ -80,7 +80,9 @@ class RunDirectory:
         """Keeps the global mini-batch that `step` failed on. rows: the file and line of each sequence."""
         path = self.path / "failed" / f"step_{step}.pt"
         path.parent.mkdir(exist_ok=True)
-        tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "lengths")}
+        tensors = {
+            name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "lengths", "multi_modal_inputs")
+        }
         torch.save({"step": step, "rows": list(rows), **tensors}, path)
         return path
 

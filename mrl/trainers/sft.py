@@ -23,10 +23,11 @@ from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
+from mrl.data.vision import load_vision
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine
 from mrl.engine.lora import adapters
@@ -75,12 +76,11 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     """
     metrics.check_packages(config.log)
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
-    vocab_size = read_hf_config(folder).get("vocab_size")  # first: a wrong config.json fails the tokenizer too
+    hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    train_set = SFTDataset(config.data, tokenizer, vocab_size=vocab_size)
-    eval_set = None
-    if config.data.eval is not None:
-        eval_set = SFTDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
+    about = {"vocab_size": vocab_size_of(hf_config), "vision": load_vision(folder, hf_config)}
+    train_set = SFTDataset(config.data, tokenizer, **about)
+    eval_set = None if config.data.eval is None else SFTDataset(config.data, tokenizer, part="eval", **about)
     engine = build_engine(role_config(config, folder))
     directory = RunDirectory(pathlib.Path(config.output_dir))
     console, lock = open_console(config.log.console, enabled=engine.is_main), RunLock(directory.path)

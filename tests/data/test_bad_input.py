@@ -40,7 +40,7 @@ BAD_ROWS = [
     ("no content", messages(USER, {"role": "assistant"}), "messages[1].content is missing or null", "give a string"),
     ("content a number", messages(USER, {"role": "assistant", "content": 4}), "messages[1].content is 4", "give a string"),
     ("empty answer", messages(USER, {"role": "assistant", "content": ""}), "messages[1].content is empty", "give the text to train on"),
-    ("parts", messages({"role": "user", "content": [{"type": "text", "text": "x"}]}), "messages[0].content is a list of parts", "join its text parts"),
+    ("parts", messages({"role": "user", "content": [{"type": "text", "text": "x"}] * 2}), "messages[0].content is a list of parts", "join its text parts"),
     ("no assistant turn", messages(USER), "has nothing to train on: the conversation has no assistant turn", "set data.loss_on to all"),
     ("assistant first", messages({"role": "assistant", "content": "x"}, USER), "messages[0] is an assistant turn", "begin with a user turn"),
     ("tools a number", {**GOOD, "tools": 5}, "tools is 5", "give a list of function schemas"),

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from mrl.batch import Batch, make_batch
@@ -29,6 +34,7 @@ from mrl.config.schema import (
     ParallelConfig,
     RoleConfig,
 )
+from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.engine.lora import adapter_shapes, adapters, write_adapter
 
 VOCAB = 131  # odd and prime: padded under every tensor-parallel degree
@@ -243,7 +249,7 @@ def hf_reference(
     be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
-    model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = _load(folder, head)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -269,6 +275,17 @@ def hf_reference(
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
+def log_probs_of(folder: str, batch: Batch) -> Tensor:
+    """[T] of the labels that train, 0 elsewhere, as transformers computes them with the model in `folder`."""
+    return _loss(_load(folder, "lm"), batch, "lm")[1]
+
+
+def _load(folder: str, head: str) -> torch.nn.Module:
+    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
+    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+
+
 def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """A loss of a value head: the squared distance to a number made from each label."""
     return (squared_distance(predictions["values"], data.labels) * data.loss_mask).sum(), ctx
@@ -281,10 +298,13 @@ def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
 def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
     """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
     total, log_probs = 0.0, []
-    split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
-    for tokens, labels, mask in split:
+    split = (t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask))
+    images = batch.multi_modal_inputs or [{}] * batch.num_sequences
+    for tokens, labels, mask, of_images in zip(*split, images, strict=True):
         if head == "lm":
-            logits = model(input_ids=tokens[None]).logits[0].float()
+            if of_images:
+                of_images = {**of_images, "mm_token_type_ids": (tokens[None] == model.config.image_token_id).int()}
+            logits = model(input_ids=tokens[None], **of_images).logits[0].float()
             log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:

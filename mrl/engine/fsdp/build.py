@@ -13,10 +13,12 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
 )
 
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import reads_images
 from mrl.engine.fsdp import attention
 from mrl.errors import ModelError
 
@@ -31,19 +33,24 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
         )
     # never by code of the model's own
     transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
-    if type(transformers_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = AutoModelForImageTextToText if reads_images(hf_config) else AutoModelForCausalLM
+    if not reads_images(hf_config) and type(transformers_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
             "transformers"
         )
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32, attn_implementation="eager")
+        hf = kind.from_config(transformers_config, dtype=torch.float32, attn_implementation="eager")
     hf.config.use_cache = False
     # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
     # token of the data, as an end-of-turn token often is, it trains like any other.
     hf.get_input_embeddings().padding_idx = None
     if hf._supports_attention_backend:
-        hf.set_attn_implementation(attention.NAME)
+        ours = attention.NAME
+        # a vision tower attends in both directions, within an image, and tells images apart by itself
+        hf.set_attn_implementation(
+            {"": ours, "text_config": ours, "vision_config": "sdpa"} if reads_images(hf_config) else ours
+        )
     elif config.packing:
         raise ModelError(
             f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "

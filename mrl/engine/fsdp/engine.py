@@ -60,6 +60,7 @@ class FSDPEngine(BaseEngine):
             check_shared_sequences(config.engine.parallel.cp, read_hf_config(config.model.path))
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
+        self.seen_images = False  # of the accumulated gradients
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +171,11 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
-        inputs = step.prepare(data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses)
+        images = self.model.reads_images
+        inputs = step.prepare(
+            data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses, reads_images=images
+        )
+        self.seen_images |= bool(data.multi_modal_inputs)
         data = data.to(self.device)
         predictions = self.model.module(
             functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
@@ -198,6 +203,7 @@ class FSDPEngine(BaseEngine):
         for parameter in self.model.trained().values():
             parameter.grad = None
         self.offload.forget("gradients")
+        self.seen_images = False
 
     def optimizer_step(self) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
@@ -207,7 +213,8 @@ class FSDPEngine(BaseEngine):
         waiting = self.model.adapters.waiting() if self.model.adapters is not None else ()
         for name, p in self.model.trained().items():
             gradient = None if p.grad is None else p.grad.to_local()
-            yield guards.Watched(name, p.detach().to_local(), gradient, waits=name in waiting)
+            idle = not self.seen_images and self.model.is_of_images(name)
+            yield guards.Watched(name, p.detach().to_local(), gradient, may_be_idle=idle, waits=name in waiting)
 
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients"):

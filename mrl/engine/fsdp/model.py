@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.safetensors_io import NAMES, TensorInfo
 from mrl.engine import lora_base
@@ -80,7 +80,7 @@ class Model:
         self._load(config)
         self.adapter_facts = lora_base.facts(config, self.family, self.hf_config)
         self.rule = PLAIN
-        if self.family is None:
+        if self.family is None and not reads_images(self.hf_config):
             self._probe(mesh.ulysses, packed=config.packing)
         if config.optimizer is None:
             self.module.requires_grad_(False)
@@ -88,6 +88,15 @@ class Model:
     @property
     def hf(self) -> nn.Module:
         return self.module.hf
+
+    @property
+    def reads_images(self) -> nn.Module | None:
+        """The model, if it is one of vision and language."""
+        return self.hf if reads_images(self.hf_config) else None
+
+    def is_of_images(self, name: str) -> bool:
+        """Whether a parameter, or its adapter, is of the vision tower, which text alone does not train."""
+        return self.reads_images is not None and "model.visual." in name
 
     @torch.no_grad()
     def _probe(self, ulysses: Ulysses, *, packed: bool) -> None:

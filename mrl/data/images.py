@@ -1,0 +1,136 @@
+"""Images in the content of a message: what a row says of them, and the picture that it means.
+
+A message's content is a string, or a list of parts: `{"type": "text", "text": ...}` and images. An image part has one of
+
+    image, path, url   a file: an absolute path, one relative to the folder of the data file, or a file:// or data: URL
+    bytes, base64      the file itself, in base64; bytes may also be bytes (Parquet)
+    image, image_url   an object of these, as `datasets` saves images ({bytes, path}) and OpenAI sends them ({url})
+
+or none of them: then it stands for the next image in the row's own list `images` (or for the one of `image`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import importlib
+import importlib.util
+import io
+import os
+import re
+import urllib.parse
+from typing import Any
+
+from mrl.data.files import BadRow, one_line
+from mrl.errors import ModelError
+
+SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
+NO_PILLOW = "reads images, which needs the package pillow; install it with pip install 'mrl[vision]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """An image that a row names. where: in the row. One of path, as the row has it, and data, the bytes of a file."""
+
+    where: str
+    path: str | None = None
+    data: bytes | None = None
+
+    def open(self, folder: str) -> Any:
+        """The picture, upright and in RGB. folder: of the data file. Raises BadRow."""
+        pillow, of_transformers = (
+            importlib.import_module("PIL.Image"),
+            importlib.import_module("transformers.image_utils"),
+        )
+        file, name = io.BytesIO(self.data or b""), "its bytes"
+        if self.path is not None:
+            file = name = os.path.join(folder, os.path.expanduser(self.path))
+        try:
+            with pillow.open(file) as picture:
+                return of_transformers.load_image(picture)
+        except FileNotFoundError:
+            raise BadRow(f"{self.where}: {name}: there is no such file; paths are relative to the data file") from None
+        except Exception as e:  # pillow's decoders have no common error for what a file can have wrong
+            raise BadRow(f"{self.where}: {name}: is no image that can be read ({one_line(e)}); write it again") from e
+
+
+def require_pillow(path: str) -> None:
+    """Raises ModelError where images cannot be read. path: of the model that wants them."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ModelError(f"model.path: {path} {NO_PILLOW}")
+
+
+def check_parts(content: list[Any], name: str) -> list[dict[str, Any]]:
+    """The parts of `content`: {"type": "text", "text": str}, or {"type": "image"} with an `Image` where the part has one.
+
+    name: of the content in the row. Raises BadRow.
+    """
+    if not content:
+        raise BadRow(f"{name} is an empty list; give at least one part")
+    return [_part(part, f"{name}[{i}]") for i, part in enumerate(content)]
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise BadRow(f'{name} has no type; give {{"type": "text", "text": ...}} or {{"type": "image", "path": ...}}')
+    match part["type"]:
+        case "text":
+            if not isinstance(part.get("text"), str):
+                raise BadRow(f"{name} has no text; give a string")
+            return {"type": "text", "text": part["text"]}
+        case "image" | "image_url":
+            given = [source for source in SOURCES if part.get(source) is not None]
+            if len(given) > 1:
+                raise BadRow(f"{name} has {' and '.join(given)}; keep the one that has the image")
+            (key,) = given or (None,)
+            return {"type": "image"} | ({"image": image_of(part[key], f"{name}.{key}", key)} if key else {})
+    raise BadRow(f"{name}.type is {part['type']!r}; parts of text and image train, leave out what is another")
+
+
+def image_of(value: Any, where: str, key: str = "image") -> Image:
+    """The image that a value of a row means. key: the field that it was found under. Raises BadRow."""
+    match value:
+        case bytes():
+            return Image(where, data=value)
+        case {"bytes": bytes() | str() as data}:  # first: beside bytes, path is a name that need not exist
+            return image_of(data, where, "bytes")
+        case {"path": str() as path}:
+            return image_of(path, where, "path")
+        case {"url": str() as url}:
+            return image_of(url, where, "url")
+        case str() if key in ("bytes", "base64"):
+            return Image(where, data=_decoded(value, where))
+        case str() if value:
+            return _from_url(value, where)
+    kind = "empty" if value in ("", {}) else f"of type {type(value).__name__}"
+    raise BadRow(f"{where} is {kind}; give the path of a file, or its bytes in base64 as {{bytes: ...}}")
+
+
+def _from_url(value: str, where: str) -> Image:
+    scheme = re.match(r"(\w+):", value)
+    match scheme[1].lower() if scheme else None:
+        case None:
+            return Image(where, path=value)
+        case "http" | "https":
+            raise BadRow(
+                f"{where} is {value[:80]}; images are not fetched while training: download it, and give its path"
+            )
+        case "data":
+            head, _, data = value.partition(",")
+            if not head.endswith(";base64"):
+                raise BadRow(f"{where} is a data: URL without base64; give data:image/png;base64,...")
+            return Image(where, data=_decoded(data, where))
+        case "file":
+            url = urllib.parse.urlsplit(value)
+            if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
+                raise BadRow(f"{where} is {value[:80]}; a file URL has an absolute path, as file:///data/cat.png")
+            return Image(where, path=urllib.parse.unquote(url.path))
+    return Image(where, path=value)  # a colon in a file's name
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise BadRow(f"{where} is not base64 ({one_line(e)}); encode the bytes of the image's file") from None

@@ -1,0 +1,114 @@
+"""Conversations with images: their tokens in full, and what their images are to the model.
+
+A chat template writes one token where an image is. The model's own processor (transformers) says which tokens take its
+place and makes the tensors that the model is given for it; nothing of that is computed here. Its work with images is
+done by pillow, also where torchvision is installed, so that an image is the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, ProcessorMixin
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from mrl.converters.hf_config import reads_images
+from mrl.data.encode import Encoded
+from mrl.data.files import BadRow, one_line
+from mrl.data.images import Image, require_pillow
+from mrl.errors import DataError, ModelError
+
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""What a processor gives for the text; all else is for the images."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WithImages:
+    """encoded: the tokens in full, none of an image's trained. inputs: as `Batch.multi_modal_inputs` of one sequence."""
+
+    encoded: Encoded
+    inputs: Mapping[str, Tensor]
+
+
+class Vision:
+    """The processor of a vision-language model. placeholders: the ids of tokens that stand for images or videos."""
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self._processor = processor
+        self.chat_template = processor.chat_template
+        self.image_token = processor.image_token
+        self.image_token_id: int = processor.image_token_id
+        self.placeholders = frozenset({processor.image_token_id, *processor.video_token_ids} - {None})
+
+    def count(self, ids: Sequence[int]) -> int:
+        """How many tokens stand for images or videos."""
+        return sum(token in self.placeholders for token in ids)
+
+    def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> WithImages:
+        """The row with each of its image tokens replaced by those that its image takes. folder: of the data file.
+
+        Raises BadRow, and DataError where the chat template has not written one token for each image.
+        """
+        found = self.count(encoded.ids)
+        if found != len(images):
+            if not images:
+                raise BadRow(
+                    f"has a token in its text that stands for an image or a video ({self.image_token}), and no image; take it "
+                    "out of the text"
+                )
+            raise DataError(
+                f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name one that "
+                "knows parts of type image in data.chat_template, and keep that token out of the text"
+            )
+        if not images:
+            return WithImages(encoded, {})
+        made = [self._process(image, image.open(folder)) for image in images]
+        ids, mask, tokens_of = [], [], iter([tokens for tokens, _ in made])
+        for token, trains in zip(encoded.ids, encoded.mask, strict=True):
+            of_image = next(tokens_of) if token in self.placeholders else None
+            ids += [token] if of_image is None else of_image
+            mask += [trains] if of_image is None else [0] * len(of_image)
+        inputs = {name: torch.cat([of_image[name] for _, of_image in made]) for name in made[0][1]}
+        return WithImages(Encoded(ids, mask), inputs)
+
+    def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:
+        """The tokens that an image takes, and what it is to the model."""
+        try:
+            out = self._processor(text=[self.image_token], images=[picture], add_special_tokens=False)
+        except (ValueError, TypeError, OSError) as e:
+            raise BadRow(
+                f"{image.where}: the model's processor refuses the image ({one_line(e)}); make it larger or less narrow"
+            ) from e
+        inputs = {n: torch.as_tensor(np.asarray(value)) for n, value in out.items() if n not in OF_TEXT}
+        return list(out["input_ids"][0]), inputs
+
+
+def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
+    """The processor in the model's folder; None where the model reads text alone. Raises ModelError.
+
+    hf_config: as `read_hf_config` gives it.
+    """
+    if not reads_images(hf_config):
+        return None
+    require_pillow(path)
+    kind = PROCESSOR_MAPPING[CONFIG_MAPPING[hf_config["model_type"]]]
+
+    class ImagesOnly(kind):
+        """Without its processor of videos, which needs torchvision."""
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if "video" not in name]
+
+    try:
+        return Vision(ImagesOnly.from_pretrained(path, backend="pil", trust_remote_code=False))
+    except Exception as e:  # transformers has no common error for what a folder can have wrong
+        raise ModelError(
+            f"{path}: the processor of its images cannot be loaded ({type(e).__name__}: {one_line(e)}); get "
+            "preprocessor_config.json and the tokenizer's files again"
+        ) from e
