@@ -268,7 +268,8 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
         raise
 
 
-def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str | None) -> Source:
+def _inside(folder: Path, marker: checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
+    """(the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None for a lone model)."""
     inside, backend = folder, marker.backend
     if backend == checkpoint.ROLES:
         roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
@@ -283,6 +284,11 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
             f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; resume the "
             "run, which writes its model to its hf folder at the end (checkpoint.export_hf)"
         )
+    return inside, backend, role
+
+
+def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str | None) -> Source:
+    inside, backend, role = _inside(folder, marker, role)
     imported = (folder / "config.json").is_file()
     held = None if imported else held_by(inside, backend)
     companions, config, template = (
