@@ -91,9 +91,6 @@ class Site:
         Not at once: within a second or so slurmd takes the new start for the old one, and refuses it.
         """
         self.wait(job_id, "PENDING")
-        self._start_soon(job_id)
-
-    def _start_soon(self, job_id: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         time.sleep(2)
         while (job := jobs.known(job_id)[0]).state == "PENDING":
@@ -101,12 +98,6 @@ class Site:
                 self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
             assert time.monotonic() < deadline, dict(job.fields)
             time.sleep(0.3)
-
-    def to_the_end(self, job_id: str) -> jobs.Job:
-        """Waits until a job that starts again, as often as it likes, has ended."""
-        while not (job := self.wait(job_id, "PENDING", *jobs.ENDED)).ended:
-            self._start_soon(job_id)
-        return job
 
     def take_node(self, node: str) -> str:
         """Submits a job that takes all of a node, before any of the partitions `scavenge` and `sudden`. Returns its id."""

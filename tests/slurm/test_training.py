@@ -129,9 +129,9 @@ def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node):
         site.wait(job, "PENDING")
     finally:
         site.cluster.start_node(node)
-    ended = site.to_the_end(
+    ended = site.wait(
         job
-    )  # what Slurm has still to end of the first start may come to end the second one, which saves
+    )  # after the two minutes of being held: what ends the first start can reach a second one before
     assert ended.state == "COMPLETED" and int(ended.fields["Restarts"]) >= 1, kit.log(run_dir, job)
     starts = [line.rpartition(" ")[2] for line in kit.history(run_dir, job) if line.startswith("start ")]
     assert starts[0] == "none" and len(starts) > 1 and all(start.startswith("step_") for start in starts[1:]), starts
