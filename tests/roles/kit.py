@@ -8,12 +8,14 @@ import pytest
 
 from mrl.config.schema import RoleConfig
 from tests.engine import tiny
+from tests.engine.layouts import PLAIN, available
 
 LAYOUTS = {
     "tp2": ("megatron", {"tp": 2}),
     "pp2": ("megatron", {"pp": 2}),
     "dp": ("megatron", {}),
     "fsdp": ("fsdp", {}),
+    "external": (PLAIN, {}),
 }
 """Name -> backend and degrees; data parallel is what is left of the processes."""
 
@@ -31,7 +33,7 @@ def roles(
         if name in ("reference", "reward"):
             fields["optimizer"] = None
         path = critic_folder if critic_folder and fields.get("head") else folder
-        made[name] = tiny.role(path, backend=backend, parallel=parallel, **fields)
+        made[name] = tiny.role(path, backend=available(backend), parallel=parallel, **fields)
     return made
 
 
