@@ -1,4 +1,4 @@
-"""The FSDP engine with and without each of its options, in one run, and beside the Megatron engine on the same model.
+"""The FSDP engine with and without each of its options in one run, beside the Megatron engine on the same model.
 
     python benchmarks/fsdp.py
     python benchmarks/fsdp.py --only recompute --rounds 3
@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="of which so many are not counted")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row")
     parser.add_argument("--only", default="", help="rows whose part or name contains this")
-    parser.add_argument("--small", action="store_true", help="a model of 3.7 M parameters in place of 20 M, and a vocabulary of 16,384")  # fmt: skip
+    parser.add_argument("--small", action="store_true", help="a model of 3.7 M parameters, not 20 M")
     parser.add_argument("--result", type=pathlib.Path, help="file for the report")
     return parser.parse_args()
 
@@ -170,7 +170,8 @@ def report(runs: dict[Subject, list[dict]], lacking: list[str], arguments: argpa
 
 def table(runs: dict[Subject, list[dict]], part: str) -> Iterable[str]:
     """A row for each subject, its rounds side by side; its tokens per CPU second against the first row's."""
-    yield "| | processes | tokens per CPU s, all ranks | of the first | wall s/step | peak MB | of the first | MB of state between steps |"  # fmt: skip
+    titles = ("", "processes", "tokens per CPU s, all ranks", "of the first", "wall s/step", "peak MB", "of the first")
+    yield "| " + " | ".join((*titles, "MB of state between steps")) + " |"
     yield "|---|---|---|---|---|---|---|---|"
     first = next(iter(runs.values()))
     for subject, of in runs.items():

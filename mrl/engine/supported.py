@@ -21,7 +21,7 @@ ALWAYS = (
 )
 """Keys and sections that every engine reads, or whoever starts it."""
 
-SAME_AS_LEFT_OUT = {"engine.parallel.sp": False, "engine.parallel.etp": 1}
+SAME_AS_LEFT_OUT = [("engine.parallel.sp", False), ("engine.parallel.etp", 1)]
 """Values that say what the default comes to where nothing is split."""
 
 
@@ -33,7 +33,7 @@ def check_supported(backend: str, supports: Collection[str], model: ModelConfig,
     """
     known = (*ALWAYS, *supports)
     for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
-        if _within(key.path, known) or value == SAME_AS_LEFT_OUT.get(key.path):
+        if _within(key.path, known) or (key.path, value) in SAME_AS_LEFT_OUT:
             continue
         below = [name.removeprefix(key.path + ".") for name in supports if name.startswith(key.path + ".")]
         wrong = [part for part in _parts(value) if str(part) not in below]
@@ -41,7 +41,8 @@ def check_supported(backend: str, supports: Collection[str], model: ModelConfig,
             continue
         if isinstance(value, Mapping):
             has = f"whose options are {', '.join(below)}" if below else "which has no options"
-            raise ConfigError(f"{key.path}.{wrong[0]}: value {show(value[wrong[0]])} is for no option of backend {backend}, {has}")  # fmt: skip
+            name, given = wrong[0], show(value[wrong[0]])
+            raise ConfigError(f"{key.path}.{name}: value {given} is for no option of backend {backend}, {has}")
         other = f"give {' or '.join(below)}, or leave it out" if below else "leave it out"
         raise ConfigError(f"{key.path}: value {show(wrong[0])} is not supported by backend {backend}; {other}")
 

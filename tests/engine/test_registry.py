@@ -25,7 +25,7 @@ from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.engine.registry import engine_class
 from mrl.engine.supported import check_supported
 from mrl.errors import CheckpointError, ConfigError
-from tests.engine import contract, layouts, tiny
+from tests.engine import contract, layouts, suite, tiny
 from tests.engine.harness import run_case
 from tests.resume import kit
 
@@ -187,6 +187,13 @@ def test_options_reach_the_engine(tmp_path):
         world_size, config = layouts.world_and_role("external dp2", model, options=options)
         counts.append(run_case(world_size, "tests.engine.test_registry:reductions", config=config))
     assert counts[0] == 1 and counts[1] > 5, counts
+
+
+def test_the_suite_is_asked_for_an_engine_and_its_layouts(capsys):
+    assert suite.degrees("4:tp=2,pp=2") == ("tp2 pp2 on 4", (4, {"tp": 2, "pp": 2}))
+    with pytest.raises(SystemExit) as end:
+        suite.main(["plian"])
+    assert end.value.code == 2 and "(did you mean plain?)" in capsys.readouterr().err
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

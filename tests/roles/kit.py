@@ -8,6 +8,7 @@ import pytest
 
 from mrl.config.schema import RoleConfig
 from tests.engine import tiny
+from tests.engine.layouts import PLAIN, available
 
 LAYOUTS = {
     "tp2": ("megatron", {"tp": 2}),
@@ -15,6 +16,7 @@ LAYOUTS = {
     "dp": ("megatron", {}),
     "fsdp": ("fsdp", {}),
     "fsdp cp2": ("fsdp", {"cp": 2}),
+    "external": (PLAIN, {}),
 }
 """Name -> backend and degrees; data parallel is what is left of the processes."""
 
@@ -32,7 +34,7 @@ def roles(
         if name in ("reference", "reward"):
             fields["optimizer"] = None
         path = critic_folder if critic_folder and fields.get("head") else folder
-        made[name] = tiny.role(path, backend=backend, parallel=parallel, **fields)
+        made[name] = tiny.role(path, backend=available(backend), parallel=parallel, **fields)
     return made
 
 

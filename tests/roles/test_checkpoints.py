@@ -21,6 +21,7 @@ def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases
     [
         {"actor": "tp2", "critic": "fsdp", "reference": "pp2", "reward": "dp"},
         {"actor": "fsdp", "critic": "pp2", "reference": "fsdp"},
+        {"actor": "tp2", "critic": "external", "reference": "fsdp"},
     ],
     ids=str,
 )
@@ -88,7 +89,15 @@ def test_the_best_checkpoint_stays(models, tmp_path):
 # -- weights from one role to another ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("actor", "reference", "dtype"), [("tp2", "fsdp", "bfloat16"), ("fsdp", "pp2", "float32")])
+@pytest.mark.parametrize(
+    ("actor", "reference", "dtype"),
+    [
+        ("tp2", "fsdp", "bfloat16"),
+        ("fsdp", "pp2", "float32"),
+        ("tp2", "external", "bfloat16"),
+        ("external", "fsdp", "float32"),
+    ],
+)
 def test_the_reference_follows_the_actor(models, tmp_path, actor, reference, dtype):
     configs = roles(models(tied=True), actor=actor, reference=reference, options={"dtype": dtype})
     run("reference_follows_the_actor", configs, module="cases", folder=str(tmp_path))

@@ -41,7 +41,9 @@ def test_config_offload_composes_with_idle_offload(models):
     run("each_as_if_alone", configs)
 
 
-@pytest.mark.parametrize("layouts", [("tp2", "pp2"), ("tp2", "fsdp"), ("fsdp", "dp"), ("fsdp cp2", "fsdp")])
+@pytest.mark.parametrize(
+    "layouts", [("tp2", "pp2"), ("tp2", "fsdp"), ("fsdp", "dp"), ("fsdp cp2", "fsdp"), ("tp2", "external")]
+)
 def test_roles_on_two_processes_train_as_on_one(models, layouts):
     expected, weights, _, _ = run("trains", roles(**heads(models), actor="dp", critic="fsdp"), world_size=1)
     configs = roles(**heads(models), actor=layouts[0], critic=layouts[1])
