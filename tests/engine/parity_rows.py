@@ -250,6 +250,9 @@ FSDP_SLOW_ROWS = _fsdp(
     Row("qwen2_moe window", "cp2xdp2", tokens=64, packing=False),
     Row("qwen3 one kv head", "cp4", size=4),
     Row("mixtral window", "cp4", tokens=64),
+    Row("llama", "cp2xdp2", size=4, fsdp=FSDPConfig(replicate=2)),
+    Row("llama", "cp4", tokens=64, fsdp=FSDPConfig(replicate=2), why="a group that spans copies"),
+    Row("qwen3", "cp2", size=4, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
 )
 
 # adapters in place of weights: each starts at random
