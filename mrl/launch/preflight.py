@@ -85,7 +85,7 @@ def _roles(config: PPOConfig) -> tuple[str, ...]:
 
 def needed_processes(parts: Sequence[Part]) -> int:
     """The fewest processes that all layouts fit on."""
-    return math.lcm(*(smallest_world(part.engine.parallel) for part in parts))
+    return math.lcm(*(smallest_world(part.engine.parallel) * part.engine.fsdp.replicate for part in parts))
 
 
 def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list[ParallelDims]:

@@ -258,6 +258,18 @@ def guards_find_a_step_that_was_not_made(config: RoleConfig) -> None:
     assert len(problems) > 10 and all("did not change it" in problem for problem in problems)
 
 
+def guards_find_copies_that_differ(config: RoleConfig) -> None:
+    """HSDP: what one rank has otherwise than those with the same shards is named on every rank."""
+    engine = make_engine(config)
+    gradients(engine, engine.shard_data(tiny.uneven_batch()))
+    token = engine.guard_before_step()
+    engine.optimizer_step()
+    name, parameter = list(engine.model.parameters().items())[3]
+    if dist.get_rank() == 0:
+        parameter.detach().to_local().view(-1)[0] += 1
+    assert engine.guard_after_step(token) == [f"{name}: its replicas on ranks [0, 2] differ"]
+
+
 def offloaded_state_gives_the_same_numbers(config: RoleConfig) -> None:
     kept = make_engine(config)
     history = train(kept, 2)

@@ -76,6 +76,12 @@ def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
 
 
+@pytest.mark.parametrize("case", ["guards_find_copies_that_differ", "schedule_and_clipping"])
+def test_copies_of_the_weights(folder, case):
+    """HSDP: the norm counts one copy, and copies are compared."""
+    run("fsdp hsdp", case, folder("llama"))
+
+
 @pytest.mark.parametrize("layout", [*WHOLE, *SPLIT])
 def test_the_pad_token_trains(folder, layout):
     run(layout, "the_pad_token_trains_like_any_other", folder("qwen3", pad_token_id=PAD))
@@ -136,6 +142,11 @@ def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     run(layout, "guards_find_nothing_on_a_right_step", model)
     if layout.startswith("fsdp"):
         run(layout, "generates_as_hugging_face", model, model_folder=model)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "phi"])
+def test_documents_of_models_without_a_table(folder, family):
+    run("fsdp", "documents_do_not_see_each_other", folder(family))
 
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2"])

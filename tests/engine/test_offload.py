@@ -41,6 +41,9 @@ def frees_what_it_names(config: RoleConfig, kind: str) -> dict[str, dict[str, in
         with engine.train_mode():
             found[name, "in use"] = device_bytes(engine)
         assert device_bytes(engine) == found[name, "at rest"]
+        with engine.eval_mode():
+            found[name, "evaluating"] = device_bytes(engine)
+        assert device_bytes(engine) == found[name, "at rest"]
         engine.to("host")
         found[name, "to host"] = device_bytes(engine)
         engine.to("device")
@@ -60,4 +63,7 @@ def test_what_waits_on_the_host_leaves_the_device(folder, layout, kind, dtype):
     assert found["kept", "in use"] == found["kept", "to device"] == found["offloaded", "to device"] == kept
     in_use = {**kept, "optimizer": 0} if kind == "optimizer" else kept  # it waits for the optimizer's step
     assert found["offloaded", "in use"] == in_use
+    # evaluation takes parameters alone
+    assert found["kept", "evaluating"] == kept
+    assert found["offloaded", "evaluating"] == (kept if kind == "parameters" else {**kept, kind: 0})
     assert found["kept", "to host"] == found["offloaded", "to host"] == dict.fromkeys(KINDS, 0)

@@ -32,7 +32,7 @@ class FSDPReader(HFReader):
         if "architecture" in about:  # an older mrl saved none
             check_architecture(about["architecture"], family, hf_config, companions)
         self.path, self._open = Path(path), {}
-        self._stored, self._dtype = TorchDistReader(path), dtype
+        self._stored = TorchDistReader(path)
         self._buffers = buffer_names(family, hf_config)  # fp32 in every export
         output = self._stored.tensors.get(PREFIX + "lm_head.weight")
         self.head = "value" if output is not None and output.shape[0] == 1 < hf_config["vocab_size"] else "lm"
