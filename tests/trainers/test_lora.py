@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrl import metrics
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
-from mrl.errors import ConfigError
+from mrl.config.schema import ModelConfig
+from mrl.errors import ConfigError, ModelError
+from mrl.launch.preflight import read_model_config
 from tests.engine.harness import run_case
 from tests.trainers import kit
 from tests.trainers.rl import kit as rl
@@ -152,6 +154,11 @@ def test_another_base_is_refused(inputs, whole, tmp_path):
     config["model"]["path"] = str(other)
     kind, message, _ = sft(config, "fsdp")
     assert kind == "CheckpointError" and "over the base model" in message and str(other) in message, message
+
+
+def test_an_adapter_is_no_model_to_start_from(whole):
+    with pytest.raises(ModelError, match="is an adapter and no model; .*mrl convert export"):
+        read_model_config(ModelConfig(path=str(whole("fsdp") / "hf")))
 
 
 # -- mrl ppo -------------------------------------------------------------------------------------------------------------
