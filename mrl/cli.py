@@ -337,23 +337,33 @@ def convert_import(
     metavar="SIZE",
     help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face folder that the model comes from.",
 )
+@click.option(
+    "--adapter",
+    is_flag=True,
+    help="Of a run with adapters: write them alone, for peft; default: merge them into the model.",
+)
 @_VERIFY
 @_NO_LOGITS
 def convert_export(
-    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, check: bool, no_logits: bool
-) -> None:
+    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, adapter: bool, check: bool,
+    no_logits: bool,
+) -> None:  # fmt: skip
     """Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir."""
     _check_flags(check, no_logits)
+    if adapter and max_shard_size is not None:
+        raise UserError("--max-shard-size: has no effect with --adapter, which writes one file; leave it out")
     with _conversion(out):
-        from mrl.convert.exporting import export_hf
+        from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
 
         with ProgressBar("exported") as bar:
-            done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+            if adapter:
+                done = export_adapter(ckpt, out, model=model, role=role)
+            else:
+                done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
     files = f"{done.files} file{'s' * (done.files != 1)}"
-    click.echo(
-        f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with transformers"
-    )
+    loads = "peft" if adapter else "transformers"
+    click.echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
     for note in done.notes:
         click.echo(note)
     if check:

@@ -11,6 +11,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "algorithm.epsilon_high": ("algorithm.clip_high",),
     "algorithm.num_generations": ("rollout.samples_per_prompt",),
     "rollout.num_generations": ("rollout.samples_per_prompt",),
+    # peft's LoraConfig.
+    **{
+        f"{model}.{theirs}": (f"{model}.{ours}",)
+        for model in ("model.lora", "actor.model.lora", "critic.model.lora")
+        for theirs, ours in (
+            ("r", "rank"),
+            ("lora_alpha", "alpha"),
+            ("lora_dropout", "dropout"),
+            ("use_rslora", "rslora"),
+        )
+    },
     # verl's actor_rollout_ref.rollout.
     "rollout.n": ("rollout.samples_per_prompt",),
 }

@@ -95,16 +95,16 @@ def _check_train(config: SFTConfig) -> None:
 
 def check_lora(model: ModelConfig, path: str = "model") -> None:
     """Adapters go over weights that are there again after the run."""
-    if model.lora is not None and model.init == "random":
-        raise ConfigError(
-            f'{path}.init: value "random" makes a base that no other run has, and {path}.lora trains adapters over one; set it '
-            f"to pretrained, or {path}.lora to null"
-        )
     for key in ("target_modules", "exclude_modules"):
         if model.lora is not None and not (value := getattr(model.lora, key)) and value is not None:
             raise ConfigError(
                 f"{path}.lora.{key}: value {show(value)} names nothing; give all-linear, ends of names, or a regular expression"
             )
+    if model.lora is not None and model.init == "random":
+        raise ConfigError(
+            f'{path}.init: value "random" makes a base that no other run has, and {path}.lora trains adapters over one; set it '
+            f"to pretrained, or {path}.lora to null"
+        )
 
 
 def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: str, path: str = "engine") -> None:

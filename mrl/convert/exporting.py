@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.sources import HFFiles, Source, open_checkpoint
+from mrl.convert.adapters import write_folder
+from mrl.convert.sources import ADAPTERS, HFFiles, Source, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
 from mrl.converters.mcore_weights import blocks_of_rows
@@ -94,6 +95,24 @@ def export_hf(
         return Exported(Path(out), source.what, len(files.tensors), len(shards), total, _notes(source))
 
 
+def export_adapter(path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None) -> Exported:
+    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base.
+
+    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged.
+    """
+    check_free(Path(out))
+    with open_checkpoint(path, model=model, role=role) as source:
+        if source.held is None:
+            raise CheckpointError(f"--adapter: {source.folder} holds a whole model and no adapters; leave it out")
+        source.check()
+        tensors = source.reader.adapter
+        write_folder(Path(out), source.held, str(source.companions), source.held.path, tensors)
+        if source.chat_template is not None:
+            write_chat_template(out, source.chat_template)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return Exported(Path(out), source.what, len(tensors), 1, size, [])
+
+
 def _files(source: Source, limit: int | None) -> HFFiles:
     """The files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
     if source.files is not None and limit is None:
@@ -150,7 +169,7 @@ def _notes(source: Source) -> list[str]:
 
 def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
     held = json.dumps({file: [[n, i.dtype, i.shape] for n, i in of] for file, of in files.files.items()})
-    weights = source.folder / "mcore" if source.kind == "megatron" else source.folder
+    weights = source.folder / "mcore" if (source.folder / "mcore").is_dir() else source.folder
     stats = {path.name: path.stat() for path in sorted(weights.iterdir()) if path.is_file()}
     return {
         "command": "export", "mrl": mrl.__version__, "folder": str(source.folder.resolve()),
@@ -194,7 +213,7 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
         changes[COUNT] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
-    trained = source.files is None or source.kind == "fsdp" or not (source.folder / "config.json").is_file()
+    trained = source.files is None or source.kind in ("fsdp", ADAPTERS) or not (source.folder / "config.json").is_file()
     dtype = main_dtype(files.tensors) if trained else None
     copy_companions(source.companions, folder, dtype=dtype, changes=changes)
     if source.chat_template is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mrl.convert.adapters import base_of, is_adapter, merged_folder
 from mrl.convert.gguf_source import open_gguf
-from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
+from mrl.convert.sources import ADAPTERS, Source, local_folder, open_checkpoint, open_hf
 from mrl.converters.mcore_weights import MARKER
-from mrl.converters.safetensors_io import some
+from mrl.converters.safetensors_io import main_dtype, some
 from mrl.errors import ModelError
 
 
@@ -28,10 +29,23 @@ def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str |
 def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
-    """A Hugging Face folder, a GGUF file, or what `open_checkpoint` takes."""
+    """A Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what `open_checkpoint` takes."""
     if Path(path).is_file():
         return open_model(path)
     place = local_folder(path, "a Hugging Face folder or hub id, a GGUF file, a checkpoint, or a run's output_dir")
     if (place / "config.json").is_file() and not (place / MARKER).is_file():
         return open_hf(place, allow_pickle=allow_pickle)
+    if is_adapter(place):
+        return open_adapter(place, model=model)
     return open_checkpoint(place, model=model, role=role)
+
+
+def open_adapter(folder: Path, *, model: str | None = None) -> Source:
+    """An adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it lies elsewhere."""
+    base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
+    with open_any(base) as plain:
+        dtype = main_dtype(plain.reader.tensors)
+        hf_config, family = plain.hf_config, plain.family
+    reader = merged_folder(folder, str(base), family, hf_config, dtype)
+    what = f"adapters over {base}"
+    return Source(folder, ADAPTERS, what, reader, hf_config, family, reader.head, base, None, {})

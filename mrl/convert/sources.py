@@ -21,6 +21,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
+from mrl.convert.adapters import Held, held_by, merged
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
 from mrl.converters.families import family_for
 from mrl.converters.fused import unstacked
@@ -39,6 +40,7 @@ SOURCE = "source.json"
 """In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
 `metadata` and `index` (null where it was laid out in another way than ours); `copies`, what it held of another tensor again."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ADAPTERS = "adapters"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -77,11 +79,13 @@ class Sums:
 
 @dataclasses.dataclass
 class Source:
-    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron" or "fsdp". reader: weights by
+    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron", "fsdp", or "adapters" over
+    the base in `companions`. reader: weights by
     HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
     laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
     tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
-    that predict further tokens. notes: what an import is to say, a line each. ends: closed with it.
+    that predict further tokens. notes: what an import is to say, a line each. held: of a checkpoint of adapters, whose `path` is what
+    the run calls the base. ends: closed with it.
     """
 
     folder: Path
@@ -98,6 +102,7 @@ class Source:
     sums: Sums | None = None
     left: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    held: Held | None = None
     ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property
@@ -273,8 +278,9 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     elif role is not None:
         raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
     imported = (folder / "config.json").is_file()
+    held = None if imported else held_by(inside, backend)
     companions, config, template = (
-        (folder, None, None) if imported and model is None else _model_of(folder, model, role)
+        (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
     hf_config = read_hf_config(companions, quick=True)
     family = family_for(hf_config)
@@ -284,7 +290,14 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         if imported
         else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
     )
-    if backend == "megatron":
+    reader: HFReader
+    if held is not None:
+        reader = merged(
+            inside, backend, held, companions, family, hf_config, DTYPES[config.dtype if config else "float32"]
+        )
+        head, backend, what = held.head, ADAPTERS, f"adapters over {companions}, {what}"
+        held = dataclasses.replace(held, path=model or (config.path if config else held.path))
+    elif backend == "megatron":
         reader = open_imported(inside, family, hf_config, companions)
         head = read_description(inside)["architecture"]["head"]
     else:
@@ -296,7 +309,19 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     copies = _copies(names, reader, hf_config, head)
     left = [] if imported else further_layers(companions, family, hf_config)
     return Source(
-        inside, backend, what, reader, hf_config, family, head, companions, files, copies, template, left=left
+        inside,
+        backend,
+        what,
+        reader,
+        hf_config,
+        family,
+        head,
+        companions,
+        files,
+        copies,
+        template,
+        left=left,
+        held=held,
     )
 
 
@@ -330,8 +355,10 @@ def _checkpoint_folder(path: Path) -> Path:
     return Path(found)
 
 
-def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, ModelConfig | None, str | None]:
-    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint."""
+def _model_of(
+    folder: Path, model: str | None, role: str | None, *, weights: bool = False
+) -> tuple[Path, ModelConfig | None, str | None]:
+    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights: of use too."""
     config, template = None, None
     file = folder.parent.parent / "config.yaml"
     if file.is_file():
@@ -357,7 +384,7 @@ def _model_of(folder: Path, model: str | None, role: str | None) -> tuple[Path, 
     from mrl.trainers.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"
-    found = Path(model_folder(model or config.path, weights=False, key=key))
+    found = Path(model_folder(model or config.path, weights=weights, key=key))
     if not found.is_dir():
         raise ModelError(f"{key}: value {model or config.path!r} is not a folder; give a Hugging Face model folder")
     return found, config, template

@@ -82,9 +82,12 @@ class AdapterShape:
         """What the adapter adds to its weight, in that one's shape: [O, I], or a stack for experts. In the dtype of A and B."""
         if not self.experts:
             return self.scale * (b @ a)
-        a_eri = a.view(self.experts, self.rank, self.in_features)
-        b_eor = b.view(self.out_features, self.rank, self.experts).permute(2, 0, 1)
-        delta = self.scale * (b_eor @ a_eri)
+        return torch.stack([self.delta_of_expert(a, b, expert) for expert in range(self.experts)])
+
+    def delta_of_expert(self, a: Tensor, b: Tensor, expert: int) -> Tensor:
+        """`delta` of one expert: [O, I], or [I, O] where they are held so."""
+        a_ri, b_or = self.of_expert(a, b, expert)
+        delta = self.scale * (b_or @ a_ri)
         return delta.mT if self.transposed else delta
 
 

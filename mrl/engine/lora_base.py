@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,13 +36,14 @@ def facts(config: RoleConfig, family: Family, hf_config: HFConfig) -> dict[str, 
     """What a checkpoint says of its adapters; None where there are none. Collective.
 
     lora: the section of the config, but for how it is exported. path, base: where the base is, and its `fingerprint`.
+    head: "lm" or "value".
     """
     lora, path = config.model.lora, config.model.path
     if lora is None:
         return None
     section = {name: value for name, value in dataclasses.asdict(lora).items() if name not in _NOT_THE_MODEL}
     base = on_main(lambda: fingerprint(path, family, hf_config, config.head))
-    return {"lora": section, "path": path, "base": base}
+    return {"lora": section, "path": os.path.abspath(path), "base": base, "head": config.head}
 
 
 def check_facts(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None, folder: str) -> None:

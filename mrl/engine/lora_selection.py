@@ -78,6 +78,16 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
             raise selection.refused(error) from None
 
 
+def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
+    """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head."""
+    config = peft.LoraConfig.from_pretrained(path)
+    head = "value" if config.task_type == "SEQ_CLS" else "lm"
+    config.modules_to_save = None  # the head, which is no adapter
+    model = _meta_model(model_folder, head)
+    inject(model, config)
+    return _shapes(model), head
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """A user's selection on a model. names: of its modules. stacks: of its parameters of three dimensions (experts)."""
@@ -154,16 +164,19 @@ class Selection:
             return ConfigError(
                 f"model.lora.target_modules: value {_show(targets)} takes in a module that is no linear layer; name {self._some()}"
             )
-        if isinstance(targets, str) or len(targets) == 1:
-            return self._unknown("target_modules", targets if isinstance(targets, str) else targets[0])
-        lost = [t for t in targets if not any(_is_end(t, name) for name in self.names)]
-        return self._unknown("target_modules", lost[0]) if lost else ConfigError(
+        if isinstance(targets, str):
+            lost = [] if any(re.fullmatch(targets, name) for name in self.names) else [targets]
+        else:
+            lost = [t for t in targets if not any(_is_end(t, name) for name in self.names)]
+        if lost:
+            return self._unknown("target_modules", lost[0])
+        return ConfigError(
             f"model.lora.target_modules: value {_show(targets)} leaves no adapter with model.lora.exclude_modules "
             f"{_show(self.lora.exclude_modules)}; name {self._some()}"
-        )  # fmt: skip
+        )
 
     def _unknown(self, key: str, entry: str) -> ConfigError:
-        leaves = sorted({name.rpartition(".")[2] for name in self.names} - {"model"})
+        leaves = sorted({name.rpartition(".")[2] for name in (*self.names, *self.stacks)} - {"model"})
         near = difflib.get_close_matches(entry.rpartition(".")[2], leaves, n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"name {self._some()}"
         return ConfigError(f"model.lora.{key}: value {_show(entry)} matches no module of {self.model}; {advice}")

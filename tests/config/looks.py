@@ -124,6 +124,40 @@ def exported_model(run: Run) -> str | None:
     return None
 
 
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+def adapter(run: Run) -> dict[str, torch.Tensor]:
+    """The exported adapters, by their name in peft's file."""
+    return load_file(run.folder / "hf" / "adapter_model.safetensors")
+
+
+def adapted(run: Run) -> list[str]:
+    """Which modules have adapters that trained: the last parts of their names."""
+    return sorted({name.split(".")[-3] for name, b in adapter(run).items() if "lora_B" in name and b.any()})
+
+
+def ranks(run: Run) -> set[int]:
+    return {a.shape[0] for name, a in adapter(run).items() if "lora_A" in name}
+
+
+def adapter_scale(run: Run) -> float:
+    """What B A was multiplied by as it was added to a weight, in the merged export of the same run."""
+    name, tensors = "model.layers.0.self_attn.q_proj", adapter(run)
+    product = tensors[f"base_model.model.{name}.lora_B.weight"] @ tensors[f"base_model.model.{name}.lora_A.weight"]
+    merged = run.other(**{"model.lora.export": "merged"}).weights[f"{name}.weight"].float()
+    added = merged - load_file(run.inputs / "dense" / "model.safetensors")[f"{name}.weight"].float()
+    return round(float((added * product).sum() / product.square().sum()), 2)
+
+
+def export_kind(run: Run) -> str:
+    names = {file.name for file in (run.folder / "hf").iterdir()}
+    return "adapter" if "adapter_model.safetensors" in names else "model" if "model.safetensors" in names else "neither"
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
 def spread(run: Run) -> float:
     """Standard deviation of the exported embedding, to two digits."""
     return round(float(run.weights["model.embed_tokens.weight"].float().std()), 2)

@@ -57,6 +57,9 @@ lr = looks.metric("train/lr")
 steps = looks.metric("step")
 order_of_seed_0 = looks.the_same_as_with(looks.rows, seed=0)
 loss_of_seed_0 = looks.the_same_as_with(looks.metric("train/loss"), seed=0)
+loss_without_dropout = looks.the_same_as_with(looks.metric("train/loss"), **{"model.lora.dropout": 0.0})
+LORA = {"model.lora.rank": 4}
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 def on_one_backend(*rows: Row) -> list[Row]:
@@ -92,14 +95,23 @@ MODEL = [
         "model.trust_remote_code", looks.sorted_rows, [(DEFAULT, [0, 1, 2, 3]), (True, [1, 1, 2, 3])],
         {"model.path": "{inputs}/coded"},
     ),
+    Row("model.lora.rank", looks.ranks, [(DEFAULT, {16}), (4, {4})], {"model.lora.alpha": 8.0}),
+    Row("model.lora.alpha", looks.adapter_scale, [(DEFAULT, 8.0), (8.0, 2.0)], LORA),
+    Row("model.lora.rslora", looks.adapter_scale, [(DEFAULT, 8.0), (True, 16.0)], LORA),
+    Row("model.lora.dropout", loss_without_dropout, [(DEFAULT, True), (0.5, False)], LORA | SECOND),
     Row(
-        "model.lora", steps,
+        "model.lora.target_modules", looks.adapted,
         [
-            (None, [1]), ({"rank": 8}, Refusal("ConfigError", "model.lora: ")),
-            ("none", Refusal("ConfigError", "model.lora: ")),
+            (DEFAULT, LINEAR), (["q_proj", "down_proj"], ["down_proj", "q_proj"]), (r".*mlp\.up_proj", ["up_proj"]),
+            (["q_prj"], Refusal("ConfigError", "model.lora.target_modules: ")),
         ],
-        on=MEGATRON,
+        LORA,
     ),
+    Row(
+        "model.lora.exclude_modules", looks.adapted,
+        [(DEFAULT, LINEAR), (["q_proj", "mlp.up_proj"], [n for n in LINEAR if n not in ("q_proj", "up_proj")])], LORA,
+    ),
+    Row("model.lora.export", looks.export_kind, [(DEFAULT, "adapter"), ("adapter", "adapter"), ("merged", "model")], LORA),
 ]  # fmt: skip
 
 ENGINE = [

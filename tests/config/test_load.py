@@ -198,7 +198,12 @@ def test_plain_data_holds_every_key(root, raw):
         return found
 
     own = {role: {"engine": {}} for role in ("critic", "reference")}
-    full = raw if root is SFTConfig else merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
+    adapters = {"model": {"lora": {}}}
+    if root is SFTConfig:
+        full = merged(raw, adapters)
+    else:
+        full = merged(raw, own | {"reward": {"engine": {}, "model": {"path": "r"}}})
+        full = merged(full, {"actor": adapters, "critic": adapters})
     assert leaves(to_dict(from_dict(full, root))) == {key.path for key in walk(root)}
 
 

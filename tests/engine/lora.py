@@ -342,3 +342,11 @@ def dropout_trains_and_evaluates_without(config: RoleConfig) -> None:
     noisy, plain = losses(engine), losses(exact)
     assert noisy[0] == plain[0] == plain[1] == plain[2]
     assert len(set(noisy)) == 3, noisy
+
+
+def save_and_export(config: RoleConfig, path: str) -> None:
+    """A checkpoint in `path/checkpoints`, and both exports of the same adapters, with values of their own."""
+    engine = make_engine(config, random_adapter(config.model.path, config.model.lora, config.head))
+    engine.save_checkpoint(os.path.join(path, "checkpoints"), global_step=1)
+    engine.export_hf(os.path.join(path, "merged"), merged=True)
+    engine.export_adapter(os.path.join(path, "adapter"))

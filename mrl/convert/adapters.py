@@ -1,0 +1,196 @@
+"""Adapters to convert: a checkpoint that holds them, or a folder that peft loads, over its base as one model.
+
+What is read of a tensor is the base's, in the run's dtype, with the adapter added in fp32: what the engines stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema import LoraConfig
+from mrl.convert.workspace import check_free
+from mrl.converters.accounting import SCORE, stored_weights
+from mrl.converters.mcore_weights import FOLDER, read_description
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.rules import expected_hf_names
+from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo
+from mrl.converters.table import Family, HFConfig
+from mrl.converters.torch_dist import TorchDistReader
+from mrl.engine import lora_base
+from mrl.engine.fsdp.names import STATE, Piece, pieces
+from mrl.engine.lora import CONFIG, AdapterShape, adapter_shapes, adapters, name_base, read_adapter, write_adapter
+from mrl.engine.lora import SCORE as SCORE_IN_FILE
+from mrl.errors import CheckpointError, ModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a checkpoint has of adapters. lora: its config. head: "lm" or "value". base: the base's fingerprint. path: where it was."""
+
+    lora: LoraConfig
+    head: str
+    base: str
+    path: str
+
+
+def held_by(folder: Path, backend: str) -> Held | None:
+    """What the checkpoint in `folder` says of adapters; None where it holds a whole model."""
+    if backend == "megatron":
+        saved = read_description(folder).get("adapters")
+    else:
+        saved = torch.load(folder / STATE, map_location="cpu", weights_only=True).get("adapters")
+    if saved is None:
+        return None
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["lora"].items()}
+    return Held(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
+
+
+def check_base(held: Held, companions: Path, family: Family, hf_config: HFConfig) -> None:
+    """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
+    if lora_base.fingerprint(str(companions), family, hf_config, held.head) != held.base:
+        raise CheckpointError(
+            f"{companions}: its weights are not those of {held.path}, which the adapters were trained over; give the base with --model"
+        )
+
+
+def tensors_of(folder: Path, backend: str, shapes: Mapping[str, AdapterShape], head: str, hidden: int) -> dict[str, Tensor]:  # fmt: skip
+    """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for others."""
+    prefix = "" if backend == "megatron" else "model."
+    stored = TorchDistReader(folder / FOLDER if backend == "megatron" else folder)
+    try:
+        found = {}
+        for name, shape in adapter_shapes(shapes, head, hidden).items():
+            key = prefix + name
+            if key not in stored.tensors:
+                raise CheckpointError(f"{folder}: has no {name}; it is not of the adapters that its model.lora names")
+            sizes = stored.tensors[key].shape
+            tensor = stored.read(key, [(0, size) for size in sizes]).float()
+            if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
+                tensor = tensor.flatten(0, 1) if name.endswith("lora_A.weight") else tensor.permute(1, 2, 0).flatten(1)
+            if tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{folder}: {name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
+                )
+            found[name] = tensor.contiguous()
+        return found
+    finally:
+        stored.close()
+
+
+class MergedReader(HFReader):
+    """The weights of `base`, a Hugging Face folder, with adapters added in, in `dtype`."""
+
+    def __init__(
+        self, base: str, family: Family, hf_config: HFConfig, *, head: str, dtype: torch.dtype,
+        shapes: Mapping[str, AdapterShape], adapter: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.path, self._open, self.head, self._dtype, self.adapter = Path(base), {}, head, dtype, adapter
+        self._ends = contextlib.ExitStack()
+        stored = stored_weights(base, family, hf_config, head=head, trained=True)
+        self._base: Callable[[str], Any] = self._ends.enter_context(stored)
+        expected = expected_hf_names(family, hf_config, head=head)
+        self.tensors = {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in expected.items()}
+        self._where = dict(_places(shapes, family, head))
+        lost = sorted(self._where.keys() - expected.keys())
+        if lost:
+            raise ModelError(
+                f"{base}: has no {lost[0]}, which an adapter is for; give the model that it was trained over"
+            )
+
+    def __call__(self, name: str) -> LazySlice:
+        return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
+
+    def tensor(self, name: str) -> Tensor:
+        return self(name).whole()
+
+    def _read(self, name: str, region: Region) -> Tensor:
+        part = tuple(slice(low, high) for low, high in region)
+        if name == SCORE:
+            return self.adapter[SCORE_IN_FILE][part].to(self._dtype)
+        weight = self._base(name)[part].to(self._dtype)
+        if name not in self._where:
+            return weight
+        return (weight.float() + self._delta(*self._where[name])[part]).to(self._dtype)
+
+    def _delta(self, shape: AdapterShape, piece: Piece) -> Tensor:
+        a, b = self.adapter[shape.a_name], self.adapter[shape.b_name]
+        if piece.expert is None:
+            return shape.delta(a, b)
+        return shape.delta_of_expert(a, b, piece.expert)[piece.start : piece.stop]
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+def _places(shapes: Mapping[str, AdapterShape], family: Family, head: str) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:  # fmt: skip
+    """(file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
+    for name, shape in shapes.items():
+        if shape.transposed:
+            raise ModelError(
+                f"{name}: adapters of experts that are held transposed are merged by a run alone; set model.lora.export to merged "
+                "and start it again, or give --adapter"
+            )
+        size = (shape.out_features, shape.in_features)
+        parameter = name if shape.experts else f"{name}.weight"
+        for piece in pieces(parameter, (shape.experts, *size) if shape.experts else size, family=family, head=head):
+            yield piece.name, (shape, piece)
+
+
+def merged(
+    folder: Path, backend: str, held: Held, companions: Path, family: Family, hf_config: HFConfig, dtype: torch.dtype
+) -> MergedReader:
+    """The checkpoint's adapters over the base in `companions`."""
+    check_base(held, companions, family, hf_config)
+    shapes = adapters(str(companions), held.lora, held.head)
+    found = tensors_of(folder, backend, shapes, held.head, hf_config["hidden_size"])
+    return MergedReader(
+        str(companions), family, hf_config, head=held.head, dtype=dtype, shapes=shapes, adapter=found
+    )  # fmt: skip
+
+
+def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, dtype: torch.dtype) -> MergedReader:
+    """The adapters of a folder that peft or mrl wrote, over the base in the folder `base`."""
+    from mrl.engine.lora_selection import shapes_of_folder  # peft is slow to import
+
+    _, adapter = read_adapter(folder)
+    shapes, head = shapes_of_folder(str(folder), base)
+    expected = adapter_shapes(shapes, head, hf_config["hidden_size"])
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+    odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if odd:
+        raise ModelError(
+            f"{folder}: {odd[0]} is {found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes it "
+            f"{expected.get(odd[0], 'absent')} ({len(odd)} tensors differ); give the base with --model"
+        )
+    adapter = {name: tensor.float() for name, tensor in adapter.items()}
+    return MergedReader(base, family, hf_config, head=head, dtype=dtype, shapes=shapes, adapter=adapter)
+
+
+def write_folder(out: Path, held: Held, base: str, name: str | None, tensors: Mapping[str, Tensor]) -> None:
+    """The folder `out` that peft loads, at once or not at all. base: the base's folder. name: what it is called there."""
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    write_adapter(part, held.lora, base, tensors.items(), head=held.head)
+    if name is not None:
+        name_base(part, name)
+    check_free(out)
+    os.rename(part, out)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether `folder` is one that peft loads."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The folder or hub id that an adapter folder names as its base."""
+    return str(read_adapter(folder)[0]["base_model_name_or_path"])

@@ -1,0 +1,166 @@
+"""Which modules get adapters, what they start from, and the folder: against peft on the same models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mrl.config.schema import LoraConfig
+from mrl.engine.lora import adapters, initial_a, read_adapter, write_adapter
+from mrl.errors import ConfigError, ModelError
+from tests.engine import lora as cases
+from tests.engine import tiny
+
+MODELS = ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"]
+SELECTIONS = {
+    "all-linear": ({"target_modules": "all-linear"}, "all-linear"),
+    "list": ({"target_modules": ["q_proj", "o_proj", "q_b_proj"]}, ("q_proj", "o_proj", "q_b_proj")),
+    "expression": ({"target_modules": r".*layers\.1\.self_attn\.o_proj"}, r".*layers\.1\.self_attn\.o_proj"),
+    "experts": (
+        {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        ("o_proj", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family)
+        return made[family]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("family", "selection"),
+    [(family, name) for family in MODELS for name in SELECTIONS if name != "experts" or family not in ("llama",)],
+)
+def test_a_selection_means_what_it_means_in_peft(folder, tmp_path, family, selection):
+    """Names, shapes and logits: peft's own injection with the same selection, given our values, and the folder that we write."""
+    given, ours = copy.deepcopy(SELECTIONS[selection])
+    if isinstance(ours, tuple) and family != "deepseek_v3":
+        ours = tuple(name for name in ours if name != "q_b_proj")
+    elif isinstance(ours, tuple):
+        ours = tuple(name for name in ours if name != "q_proj")
+    lora = LoraConfig(rank=3, alpha=5.0, target_modules=ours)
+    config = peft.LoraConfig(r=3, lora_alpha=5.0, task_type="CAUSAL_LM", **given)
+    base = AutoModelForCausalLM.from_pretrained(folder(family), dtype=torch.float32, attn_implementation="eager")
+    model = peft.get_peft_model(base, config)
+    named = peft.get_peft_model_state_dict(model)
+    expected = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    shapes = adapters(folder(family), lora, "lm").values()
+    assert {s.a_name: s.a_shape for s in shapes} | {s.b_name: s.b_shape for s in shapes} == expected
+    tensors = cases.random_adapter(folder(family), lora)
+    peft.set_peft_model_state_dict(model, tensors)
+    write_adapter(tmp_path, lora, folder(family), tensors.items())
+    loaded = cases.peft_model(folder(family), str(tmp_path))
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_experts_and_routers_can_be_excluded(folder):
+    """all-linear takes in both, and peft's own exclude_modules would not know them."""
+    everything = adapters(folder("qwen3_moe"), LoraConfig(), "lm")
+    assert {name.rpartition(".")[2] for name in everything} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate", "gate_up_proj", "down_proj",
+    }  # fmt: skip
+    without = adapters(folder("qwen3_moe"), LoraConfig(exclude_modules=("experts", "mlp.gate", "k_proj")), "lm")
+    assert {name.rpartition(".")[2] for name in without} == {"q_proj", "v_proj", "o_proj"}
+    by_expression = adapters(folder("qwen3_moe"), LoraConfig(exclude_modules=r".*\.mlp\..*"), "lm")
+    assert {name.rpartition(".")[2] for name in by_expression} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_scales(folder):
+    def scale(**fields):
+        return next(iter(adapters(folder("llama"), LoraConfig(**fields), "lm").values())).scale
+
+    assert scale(rank=4, alpha=6.0) == 1.5
+    assert scale(rank=4, alpha=6.0, rslora=True) == 3.0
+    fused = adapters(folder("qwen3_moe"), LoraConfig(rank=4, alpha=6.0), "lm")
+    assert {shape.scale for shape in fused.values()} == {1.5}, "twice the rank and twice the alpha for gate and up"
+
+
+def test_a_starts_as_in_peft_and_follows_from_seed_and_name(folder):
+    shapes = list(adapters(folder("llama"), LoraConfig(rank=8), "lm").values())
+    first, second = initial_a(shapes[0], 0), initial_a(shapes[1], 0)
+    assert torch.equal(first, initial_a(shapes[0], 0))
+    assert not torch.equal(first, initial_a(shapes[0], 1)) and not torch.equal(first, second)
+    model = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    theirs = torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "lora_A" in n and "q_proj" in n])
+    ours = torch.cat([initial_a(s, 0).flatten() for s in shapes if "q_proj" in s.name])
+    bound = 1 / math.sqrt(32)
+    for values in (theirs, ours):
+        assert values.abs().max() <= bound and values.abs().max() > 0.95 * bound
+        assert abs(values.std() - bound / math.sqrt(3)) < 0.05 * bound
+
+
+@pytest.mark.parametrize(
+    ("lora", "key", "says"),
+    [
+        ({"target_modules": ("q_prj",)}, "target_modules", "did you mean q_proj"),
+        ({"target_modules": ("q_proj", "zzz")}, "target_modules", '"zzz" matches no module'),
+        ({"target_modules": r".*foo"}, "target_modules", "name all-linear or some of"),
+        ({"target_modules": "(["}, "target_modules", "is no regular expression"),
+        ({"target_modules": ("lm_head",)}, "target_modules", "takes in lm_head"),
+        ({"target_modules": ("embed_tokens",)}, "target_modules", "takes in model.embed_tokens"),
+        ({"target_modules": ("mlp",)}, "target_modules", "no linear layer"),
+        ({"exclude_modules": ("nope",)}, "exclude_modules", '"nope" matches no module'),
+        ({"target_modules": ("q_proj",), "exclude_modules": ("q_proj",)}, "target_modules", "leaves no adapter"),
+    ],
+)
+def test_mistakes(folder, lora, key, says):
+    with pytest.raises(ConfigError) as caught:
+        adapters(folder("llama"), LoraConfig(**lora), "lm")
+    message = str(caught.value)
+    assert message.startswith(f"model.lora.{key}: value ") and says in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("lora", "key", "says"),
+    [
+        ({"dropout": 0.1}, "dropout", "experts and routers"),
+        ({"target_modules": ("gate_proj", "down_proj")}, "target_modules", "name both or neither"),
+        ({"target_modules": ("experts.down_prj",)}, "target_modules", "did you mean down_proj"),
+    ],
+)
+def test_mistakes_with_experts(folder, lora, key, says):
+    with pytest.raises(ConfigError) as caught:
+        adapters(folder("qwen3_moe"), LoraConfig(**lora), "lm")
+    assert str(caught.value).startswith(f"model.lora.{key}: value ") and says in str(caught.value), caught.value
+
+
+def test_a_folder_is_whole_or_no_folder(folder, tmp_path):
+    """Without adapter_config.json, which is written last, nothing takes it for an adapter."""
+    lora = LoraConfig(rank=2, target_modules=("q_proj",))
+    tensors = cases.random_adapter(folder("llama"), lora)
+    write_adapter(tmp_path, lora, folder("llama"), tensors.items())
+    about, found = read_adapter(tmp_path)
+    assert about["r"] == 2 and about["base_model_name_or_path"] == folder("llama")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[n], tensors[n]) for n in tensors)
+    assert found.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+
+    def ends():
+        yield from list(tensors.items())[:1]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_adapter(tmp_path / "new", lora, folder("llama"), ends())
+    with pytest.raises(ModelError, match="has no adapter_config.json"):
+        read_adapter(tmp_path / "new")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about)[:-5])
+    with pytest.raises(ModelError, match="not a readable adapter"):
+        read_adapter(tmp_path)
