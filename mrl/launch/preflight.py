@@ -160,6 +160,11 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
     folder = pathlib.Path(model.path)
     if folder.is_dir():
         path = folder / "config.json"
+        if not path.is_file() and (folder / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{key}.path: value {model.path!r} is an adapter and no model; set model.lora.export to merged in the run that made "
+                "it, or make a model of its checkpoint with `mrl convert export`"
+            )
         if not path.is_file():
             raise ModelError(f"{key}.path: value {model.path!r} has no config.json; give a Hugging Face model folder")
         _check_weights(model, folder, key)

@@ -131,6 +131,7 @@ LORAS: dict[str, dict[str, Any]] = {
     "q v": {"rank": 4, "alpha": 6.0, "target_modules": ("q_proj", "v_proj")},
     "k up": {"rank": 3, "alpha": 5.0, "target_modules": ("k_proj", "up_proj")},
     "last layer": {"rank": 4, "alpha": 6.0, "target_modules": r".*layers\.3\..*proj"},
+    "experts": {"rank": 4, "alpha": 6.0, "target_modules": ("experts.gate_up_proj",)},
     "stacks": {"rank": 4, "alpha": 6.0, "target_modules": ("experts.gate_up_proj", "experts.down_proj", "o_proj")},
 }
 

@@ -290,6 +290,8 @@ SLOW_LORA_ROWS = (
     Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
     Row("qwen3_moe", "tp2+sp", size=4, lora="stacks", why="one adapter of gate and up over ranks that share an expert"),
     Row("qwen3_moe", "cp2xep2", size=4, lora="all"),
+    Row("qwen3_moe", "dp2xep2", size=4, lora="experts", why="nothing trains but experts"),
+    Row("qwen3_moe", "dp2xep2", size=4, lora="q v", why="no expert trains"),
     Row("qwen3_moe", "pp2xdp2xep2", size=2, lora="all"),
     Row("llama", "dp2", size=1, sequences=3, lora="all", why="a rank with an empty micro-batch"),
 )

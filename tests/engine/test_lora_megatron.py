@@ -167,10 +167,14 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(model, tmp_path, l
     run(layout, "resume_is_bitwise", model(family)[0], module="tests.engine.contract", path=str(tmp_path), role=role)
 
 
-def test_resume_is_bitwise_where_a_stage_has_no_adapters(model, tmp_path):
-    """The first rank, which describes the checkpoint, has made no step of its own."""
-    last = LoraConfig(rank=4, target_modules=r".*layers\.1\..*proj")
-    run("pp2", "resume_is_bitwise", model()[0], lora=last, module="tests.engine.lora", path=str(tmp_path))
+@pytest.mark.parametrize(
+    ("layout", "family", "targets"),
+    [("pp2", "llama", r".*layers\.1\..*proj"), ("ep2", "qwen3_moe", ("experts.down_proj",))],
+)
+def test_resume_is_bitwise_where_a_rank_has_an_optimizer_of_nothing(model, tmp_path, layout, family, targets):
+    """A pipeline stage without adapters, which is the one that describes the checkpoint; and nothing dense that trains."""
+    lora = LoraConfig(rank=4, target_modules=targets)
+    run(layout, "resume_is_bitwise", model(family)[0], lora=lora, module="tests.engine.lora", path=str(tmp_path))
 
 
 def test_a_start_is_the_same_in_every_layout(model):

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 def save(engine: "MegatronEngine", path: str, state: Mapping[str, Any]) -> None:
     """Writes this rank's part into the folder `path`. Collective."""
-    rank = dist.get_rank()
+    rank, described = dist.get_rank(), _description(engine)
     if rank == 0:
         os.makedirs(os.path.join(path, "mcore"))
         os.makedirs(os.path.join(path, "rng"))
-        torch.save(_description(engine) | {"state": dict(state)}, os.path.join(path, "engine.pt"))
+        torch.save(described | {"state": dict(state)}, os.path.join(path, "engine.pt"))
     collective.wait_for_all()
     torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
     with _quiet(), _writing_in_process():
@@ -103,12 +103,16 @@ def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
 
 
 def _description(engine: "MegatronEngine") -> dict[str, Any]:
+    """The same on every rank. Collective: a pipeline stage without adapters has made no update of its own."""
+    steps = (
+        None if engine.optimizer is None else int(engine.max_over_ranks(optim_state.step_count(engine.optimizer))[0])
+    )
     return {
         "schedule_step": engine.schedule_step,
         "layout": dataclasses.asdict(engine.dims),
         "architecture": _architecture(engine),
         "adapters": engine.adapter_facts,
-        "optimizer_steps": None if engine.optimizer is None else optim_state.step_count(engine.optimizer),
+        "optimizer_steps": steps,
     }
 
 

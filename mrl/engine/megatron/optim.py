@@ -74,8 +74,9 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The dense and the expert optimizer (or the only one)."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    """The dense and the expert optimizer, those of them that have something to train on this rank."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def step(optimizer: MegatronOptimizer, clip_grad: float) -> GradNorm:
@@ -93,7 +94,7 @@ def step(optimizer: MegatronOptimizer, clip_grad: float) -> GradNorm:
         if not math.isfinite(norm):
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
         for part in optimizers_of(optimizer):
-            parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+            parameters = part.get_parameters()
             if clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
         optimizer.step_with_ready_grads()
@@ -152,10 +153,7 @@ def offloadable(
 def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """Master weights and moments of this rank's shards."""
     for part in optimizers_of(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if inner is None:
-            continue
-        for group in inner.param_groups:
+        for group in part.optimizer.param_groups:
             yield from (p.data for p in group["params"])
-        for state in inner.state.values():
+        for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
