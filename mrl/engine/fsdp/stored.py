@@ -70,7 +70,9 @@ class FSDPReader(HFReader):
             return self._stored.read(key, region).to(DTYPES[self.tensors[name].dtype])
         (low, high), *rest = region
         rows = (low + piece.start, high + piece.start)
-        return self._stored.read(key, [(piece.expert, piece.expert + 1), rows, *rest])[0].to(self._dtype)
+        return self._stored.read(key, [(piece.expert, piece.expert + 1), rows, *rest])[0].to(
+            DTYPES[self.tensors[name].dtype]
+        )
 
     def close(self) -> None:
         self._stored.close()
