@@ -6,6 +6,7 @@ checks a section that several roots have, and that is where this one has it; wha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -133,12 +134,19 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 def check_backend(engine: EngineConfig, path: str = "engine") -> None:
     """Keys that the backend does not have: errors, not ignored."""
     if engine.backend != "fsdp":
+        for field in dataclasses.fields(engine.fsdp):
+            value = getattr(engine.fsdp, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f"{path}.fsdp.{field.name}: value {str(value).lower()} is not used by backend {engine.backend}; leave it out, or "
+                    f"set {path}.backend to fsdp"
+                )
         return
-    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+    for name in ("tp", "pp", "vpp", "ep", "etp"):
         degree = getattr(engine.parallel, name)
         if degree is not None and degree > 1:
             raise ConfigError(
-                f"{path}.parallel.{name}: value {degree} is not supported by backend fsdp, which is data parallel only; "
+                f"{path}.parallel.{name}: value {degree} is not supported by backend fsdp, which splits data and, by cp, sequences; "
                 f"set it to 1, or {path}.backend to megatron"
             )
     if engine.recompute == "selective":
@@ -152,6 +160,16 @@ def check_backend(engine: EngineConfig, path: str = "engine") -> None:
                 f"{path}.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
                 f"{path}.backend to megatron"
             )
+
+
+def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:
+    """Copies of the weights (HSDP) that fit the number of processes."""
+    replicate = engine.fsdp.replicate
+    if processes % replicate:
+        fit = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        raise ConfigError(
+            f"{path}.fsdp.replicate: value {replicate} does not divide the {processes} processes; use one of {fit}"
+        )
 
 
 def check_log(log: LogConfig) -> None:
@@ -172,6 +190,22 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
     stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
     if engine.backend == "megatron" and num_experts(model) is None:
         _check_dense(engine, dims, model, path)
+    if engine.backend == "fsdp":
+        check_heads(engine, model, path)
+
+
+def check_heads(engine: EngineConfig, model: Mapping[str, Any], path: str = "engine") -> None:
+    """Backend fsdp gives each rank of `cp` an equal number of query heads. model: the content of its config.json."""
+    cp = engine.parallel.cp
+    if cp == 1:
+        return
+    heads = _whole(model.get("text_config") or model, "num_attention_heads")
+    if heads % cp:
+        fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(
+            f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
+            f"its ranks; use one of {fit}"
+        )
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:

@@ -87,6 +87,15 @@ class MoEConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    replicate: int = key(
+        1,
+        "copies of the weights, each sharded over processes / replicate neighbours (HSDP); 1 shards over all",
+        minimum=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     backend: Literal["megatron", "fsdp"] = key("megatron", "which engine runs the model")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU")
@@ -103,6 +112,7 @@ class EngineConfig:
         MicroBatchConfig, "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more"
     )
     moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
+    fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

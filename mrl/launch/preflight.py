@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mrl.config.checks import check_model, check_world, parallel_dims, smallest_world
+from mrl.config.checks import check_model, check_replicate, check_world, parallel_dims, smallest_world
 from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.config.ppo_checks import check_replicas
 from mrl.config.rewards import FunctionReward
@@ -97,6 +97,7 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
             else:
                 dims = parallel_dims(part.engine.parallel, world_size)
                 check_replicas(config, part.role, dims)
+            check_replicate(part.engine, world_size)
             check_model(part.engine, dims, part.hf)
             _check_architecture(part, dims)
         made.append(dims)

@@ -105,6 +105,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("gpt_oss", {}),
+    "qwen3 one kv head": ("qwen3", {"num_key_value_heads": 1}),
+    "qwen3 three kv heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "mixtral": ("mixtral", {}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }
@@ -327,11 +329,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import FSDP_ROWS, ROWS, SLOW_ROWS
+    from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS, ROWS, SLOW_ROWS
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run([row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS) if wanted in str(row)]):
+    for row, outcome in Table().run(
+        [row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS, *FSDP_SLOW_ROWS) if wanted in str(row)]
+    ):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()

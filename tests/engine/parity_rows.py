@@ -151,30 +151,59 @@ SLOW_ROWS = (
     Row("mixtral", "tp2+spxcp2xdp2xep4xetp2", size=4),
 )
 
-FSDP_ROWS = tuple(
-    dataclasses.replace(row, backend="fsdp")
-    for row in (
-        Row("llama", size=4, packing=False),
-        Row("llama tied", size=8),
-        Row("llama value head", size=4),
-        Row("llama3 rope", tokens=64),
-        Row("mistral", size=2),
-        Row("qwen2 window", tokens=64, packing=False),
-        Row("qwen3", tokens=64, recompute="full"),
-        Row("qwen3_moe", size=4),
-        Row("mixtral", tokens=64),
-        Row("llama", "dp2", size=2),
-        Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
-        Row("llama tied", "dp2", tokens=64, packing=False, recompute="full"),
-        Row("llama tied value head", "dp2", size=4),
-        Row("mistral", "dp2", size=4, packing=False),
-        Row("qwen2", "dp2", size=1),
-        Row("qwen3_moe step 2", "dp2", size=2),
-        Row("mixtral", "dp2", size=4, packing=False),
-        Row("llama 5 layers", "dp4", tokens=48),
-        Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
-        Row("qwen2", "dp4", size=2, packing=False),
-        Row("qwen3 tied", "dp4", size=2),
-        Row("qwen3_moe", "dp4", size=1),
-    )
+
+def _fsdp(*rows: Row) -> tuple[Row, ...]:
+    return tuple(dataclasses.replace(row, backend="fsdp") for row in rows)
+
+
+FSDP_ROWS = _fsdp(
+    Row("llama", size=4, packing=False),
+    Row("llama tied", size=8),
+    Row("llama value head", size=4),
+    Row("llama3 rope", tokens=64),
+    Row("mistral", size=2),
+    Row("qwen2 window", tokens=64, packing=False),
+    Row("qwen3", tokens=64, recompute="full"),
+    Row("qwen3_moe", size=4),
+    Row("mixtral", tokens=64),
+    Row("llama", "dp2", size=2),
+    Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+    Row("llama tied", "dp2", tokens=64, packing=False, recompute="full"),
+    Row("llama tied value head", "dp2", size=4),
+    Row("mistral", "dp2", size=4, packing=False),
+    Row("qwen2", "dp2", size=1),
+    Row("qwen3_moe step 2", "dp2", size=2),
+    Row("mixtral", "dp2", size=4, packing=False),
+    Row("llama 5 layers", "dp4", tokens=48),
+    Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
+    Row("qwen2", "dp4", size=2, packing=False),
+    Row("qwen3 tied", "dp4", size=2),
+    Row("qwen3_moe", "dp4", size=1),
+    Row("llama", "cp2", size=4, why="sequences of 23 and 1 tokens, which two ranks do not divide"),
+    Row("llama", "cp2", size=8, packing=False, why="one micro-batch"),
+    Row("llama", "cp2", size=2, sequences=3, packing=False, why="a micro-batch of one sequence of one token"),
+    Row("llama", "cp2", size=4, one_token=True, why="trap 4: the token lies on one rank of two"),
+    Row("llama tied value head", "cp2", size=4),
+    Row("mistral", "cp2", size=2, packing=False),
+    Row("qwen2 window", "cp2", tokens=64, recompute="full", why="the window crosses the ranks' places"),
+    Row("qwen3 one kv head", "cp2", tokens=48),
+    Row("qwen3 three kv heads", "cp2", size=4, why="two ranks share a key head"),
+    Row("mixtral", "cp2", size=4),
+    Row("llama", "cp4", size=4, why="two key/value heads on four ranks"),
+    Row("qwen2 window", "cp4", size=4, packing=False),
+    Row("llama", "cp2xdp2", size=1, sequences=3, why="a group whose two ranks have no sequence"),
+    Row("qwen3_moe", "cp2xdp2", size=2),
+)
+
+FSDP_SLOW_ROWS = _fsdp(
+    Row("llama", "cp4", size=1, one_token=True, packing=False, why="micro-batches that train nothing"),
+    Row("llama", "cp2xdp2", size=4, one_token=True, why="trap 4: one rank of four has something that trains"),
+    Row("llama3 rope", "cp4", tokens=48, recompute="full"),
+    Row("llama value head", "cp4", size=2, packing=False),
+    Row("llama tied", "cp2xdp2", size=4, packing=False),
+    Row("mistral", "cp4", size=4, why="a window of 5, of sequences whose shares are of 6"),
+    Row("olmoe", "cp2", size=4, why="a norm over all heads"),
+    Row("qwen2_moe window", "cp2xdp2", tokens=64, packing=False),
+    Row("qwen3 one kv head", "cp4", size=4),
+    Row("mixtral window", "cp4", tokens=64),
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import FSDP_ROWS
+from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,10 @@ def table():
     return Table()
 
 
-@pytest.mark.parametrize("row", FSDP_ROWS, ids=str)
+SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in FSDP_SLOW_ROWS]
+
+
+@pytest.mark.parametrize("row", [*FSDP_ROWS, *SLOW], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

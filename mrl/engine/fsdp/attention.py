@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.mcore_models.kv_cache import CachedStep
 
 NAME = "mrl_documents"
+ALONE = Ulysses()
 
 
 def document_attention(
@@ -33,12 +35,14 @@ def document_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     document_lengths: Sequence[int] | None = None,
+    ulysses: Ulysses = ALONE,
     cached_step: CachedStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
+    ulysses: the ranks that share the rows; each then gives and gets its own places of them.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     assert attention_mask is None, "documents are told apart by their lengths, not by a mask"
@@ -49,18 +53,37 @@ def document_attention(
         out = cached_step.attend(module.layer_idx, q, k, v, scale=scaling, window=sliding_window)
         return out.flatten(1, 2)[None], None
 
+    out = ulysses.attend(
+        _attend, query, key, value,
+        dropout=dropout, scale=scaling, window=sliding_window, document_lengths=document_lengths,
+    )  # fmt: skip
+    return out, None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+    document_lengths: Sequence[int] | None,
+) -> Tensor:
+    """Whole rows: query [R, H, L, D]; key, value [R, G, L, D]. Returns [R, L, H, D]."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         mask = None
-        if sliding_window is not None and sliding_window < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         ).transpose(1, 2)  # fmt: skip
 
     if document_lengths is None:
-        return attend(query, key, value), None
+        return attend(query, key, value)
     assert query.shape[0] == 1 and sum(document_lengths) == query.shape[2], (
         f"documents of {sum(document_lengths)} tokens in {query.shape[0]} rows of {query.shape[2]}"
     )
@@ -72,7 +95,7 @@ def document_attention(
         # [1, heads, count * length, D] -> [count, heads, length, D]
         parts = [t[0, :, of_run].unflatten(1, (count, length)).transpose(0, 1) for t in (query, key, value)]
         outputs.append(attend(*parts).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, document_attention)

@@ -1,4 +1,4 @@
-"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, data-parallel in every rank."""
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, each with its own data or, under cp, places of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from mrl.batch import Batch
-from mrl.config.checks import check_backend
+from mrl.config.checks import check_backend, check_heads
 from mrl.config.schema import RoleConfig
+from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
@@ -29,6 +29,7 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.fsdp import checkpoint, generate, step
+from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.fsdp.rng import Generators
@@ -42,7 +43,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(BaseEngine):
-    """One model over all ranks; each holds a shard of every weight and computes its own share of the data."""
+    """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a share with
+    the other ranks of its `engine.parallel.cp` (Ulysses)."""
 
     backend = "fsdp"
 
@@ -52,8 +54,8 @@ class FSDPEngine(BaseEngine):
         kind = platform.device_type(config.engine.device)
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        self.mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self.group = self.mesh.get_group()
+        self.mesh = build_mesh(kind, config.engine)
+        self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
         self.schedule_step = 0
 
@@ -63,20 +65,21 @@ class FSDPEngine(BaseEngine):
 
     @property
     def dp_rank(self) -> int:
-        return dist.get_rank()
+        return self.mesh.dp_rank
 
     @property
     def dp_size(self) -> int:
-        return dist.get_world_size()
+        return self.mesh.dp_size
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        # ranks have different data, and so different dropout
-        self.generators = Generators(self.config.seed + self.dp_rank, self.device)
-        self.model = Model(self.config, self.device, self.mesh)
+        check_heads(self.config.engine, read_hf_config(self.config.model.path))
+        # ranks have different data, or different tokens and heads of the same, and so different dropout
+        self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
+        self.model = Model(self.config, self.device, self.mesh.weights)
         if self.config.optimizer is not None:
-            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer)
+            self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())
         self.model.module.eval()
 
@@ -164,8 +167,8 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
+        inputs = step.prepare(data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses)
         data = data.to(self.device)
-        inputs = step.prepare(data, packed=self.config.packing, device=self.device)
         predictions = self.model.module(functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx))
         loss = sum(value.sum() for value in predictions.values()) * 0.0
         sums: dict[tuple[str, str], float] = {}
@@ -178,7 +181,7 @@ class FSDPEngine(BaseEngine):
                 sums["loss", ""] = float(loss_sum.detach())
                 sums |= {("metrics", name): float(value) for name, value in ctx.get("metrics", {}).items()}
         if not forward_only:
-            step.fsdp_loss(loss, denominator=denominator, dp=self.dp_size).backward()
+            step.fsdp_loss(loss, denominator=denominator, ranks=self.world_size).backward()
         return {name: value.detach() for name, value in predictions.items()}, sums
 
     def shard_data(self, batch: Batch) -> Batch:
@@ -207,9 +210,10 @@ class FSDPEngine(BaseEngine):
             return guards.inspect(self._watched(), lr=self._learning_rate(), eps=self._trained().config.eps)
 
     def guard_after_step(self, token: Any) -> list[str]:
-        """Every rank has a shard of its own, so there are no replicas that could differ."""
         with self.offload.used("parameters"):
-            return guards.problems(token, ((w.name, w.weight) for w in self._watched()))
+            weights = [(w.name, w.weight) for w in self._watched()]
+            replicas = guards.replica_problems(weights, self.mesh.replica_group)
+            return guards.problems(token, weights) + guards.union(replicas)
 
     def lr_scheduler_step(self) -> float:
         lr = self._learning_rate()
@@ -252,19 +256,19 @@ class FSDPEngine(BaseEngine):
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         check_room(requests, cache_tokens)
-        alone = self.dp_size == 1  # then the shards are the model, and gathering them at every step is for nothing
+        alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
             found = generate.generate(
                 self.model.module,
-                [(i, requests[i]) for i in share(len(requests), self.dp_rank, self.dp_size)],
+                [(i, requests[i]) for i in share(len(requests), dist.get_rank(), self.world_size)],
                 device=self.device,
                 any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
                 told=told,
             )
-        everyone: list[dict[int, Completion]] = [{}] * self.dp_size
-        dist.all_gather_object(everyone, found, group=self.group)
+        everyone: list[dict[int, Completion]] = [{}] * self.world_size
+        dist.all_gather_object(everyone, found)
         found = {i: completion for part in everyone for i, completion in part.items()}
         return [found[i] for i in range(len(requests))]
 
@@ -281,7 +285,7 @@ class FSDPEngine(BaseEngine):
 
     def export_hf(self, path: str) -> None:
         writer = contextlib.nullcontext()
-        if self.dp_rank == 0:
+        if self.is_main:
             infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
             changes = self._config_changes(self.model.family, self.model.hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)

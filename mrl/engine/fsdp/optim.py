@@ -16,10 +16,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """torch's AdamW on this rank's shards. Its state exists from the start, so that a checkpoint can be read into it."""
+    """torch's AdamW on this rank's shards. Its state exists from the start, so that a checkpoint can be read into it.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        self.parameters, self.config = dict(parameters), config
+    shards: the ranks that hold one copy of the parameters between them, each a part.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, shards: dist.ProcessGroup
+    ) -> None:
+        self.parameters, self.config, self.shards = dict(parameters), config, shards
         decayed = [p for p in self.parameters.values() if p.ndim >= 2]
         others = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [
@@ -49,7 +54,7 @@ class Optimizer:
     def step(self, lr: float) -> GradNorm:
         """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
         shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
-        norm = global_norm(shards)
+        norm = global_norm(shards, self.shards)
         if not math.isfinite(norm):
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
         limit = self.config.clip_grad
@@ -61,12 +66,12 @@ class Optimizer:
         return GradNorm(norm)
 
 
-def global_norm(shards: list[Tensor]) -> float:
-    """The L2 norm of all ranks' shards, whose squares are added in fp64."""
+def global_norm(shards: list[Tensor], group: dist.ProcessGroup) -> float:
+    """The L2 norm of the shards of all ranks of `group`, whose squares are added in fp64."""
     device = shards[0].device if shards else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if shards:
         squares += torch.stack(torch._foreach_norm(shards)).double().square().sum()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(squares)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(squares, group=group)
     return squares.sqrt().item()

@@ -1,6 +1,7 @@
 """One micro-batch through a transformers model: inputs, model, outputs; and who divides the loss.
 
-Dimensions: `T` tokens of the micro-batch without padding, `S` sequences, `L` the longest of them.
+Dimensions: `T` tokens of the micro-batch without padding, `S` sequences; `R` rows of `L` places, of which `C` ranks that
+share the sequences (Ulysses) have `L/C` each.
 """
 
 from __future__ import annotations
@@ -9,35 +10,38 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
+from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 
 
-def fsdp_loss(loss_sum: Tensor, *, denominator: float, dp: int) -> Tensor:
+def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
     """The scalar to call backward on, for a micro-batch's loss sum. Who divides on this backend, by what:
 
-    A loss function returns the sum `s[r, m]` over micro-batch `m` of rank `r`, and we want, for the denominator `D` of
-    the global mini-batch,
+    A loss function returns the sum `s[d, m]` over micro-batch `m` of data-parallel rank `d`, and we want, for the
+    denominator `D` of the global mini-batch,
 
-        G = d/dw  sum over ranks r and micro-batches m of  s[r, m] / D
+        G = d/dw  sum over d and m of  s[d, m] / D
 
-    FSDP averages what each backward pass leaves over the `dp` ranks of its mesh, and the results of several backward
-    passes add up. With `L = s / D * f` the gradient is `sum over m of (1 / dp) sum over r of d/dw L[r, m]`, which is
-    `G * f / dp`; hence `f = dp`. The number of micro-batches takes no part.
+    The `cp` ranks that share the sequences of `d` compute the same `s[d, m]` from outputs that are gathered over them
+    (Ulysses.whole), and the backward pass hands each rank `c` the part of the gradient that comes through its own places:
+    over `c` the parts add up to the gradient of one loss. FSDP averages what each backward pass leaves over all ranks that
+    the data lie on, `ranks = dp * cp`, whether they hold shards or copies (HSDP), and the results of several backward passes
+    add up. With `L = s / D * f` the gradient is `sum over m of (1 / ranks) sum over d and c of d/dw L[d, m] part c`, which is
+    `G * f / ranks`; hence `f = ranks`. The number of micro-batches takes no part.
     """
-    return loss_sum * (dp / denominator)
+    return loss_sum * (ranks / denominator)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """What the model is fed. tokens, positions: [1, T] packed or [S, L] padded on the right. labels: [T].
-    trained: which of these count in the loss; None for all.
+    """What the model is fed on this rank. tokens, positions: [R, L/C], one row where packed, else one for each sequence,
+    padded on the right. labels: [R * L/C]. trained: which of these places count in the loss; None for all.
 
-    document_lengths: of the documents in the one packed row, None when padded. places: [T] where each real token lies
-    in the flattened rows, None when that is where it already is.
+    document_lengths: of the documents in the one packed row of L places, None when padded. places: [T] where each real token
+    lies in the R * L places of all ranks, None where one rank has these and no others.
     """
 
     tokens: Tensor
@@ -46,28 +50,56 @@ class ModelInputs:
     trained: Tensor | None
     document_lengths: list[int] | None
     places: Tensor | None
+    ulysses: Ulysses
+
+    def restore(self, outputs: Tensor) -> Tensor:
+        """[R * L/C] of this rank -> [T] of the micro-batch, the same on all ranks that share it."""
+        return (
+            outputs
+            if self.places is None
+            else self.ulysses.whole(outputs.view(self.tokens.shape)).flatten()[self.places]
+        )
 
 
-def prepare(batch: Batch, *, packed: bool, device: torch.device) -> ModelInputs:
-    """Step one. A micro-batch without sequences is one dummy token, of which `places` keeps nothing."""
-    if not batch.num_sequences:
-        dummy = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return ModelInputs(dummy, dummy, nothing, None, None, nothing)
+def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysses) -> ModelInputs:
+    """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing."""
     lengths = batch.lengths.tolist()
-    labels, positions = batch.labels.to(device), batch.position_ids
-    counts = batch.loss_mask.cpu() != 0
-    trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
     if packed:
-        rows = (batch.tokens[None].to(device), positions[None].to(device))
-        return ModelInputs(*rows, labels, trained, lengths, None)
-    tokens = pad_sequence(batch.tokens.split(lengths), batch_first=True)
-    longest = tokens.shape[1]
-    row_starts = torch.arange(len(lengths), device=positions.device).repeat_interleave(batch.lengths) * longest
-    every_position = torch.arange(longest).expand(len(lengths), -1)
+        length = ulysses.padded(batch.num_tokens)
+        shape, places = (1, length), torch.arange(batch.num_tokens)
+        padding = length - batch.num_tokens
+        documents = [*lengths, padding] if padding else lengths  # padding is a document of its own
+        position_ids = torch.cat([torch.arange(n) for n in documents])
+    else:
+        length = ulysses.padded(batch.max_length)
+        shape, documents = (max(len(lengths), 1), length), None
+        starts = torch.arange(len(lengths)) * length
+        places = batch.position_ids.cpu() + starts.repeat_interleave(batch.lengths.cpu())
+        position_ids = torch.arange(length).repeat(shape[0])
+
+    def laid_out(values: Tensor) -> Tensor:
+        rows = torch.zeros(shape[0] * shape[1], dtype=values.dtype)
+        rows[places] = values.cpu()
+        return rows
+
+    # All that is aligned with tokens, and nothing else, is cut into the ranks' shares: here alone.
+    aligned = {
+        "tokens": laid_out(batch.tokens),
+        "positions": position_ids,
+        "labels": laid_out(batch.labels),
+        "counts": laid_out(batch.loss_mask) != 0,
+    }
+    own = {name: ulysses.own(values.view(shape)) for name, values in aligned.items()}
+    counts = own["counts"].flatten()
     return ModelInputs(
-        tokens.to(device), every_position.to(device), labels, trained, None, (row_starts + positions).to(device)
-    )  # fmt: skip
+        tokens=own["tokens"].to(device),
+        positions=own["positions"].to(device),
+        labels=own["labels"].flatten().to(device),
+        trained=None if counts.all() else counts.nonzero()[:, 0].to(device),
+        document_lengths=documents,
+        places=None if len(places) == length and ulysses.size == 1 else places.to(device),
+        ulysses=ulysses,
+    )
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
@@ -77,12 +109,12 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predi
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
     """
     hidden = hf.model(
-        input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths
+        input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths,
+        ulysses=inputs.ulysses,
     ).last_hidden_state.flatten(0, 1)  # fmt: skip
-    if inputs.places is not None:
-        hidden = hidden[inputs.places]
     if head == "value":
-        return {"values": hf.lm_head(hidden)[:, 0].clone().float()}  # FSDP wants no view of what its module made
+        values = hf.lm_head(hidden)[:, 0].clone().float()  # FSDP wants no view of what its module made
+        return {"values": inputs.restore(values)}
     log_probs, entropy = log_probs_from_hidden(
         hidden,
         hf.lm_head.weight,
@@ -92,4 +124,5 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predi
         temperature=ctx.get("temperature", 1.0),
         entropy=ctx.get("entropy", "none"),
     )
-    return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+    outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+    return {name: inputs.restore(values) for name, values in outputs.items()}
