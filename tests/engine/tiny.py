@@ -15,11 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoleConfig
+from mrl.converters.hf_config import VISION_LANGUAGE
 
 VOCAB = 131  # odd and prime: padded under every tensor-parallel degree
 LLAMA3_ROPE = {
@@ -200,7 +206,9 @@ def hf_reference(
     be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
-    model = HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
+    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
     # stacked biases of experts have two dimensions, and are biases
     decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")]
@@ -235,10 +243,13 @@ def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
 def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
     """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
     total, log_probs = 0.0, []
-    split = zip(*(t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask)), strict=True)
-    for tokens, labels, mask in split:
+    split = (t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask))
+    images = batch.multi_modal_inputs or [{}] * batch.num_sequences
+    for tokens, labels, mask, of_images in zip(*split, images, strict=True):
         if head == "lm":
-            logits = model(input_ids=tokens[None]).logits[0].float()
+            if of_images:
+                of_images = {**of_images, "mm_token_type_ids": (tokens[None] == model.config.image_token_id).int()}
+            logits = model(input_ids=tokens[None], **of_images).logits[0].float()
             log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
+from mrl.engine.fsdp import vision
 from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.fsdp.vision import Images
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 
 
@@ -40,6 +42,7 @@ class ModelInputs:
     """What the model is fed on this rank. tokens, positions: [R, L/C], one row where packed, else one for each sequence,
     padded on the right. labels: [R * L/C]. trained: which of these places count in the loss; None for all.
 
+    images: of a model that reads them, whose positions are [3, R, L/C].
     document_lengths: of the documents in the one packed row of L places, None when padded. places: [T] where each real token
     lies in the R * L places of all ranks, None where one rank has these and no others.
     """
@@ -51,6 +54,7 @@ class ModelInputs:
     document_lengths: list[int] | None
     places: Tensor | None
     ulysses: Ulysses
+    images: Images | None = None
 
     def restore(self, outputs: Tensor) -> Tensor:
         """[R * L/C] of this rank -> [T] of the micro-batch, the same on all ranks that share it."""
@@ -61,8 +65,13 @@ class ModelInputs:
         )
 
 
-def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysses) -> ModelInputs:
-    """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing."""
+def prepare(
+    batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysses, reads_images: nn.Module | None = None
+) -> ModelInputs:
+    """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing.
+
+    reads_images: the model, if it is one of vision and language.
+    """
     lengths = batch.lengths.tolist()
     if packed:
         length = ulysses.padded(batch.num_tokens)
@@ -78,8 +87,8 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysse
         position_ids = torch.arange(length).repeat(shape[0])
 
     def laid_out(values: Tensor) -> Tensor:
-        rows = torch.zeros(shape[0] * shape[1], dtype=values.dtype)
-        rows[places] = values.cpu()
+        rows = torch.zeros(*values.shape[:-1], shape[0] * shape[1], dtype=values.dtype)
+        rows[..., places] = values.cpu()
         return rows
 
     # All that is aligned with tokens, and nothing else, is cut into the ranks' shares: here alone.
@@ -89,7 +98,10 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysse
         "labels": laid_out(batch.labels),
         "counts": laid_out(batch.loss_mask) != 0,
     }
-    own = {name: ulysses.own(values.view(shape)) for name, values in aligned.items()}
+    if reads_images is not None:
+        aligned["positions"] = laid_out(vision.positions(reads_images, batch))
+        aligned["features"] = laid_out(vision.feature_of_token(reads_images, batch))
+    own = {name: ulysses.own(values.view(*values.shape[:-1], *shape)) for name, values in aligned.items()}
     counts = own["counts"].flatten()
     return ModelInputs(
         tokens=own["tokens"].to(device),
@@ -99,7 +111,19 @@ def prepare(batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysse
         document_lengths=documents,
         places=None if len(places) == length and ulysses.size == 1 else places.to(device),
         ulysses=ulysses,
+        images=None if reads_images is None else vision.images_of(reads_images, batch, own["features"], device),
     )
+
+
+def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
+    """[R * L/C, H] what the output layer is given."""
+    language, tokens = hf.model, {"input_ids": inputs.tokens}
+    if inputs.images is not None:
+        language, tokens = hf.model.language_model, vision.embedded(hf, inputs.tokens, inputs.images)
+    return language(
+        **tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths,
+        ulysses=inputs.ulysses,
+    ).last_hidden_state.flatten(0, 1)  # fmt: skip
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
@@ -108,10 +132,7 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predi
     head: "lm" or "value".
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
     """
-    hidden = hf.model(
-        input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths,
-        ulysses=inputs.ulysses,
-    ).last_hidden_state.flatten(0, 1)  # fmt: skip
+    hidden = hidden_of(hf, inputs)
     if head == "value":
         values = hf.lm_head(hidden)[:, 0].clone().float()  # FSDP wants no view of what its module made
         return {"values": inputs.restore(values)}

@@ -1,0 +1,69 @@
+"""Vision-language models on the FSDP engine, against transformers on one process, one sequence at a time.
+
+The rows and bounds are those of the parity table (tests/engine/parity.py): loss, the gradient of every tensor, gradient norm,
+log-probs, and weights after three steps. Sequences have no image, one or several, of uneven sizes.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine import tiny
+from tests.engine.parity import Row, Table
+from tests.engine.tiny_vision import image_batch, make_vision_model
+
+IMAGES = (1, 0, 2, 0, 1, 1, 0, 3)
+
+
+class VisionTable(Table):
+    """Rows whose `model` is a family of tiny_vision, "tied" or not, and whose batch has the first `sequences` of IMAGES."""
+
+    @functools.cache  # noqa: B019 - one table a session
+    def model(self, name):
+        family, *tied = name.split()
+        return make_vision_model(str(Path(self._folder.name, name.replace(" ", "_"))), family, tied=bool(tied))
+
+    def reference(self, row):
+        path = Path(self._folder.name, f"{row.model}-{row.sequences}.pt".replace(" ", "_"))
+        if not path.exists():
+            folder = self.model(row.model)
+            batch = image_batch(folder, images=IMAGES[: row.sequences])
+            start = load_file(Path(folder, "model.safetensors"))
+            torch.save({"batch": batch, "start": start, "reference": tiny.hf_reference(folder, batch)}, path)
+        return str(path)
+
+
+ROWS = (
+    Row("qwen2_5_vl", size=8),
+    Row("qwen2_5_vl tied", size=4, packing=False),
+    Row("qwen2_5_vl", size=2, recompute="full"),
+    Row("qwen2_vl", size=4),
+    Row("qwen3_vl", tokens=64),
+    Row("qwen3_vl tied", size=4, packing=False, recompute="full"),
+    Row("qwen2_5_vl", "dp2", tokens=64),
+    Row("qwen2_5_vl", "dp2", size=1, packing=False, why="micro-batches with images on one rank alone"),
+    Row("qwen2_5_vl", "dp2", size=1, sequences=2, why="a rank without any image"),
+    Row("qwen3_vl", "dp2", size=1, sequences=2, why="a rank without any image"),
+    Row("qwen3_vl", "dp2", size=1, sequences=1, why="a rank without any sequence"),
+    Row("qwen2_vl", "dp2", size=2),
+    Row("qwen2_5_vl", "cp2", size=4),
+    Row("qwen3_vl", "cp2", size=4, packing=False),
+    Row("qwen3_vl", "cp2", size=1, sequences=2, why="a micro-batch without images, and images on one of two ranks"),
+)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return VisionTable()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equal_to_transformers(table, row):
+    import dataclasses
+
+    ((_, outcome),) = table.run([dataclasses.replace(row, backend="fsdp")])
+    assert not isinstance(outcome, str), outcome
+    assert not outcome.problems, outcome.problems
