@@ -187,7 +187,12 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
-    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
+    if engine.backend == "megatron" and isinstance(model.get("vision_config"), dict):
+        raise ConfigError(
+            f"{path}.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
+            f"too; set {path}.backend to fsdp"
+        )
+    stage_layers(_whole(model.get("text_config") or model, "num_hidden_layers"), dims.pp, dims.vpp)
     if engine.backend == "megatron" and num_experts(model) is None:
         _check_dense(engine, dims, model, path)
     if engine.backend == "fsdp":

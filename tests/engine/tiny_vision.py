@@ -13,7 +13,14 @@ from tests.data.vision_kit import TOKENS, save_processor
 
 PATCH, MERGE, DEPTH = 4, 2, 2
 PATCH_DIM = 3 * 2 * PATCH**2
-VISION = {"depth": DEPTH, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "num_heads": 2, "initializer_range": 0.15}
+VISION = {
+    "depth": DEPTH,
+    "patch_size": PATCH,
+    "spatial_merge_size": MERGE,
+    "temporal_patch_size": 2,
+    "num_heads": 2,
+    "initializer_range": 0.15,
+}
 # model_type: (fields of its vision_config, fields of its text_config)
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}, {}),

@@ -18,7 +18,7 @@ from mrl.algorithms.recipes import Recipe, kl_controller
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
@@ -53,9 +53,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     metrics.check_packages(config.log)
     recipe = check_algorithm(config)
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
-    vocab_size = read_hf_config(folders["actor"]).get(
-        "vocab_size"
-    )  # first: a wrong config.json fails the tokenizer too
+    vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folders["actor"], config.actor.model.trust_remote_code, config.data.chat_template)
     source = PromptSource(
         PromptDataset(config.data, tokenizer, vocab_size=vocab_size), seed=config.seed, shuffle=config.data.shuffle
