@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
+from mrl.converters.hf_config import reads_images
 from mrl.converters.safetensors_io import INDEX
 from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ConfigError, ModelError
@@ -19,6 +21,9 @@ FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.ti
 """What a model needs: no copies of its weights in other formats."""
 COPIES = ("*/*.safetensors",)
 """Weights in folders inside: the model again, as another program wants it."""
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "chat_template.json")
+"""What says how large an image becomes, and how it is given to the model."""
 
 NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that change nothing here: model.dtype says what the weights are."""
@@ -52,16 +57,26 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
 
 
 def model_fingerprint(folder: str) -> dict[str, str]:
-    """What decides how tokens and weights are used, as hashes: of config.json, but for notes in it, and of the tokenizer's files."""
+    """What decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the tokenizer's files, and of
+    those of the processor of a model that reads images."""
     config: dict[str, Any] = json.loads(pathlib.Path(folder, "config.json").read_text(encoding="utf-8"))
     told = {name: value for name, value in config.items() if name not in NOTES}
-    tokenizer = hashlib.sha256()
-    for name in (*TOKENIZER_FILES, "tokenizer_config.json", "chat_template.jinja"):
+    text = json.dumps(told, sort_keys=True).encode()
+    found = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
+    found["tokenizer"] = _hash_of(folder, (*TOKENIZER_FILES, "tokenizer_config.json", "chat_template.jinja"))
+    if reads_images(config):
+        found["image processor"] = _hash_of(folder, PROCESSOR_FILES)
+    return found
+
+
+def _hash_of(folder: str, names: Sequence[str]) -> str:
+    """Of those of the files that are there."""
+    files = hashlib.sha256()
+    for name in names:
         path = pathlib.Path(folder, name)
         if path.is_file():
-            tokenizer.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    text = json.dumps(told, sort_keys=True).encode()
-    return {"config.json": hashlib.sha256(text).hexdigest()[:16], "tokenizer": tokenizer.hexdigest()[:16]}
+            files.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return files.hexdigest()[:16]
 
 
 def check_same_model(

@@ -4,6 +4,7 @@ The rows and bounds are those of the parity table (tests/engine/parity.py): loss
 log-probs, and weights after three steps. Sequences have no image, one or several, of uneven sizes.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engine import tiny
+from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
 from tests.engine.tiny_vision import image_batch, make_vision_model
 
@@ -62,8 +64,43 @@ def table():
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_equal_to_transformers(table, row):
-    import dataclasses
-
     ((_, outcome),) = table.run([dataclasses.replace(row, backend="fsdp")])
     assert not isinstance(outcome, str), outcome
     assert not outcome.problems, outcome.problems
+
+
+def run(table, case, world, model="qwen2_5_vl", parallel=None, **kwargs):
+    folder = table.model(model)
+    config = tiny.role(folder, tokens=256, parallel=parallel)
+    run_case(
+        world, f"tests.engine.vision_cases:{case}", config=config, batch=image_batch(folder, images=IMAGES), **kwargs
+    )
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_documents_do_not_see_each_other(table, model):
+    run(table, "documents_do_not_see_each_other", 1, model)
+
+
+@pytest.mark.parametrize("case", ["images_matter", "guards_see_a_tower_that_does_not_train"])
+def test_on_two_ranks(table, case):
+    run(table, case, 2)
+
+
+def test_text_alone_leaves_the_tower_alone(table):
+    folder = table.model("qwen3_vl")
+    config = tiny.role(folder, tokens=256)
+    case = "tests.engine.vision_cases:text_alone_leaves_the_tower_alone"
+    run_case(2, case, config=config, batch=image_batch(folder, images=(0, 0, 0)))
+
+
+def test_bf16_is_near_fp32(table):
+    run(table, "bf16_is_near_fp32", 1, "qwen3_vl")
+
+
+def test_a_checkpoint_restores(table, tmp_path):
+    run(table, "a_checkpoint_restores", 2, folder=str(tmp_path))
+
+
+def test_offloaded_state_gives_the_same(table):
+    run(table, "offloaded_state_gives_the_same", 1)

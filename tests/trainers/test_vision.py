@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 
 import pytest
 import torch
@@ -124,3 +125,16 @@ def test_a_broken_image_stops_the_run_with_its_row(folder, tmp_path):
     ]}) + "\n")  # fmt: skip
     kind, message = train(config(folder, tmp_path, data={"train": str(folder / "broken.jsonl")}))
     assert kind == "DataError" and message.startswith(f"{folder}/broken.jsonl:1: messages[0].content[0].path: ")
+
+
+def test_other_sizes_of_images_are_another_model(folder, tmp_path):
+    """The checkpoint's position and tokens would mean something else."""
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    first = config(folder, tmp_path / "run", model={"path": str(model)}, train={"steps": 1})
+    assert train(first) == ("done", "")
+    settings = json.loads((model / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] //= 2
+    (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    kind, message = train({**first, "train": {**first["train"], "steps": 2}})
+    assert kind == "ConfigError" and "image processor differ" in message, message
