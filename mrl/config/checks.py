@@ -195,22 +195,37 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
     stage_layers(_whole(model.get("text_config") or model, "num_hidden_layers"), dims.pp, dims.vpp)
     if engine.backend == "megatron" and num_experts(model) is None:
         _check_dense(engine, dims, model, path)
-    if engine.backend == "fsdp":
-        check_heads(engine, model, path)
+    if engine.backend == "fsdp" and dims.cp > 1:
+        check_shared_sequences(dims.cp, model, path)
 
 
-def check_heads(engine: EngineConfig, model: Mapping[str, Any], path: str = "engine") -> None:
-    """Backend fsdp gives each rank of `cp` an equal number of query heads. model: the content of its config.json."""
-    cp = engine.parallel.cp
-    if cp == 1:
-        return
-    heads = _whole(model.get("text_config") or model, "num_attention_heads")
+def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engine") -> None:
+    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json."""
+    model = model.get("text_config") or model
+    heads = _whole(model, "num_attention_heads")
     if heads % cp:
         fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(
             f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
             f"its ranks; use one of {fit}"
         )
+    kinds = [kind for name in ("rope_parameters", "rope_scaling") for kind in _rope_types(model.get(name))]
+    for kind in kinds:
+        if kind in (
+            "dynamic",
+            "longrope",
+        ):  # transformers looks at the largest position, which each rank has of its own
+            raise ConfigError(
+                f'{path}.parallel.cp: value {cp} does not work with the rotary embedding "{kind}" of the model on backend fsdp: it '
+                "follows the longest sequence, of which each rank sees a part; set it to 1"
+            )
+
+
+def _rope_types(rope: Any) -> list[Any]:
+    """The kinds of rotary embedding in a field of config.json, which may have one for each type of layer."""
+    if not isinstance(rope, Mapping):
+        return []
+    return [rope.get("rope_type", rope.get("type"))] + [kind for part in rope.values() for kind in _rope_types(part)]
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:

@@ -166,6 +166,7 @@ FSDP_ROWS = _fsdp(
     Row("qwen3", tokens=64, recompute="full"),
     Row("qwen3_moe", size=4),
     Row("mixtral", tokens=64),
+    Row("qwen2_moe window", size=4, why="attention whose function is not told of the window"),
     Row("llama", "dp2", size=2),
     Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
     Row("llama tied", "dp2", tokens=64, packing=False, recompute="full"),

@@ -18,6 +18,7 @@ LAYOUTS = {
     "fsdp": (1, "fsdp", {}),
     "fsdp dp2": (2, "fsdp", {}),
     "fsdp dp4": (4, "fsdp", {}),
+    "fsdp cp2": (2, "fsdp", {"cp": 2}),
     "megatron": (1, "megatron", {}),
     "megatron tp2": (2, "megatron", {"tp": 2}),
     "megatron pp2": (2, "megatron", {"pp": 2}),
@@ -49,9 +50,13 @@ WIDE_LAYOUTS = {
     "megatron tp2 etp1": (2, "megatron", {"tp": 2, "etp": 1}),
     "megatron dp2 etp2": (2, "megatron", {"etp": 2}),
     "megatron tp2 ep2 etp2": (4, "megatron", {"tp": 2, "ep": 2, "etp": 2}),
+    "fsdp cp2 dp2": (4, "fsdp", {"cp": 2}),
 }
 ONCE_LAYOUTS = ("fsdp dp2", "megatron tp2", "megatron pp2")
+OF_SHARED_SEQUENCES = ("micro_batches_do_not_matter", "documents_do_not_see_each_other", "hooks_own_their_micro_batch",
+                       "guards_find_nothing_on_a_right_step", "bf16_keeps_fp32_masters")  # fmt: skip
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in ONCE_LAYOUTS else ())]
+CASES += [("fsdp cp2", case) for case in OF_SHARED_SEQUENCES]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,7 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, 
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2", "megatron tp2", "megatron pp2"])
 def test_dropout(folder, tmp_path, layout):
     """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
     run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
@@ -126,12 +131,14 @@ def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     run(layout, "guards_find_nothing_on_a_right_step", model)
 
 
-def test_random_numbers_go_on(folder, tmp_path):
-    run("fsdp dp2", "random_numbers_go_on", folder("llama"), path=str(tmp_path))
+@pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2"])
+def test_random_numbers_go_on(folder, tmp_path, layout):
+    run(layout, "random_numbers_go_on", folder("llama"), path=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "read_by"), [("fsdp dp2", "fsdp dp4"), ("fsdp dp4", "fsdp"), ("fsdp", "fsdp dp2")]
+    ("saved_by", "read_by"),
+    [("fsdp dp2", "fsdp dp4"), ("fsdp dp4", "fsdp"), ("fsdp", "fsdp cp2"), ("fsdp cp2", "fsdp dp2")],
 )
 def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     remote = f"file://{tmp_path}/remote"
@@ -166,7 +173,7 @@ def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2", "megatron", "megatron pp2"])
 def test_value_head_export(folder, tmp_path, layout):
     path, model = str(tmp_path / "hf"), folder("qwen3", tied=True)
     run(layout, "value_head_export_is_a_sequence_classifier", model, path=path, role={"head": "value"})
@@ -178,7 +185,7 @@ def test_generates_as_hugging_face(folder, layout, family):
     run(layout, "generates_as_hugging_face", folder(family), model_folder=folder(family))
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])
+@pytest.mark.parametrize("layout", ["fsdp dp2", "fsdp cp2", "megatron tp2", "megatron pp2"])
 def test_temperature_and_entropy(folder, layout):
     run(layout, "temperature_and_entropy", folder("qwen3"), model_folder=folder("qwen3"))
 
@@ -195,6 +202,7 @@ def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
         ({"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
         ({"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
         ({"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
+        ({"parallel": ParallelConfig(cp=2)}, r"engine.parallel: tp\*pp\*cp .* does not divide the 1 processes"),
     ],
 )
 def test_fsdp_refuses_what_it_cannot_do(folder, change, message):

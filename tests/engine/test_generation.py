@@ -13,6 +13,7 @@ from tests.engine.harness import run_case
 LAYOUTS = {
     "fsdp": (1, "fsdp", {}, "qwen3", 2),
     "fsdp dp2": (2, "fsdp", {}, "qwen3", 2),
+    "fsdp cp2": (2, "fsdp", {"cp": 2}, "qwen3", 2),
     "fsdp mistral": (1, "fsdp", {}, "mistral", 2),
     "megatron": (1, "megatron", {}, "qwen3", 2),
     "megatron mistral": (1, "megatron", {}, "mistral", 2),

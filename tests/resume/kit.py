@@ -55,6 +55,7 @@ LAYOUTS = {
     "dp2": Layout(2),
     "ep2": Layout(2, "moe", parallel={"ep": 2}),
     "fsdp dp2": Layout(2, backend="fsdp"),
+    "fsdp cp2": Layout(2, backend="fsdp", parallel={"cp": 2}),
 }
 
 

@@ -24,6 +24,7 @@ DENSE = {
     "pp2 dp2": Layout(4, "plain", parallel={"pp": 2}),
     "tp2 pp2 dp2": Layout(8, "plain", parallel={"tp": 2, "pp": 2}),
     "fsdp dp2": Layout(2, "plain", "fsdp"),
+    "fsdp cp2": Layout(2, "plain", "fsdp", {"cp": 2}),
     "fsdp": Layout(1, "plain", "fsdp"),
 }
 MOE = {
@@ -55,9 +56,9 @@ def whole(inputs, tmp_path_factory):
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
         [MOE["ep2"], MOE["tp1"]],
         pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.slow),
-        [DENSE["fsdp dp2"], DENSE["fsdp"]],
+        [DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]],
     ],
-    ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "pp2dp2-tp1-tp2", "fsdp2-fsdp1"],
+    ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "pp2dp2-tp1-tp2", "fsdp dp2-cp2-dp1"],
 )
 def test_goes_on_in_another_layout(inputs, whole, tmp_path, chain):
     """Traps 23 and 32: rates, tokens and rows are exactly those of the run that stayed in the last layout."""
@@ -91,7 +92,7 @@ def resaved(checkpoint, inputs, layout, folder):
         pytest.param(MOE["ep2"], [MOE["tp1"], MOE["ep2"]], id="ep2"),
         pytest.param(MOE["ep2 dp4"], [MOE["tp1"]], marks=pytest.mark.slow, id="ep2 dp4"),
         pytest.param(DENSE["tp2 pp2 dp2"], [DENSE["tp1"]], marks=pytest.mark.slow, id="tp2 pp2 dp2"),
-        (DENSE["fsdp dp2"], [DENSE["fsdp"]]),
+        (DENSE["fsdp cp2"], [DENSE["fsdp"], DENSE["fsdp dp2"]]),
     ],
 )
 def test_optimizer_state_is_restored_bit_for_bit(inputs, tmp_path, saved_in, others):

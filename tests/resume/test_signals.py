@@ -56,6 +56,7 @@ def stop(run, signum, to, *, after_steps):
         ("tp1", [(signal.SIGUSR1, "launcher")]),
         pytest.param("tp2", [(signal.SIGTERM, "launcher"), (signal.SIGUSR1, "last rank")], marks=pytest.mark.slow),
         pytest.param("fsdp dp2", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank 0")], marks=pytest.mark.slow),
+        pytest.param("fsdp cp2", [(signal.SIGTERM, "last rank")], marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise(inputs, unharmed, tmp_path, name, signals):

@@ -14,6 +14,7 @@ LAYOUTS = {
     "pp2": ("megatron", {"pp": 2}),
     "dp": ("megatron", {}),
     "fsdp": ("fsdp", {}),
+    "fsdp cp2": ("fsdp", {"cp": 2}),
 }
 """Name -> backend and degrees; data parallel is what is left of the processes."""
 

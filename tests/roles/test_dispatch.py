@@ -41,7 +41,7 @@ def test_config_offload_composes_with_idle_offload(models):
     run("each_as_if_alone", configs)
 
 
-@pytest.mark.parametrize("layouts", [("tp2", "pp2"), ("tp2", "fsdp"), ("fsdp", "dp")])
+@pytest.mark.parametrize("layouts", [("tp2", "pp2"), ("tp2", "fsdp"), ("fsdp", "dp"), ("fsdp cp2", "fsdp")])
 def test_roles_on_two_processes_train_as_on_one(models, layouts):
     expected, weights, _, _ = run("trains", roles(**heads(models), actor="dp", critic="fsdp"), world_size=1)
     configs = roles(**heads(models), actor=layouts[0], critic=layouts[1])
@@ -70,7 +70,7 @@ def test_trap_18_a_forward_leaves_nothing(models, layouts):
     run("a_forward_leaves_nothing", roles(**heads(models, attention_dropout=0.3), actor=layouts[0], critic=layouts[1]))
 
 
-@pytest.mark.parametrize("layouts", [("dp", "pp2"), ("fsdp", "fsdp")])
+@pytest.mark.parametrize("layouts", [("dp", "pp2"), ("fsdp", "fsdp"), ("fsdp", "fsdp cp2")])
 def test_trap_8_a_rank_with_nothing(models, layouts):
     run("a_rank_with_nothing", roles(**heads(models), actor=layouts[0], critic=layouts[1]))
 

@@ -46,7 +46,8 @@ def document_attention(
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     assert attention_mask is None, "documents are told apart by their lengths, not by a mask"
-
+    if sliding_window is None:  # qwen2_moe keeps it for its masks and does not hand it on
+        sliding_window = getattr(module, "sliding_window", None)
     if cached_step is not None:
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.checks import check_backend, check_heads
+from mrl.config.checks import check_backend, check_shared_sequences
 from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import HFWriter, tensor_infos
@@ -55,6 +55,8 @@ class FSDPEngine(BaseEngine):
         collective.join_processes(kind)
         self._device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         self.mesh = build_mesh(kind, config.engine)
+        if config.engine.parallel.cp > 1:
+            check_shared_sequences(config.engine.parallel.cp, read_hf_config(config.model.path))
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
         self.schedule_step = 0
@@ -74,7 +76,6 @@ class FSDPEngine(BaseEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def init_model(self) -> None:
-        check_heads(self.config.engine, read_hf_config(self.config.model.path))
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
         self.model = Model(self.config, self.device, self.mesh.weights)

@@ -39,6 +39,7 @@ LAYOUTS = {
     "cp2": (2, {"actor": MEGATRON(cp=2)}),
     "dp2": (2, {"actor": MEGATRON(size=2)}),
     "fsdp 2": (2, {"actor": FSDP(size=1)}),
+    "fsdp cp2": (2, {"actor": FSDP(cp=2)}),
     "actor tp2, critic fsdp": (2, {"actor": MEGATRON(tp=2), "critic": FSDP()}),
     "actor tp2, critic pp2": (2, {"actor": MEGATRON(tp=2), "critic": MEGATRON(pp=2, size=2), "reference": FSDP()}),
 }
@@ -48,6 +49,10 @@ WIDE_LAYOUTS = {
     "tp2 x pp2": (4, {"actor": MEGATRON(tp=2, pp=2)}),
     "tp2 x cp2, critic fsdp": (4, {"actor": MEGATRON(tp=2, cp=2), "critic": FSDP(), "reference": MEGATRON(pp=2)}),
     "fsdp 4": (4, {"actor": FSDP(size=1)}),
+    "fsdp cp2 x dp2, critic fsdp cp4": (
+        4,
+        {"actor": FSDP(cp=2), "critic": FSDP(cp=4), "reference": FSDP(cp=2, size=1)},
+    ),
 }
 
 EXPERT_LAYOUTS = {
