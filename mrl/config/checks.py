@@ -187,16 +187,20 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
-    if engine.backend == "megatron" and isinstance(model.get("vision_config"), dict):
+    if engine.backend == "fsdp":
+        if dims.cp > 1:
+            check_shared_sequences(dims.cp, model, path)
+        return
+    if engine.backend != "megatron":
+        return
+    if isinstance(model.get("vision_config"), dict):
         raise ConfigError(
             f"{path}.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
             f"too; set {path}.backend to fsdp"
         )
-    stage_layers(_whole(model.get("text_config") or model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if engine.backend == "megatron" and num_experts(model) is None:
+    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
+    if num_experts(model) is None:
         _check_dense(engine, dims, model, path)
-    if engine.backend == "fsdp" and dims.cp > 1:
-        check_shared_sequences(dims.cp, model, path)
 
 
 def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engine") -> None:

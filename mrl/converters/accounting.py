@@ -117,7 +117,7 @@ def check_model(
     may_have |= copies.keys()
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
-        if (carried or name == LM_HEAD) and not _equal(reader, name, of):
+        if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
             raise ModelError(f"{reader.path}: {name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
 
@@ -161,7 +161,7 @@ def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> lis
         return tensors_in(unstacked(reader, family).tensors, hf_config)
 
 
-def _equal(reader: HFReader, a: str, b: str) -> bool:
+def equal_tensors(reader: HFReader, a: str, b: str) -> bool:
     """Whether two tensors are equal bit for bit, read a block of rows at a time."""
     if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
         return False

@@ -65,7 +65,7 @@ def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = 
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     heads = config.get("num_attention_heads")
-    if heads:
+    if heads and config.get("hidden_size"):  # of families without a table, some say it otherwise
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
     experts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

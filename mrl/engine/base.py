@@ -304,7 +304,8 @@ class BaseEngine(abc.ABC):
         """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
         tokens are not in it, and config.json says so."""
 
-    def _config_changes(self, family: Family, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What an export changes in config.json."""
+    def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What an export changes in config.json. family: None where mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
-        return changes | ({MTP_COUNT: 0} if further_layers(self.config.model.path, family, hf_config) else {})
+        further = family is not None and further_layers(self.config.model.path, family, hf_config)
+        return changes | ({MTP_COUNT: 0} if further else {})

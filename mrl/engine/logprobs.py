@@ -42,6 +42,28 @@ class VocabShard:
         return min(max(self.vocab_size - self.start, 0), columns)
 
 
+@dataclasses.dataclass(frozen=True)
+class LogitRule:
+    """What a model makes of what its output layer gives: `scale * x`, and of that `softcap * tanh(z / softcap)` where it is set."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The logits, in x's dtype; a new tensor where that changes anything."""
+        z = x if self.scale == 1.0 else x * self.scale
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+    def backward(self, grad: Tensor, z: Tensor, temperature: float) -> Tensor:
+        """The gradient of x, in place of that of the logits, which are `z * temperature`."""
+        if self.softcap is not None:
+            grad *= 1 - (z * (temperature / self.softcap)).square()
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+
+
+PLAIN = LogitRule()
+
+
 def log_probs_from_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -54,8 +76,9 @@ def log_probs_from_hidden(
     chunk: int | None = None,
     keep_logits: bool | None = None,
     reduce_hidden_grad: bool = True,
+    rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label under `logits = hidden @ weight.T`, and the entropy of each distribution if asked for.
+    """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and the entropy of each distribution if asked for.
 
     hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T] global
     ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64) each, the
@@ -70,7 +93,7 @@ def log_probs_from_hidden(
     count = hidden.shape[0] if rows is None else rows.shape[0]
     if keep_logits is None:
         keep_logits = count * columns <= _KEEP_LOGITS_ELEMENTS
-    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device))
+    spec = _Spec(shard, temperature, entropy, chunk or _chunk_tokens(columns, hidden.device), rule)
     wanted = labels if rows is None else labels[rows]
     found = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
     if rows is not None:
@@ -95,14 +118,15 @@ class _Spec:
     temperature: float
     entropy: EntropyMode
     chunk: int
+    rule: LogitRule
 
     def __post_init__(self) -> None:
         assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
-        """The real columns divided by the temperature, in fp32 or better; a new tensor where that changes anything."""
+        """The real columns by the rule and divided by the temperature, in fp32 or better; a new tensor where that changes anything."""
         logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
-        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        logits_CV = self.rule(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)))
         return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV
 
 
@@ -174,7 +198,8 @@ def _logits_gradient(
     here = (local >= 0) & (local < z_CV.shape[1])
     if z_CV.shape[1]:
         grad.scatter_add_(1, local.clamp(0, z_CV.shape[1] - 1)[:, None], (grad_C * here)[:, None])
-    return grad if spec.temperature == 1.0 else grad.div_(spec.temperature)
+    grad = grad if spec.temperature == 1.0 else grad.div_(spec.temperature)
+    return spec.rule.backward(grad, z_CV, spec.temperature)
 
 
 class _HiddenLogProbs(torch.autograd.Function):

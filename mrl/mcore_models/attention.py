@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mrl.mcore_models import platform
-from mrl.mcore_models.kv_cache import CachedStep, causal_mask, with_sinks
+from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attention
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ class SdpaAttention(MegatronModule):
         if self.softmax_offset is not None:
             assert not dropout, "attention sinks have no dropout"
             places = causal_mask(q.shape[2], k.shape[2], self.window, q.device) if mask is None else mask
-            return with_sinks(q, k, v, self.softmax_offset.view(1, -1, 1, 1), places, scale=self.scale)
+            return explicit_attention(q, k, v, places, scale=self.scale, sinks=self.softmax_offset.view(1, -1, 1, 1))
         call = functools.partial(
             F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
             dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1],

@@ -124,11 +124,12 @@ class CachedStep:
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 
-        window: how many tokens a query sees, itself included; None for all. sinks: [H] as in `with_sinks`. Returns query's shape with the D of a value,
-        zeros for padding.
+        window: how many tokens a query sees, itself included; None for all. sinks: [H], and softcap: as in
+        `explicit_attention`. Returns query's shape with the D of a value, zeros for padding.
         """
         keys, values = self.cache.of_layer(layer, key, value)
         where = self.slots(key.shape[1])
@@ -136,14 +137,18 @@ class CachedStep:
             size = new.shape[2]
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
         count, padded = self.decoding, query.shape[0] > self.tokens
+        plain = sinks is None and softcap is None
         if count:
             mask = self.decode_mask(window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
             # the query heads of a group meet the same keys: they stand where several queries would
-            if sinks is None:
+            if plain:
                 decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
             else:
-                decoded = with_sinks(query[:count], k, v, sinks.view(1, key.shape[1], -1, 1), mask == 0, scale=scale)
+                of_groups = None if sinks is None else sinks.view(1, key.shape[1], -1, 1)
+                decoded = explicit_attention(
+                    query[:count], k, v, mask == 0, scale=scale, sinks=of_groups, softcap=softcap
+                )
             if count == len(self.new_lengths) and not padded:
                 return decoded
         shape = (*query.shape[:-1], value.shape[-1])
@@ -153,22 +158,17 @@ class CachedStep:
         start = count
         for row in range(count, len(self.new_lengths)):
             new, old = self.new_lengths[row], self.cached_lengths[row]
-            if sinks is not None:
-                heads = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
-                places = self.prefill_mask(new, old, window)
-                attended = with_sinks(
-                    heads, keys[row, None, :, : old + new], values[row, None, :, : old + new], sinks.view(1, -1, 1, 1),
-                    places, scale=scale,
-                )  # fmt: skip
-                out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
-                start += new
-                continue
-            mask = self.prefill_mask(new, old, window) if old or window is not None else None
-            attended = F.scaled_dot_product_attention(
-                query[None, start : start + new].flatten(2, 3).transpose(1, 2), keys[row, None, :, : old + new],
-                values[row, None, :, : old + new], attn_mask=mask, is_causal=mask is None, scale=scale,
-                enable_gqa=query.shape[2] > 1,
-            )  # fmt: skip
+            q = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
+            k, v = keys[row, None, :, : old + new], values[row, None, :, : old + new]
+            if plain:
+                mask = self.prefill_mask(new, old, window) if old or window is not None else None
+                attended = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[2] > 1
+                )
+            else:
+                of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
+                mask = self.prefill_mask(new, old, window)
+                attended = explicit_attention(q, k, v, mask, scale=scale, sinks=of_heads, softcap=softcap)
             out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
             start += new
         return out
@@ -180,13 +180,30 @@ def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.
     return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
 
 
-def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Attention whose softmax has one more place, of score `sinks` and value zero (arXiv 2309.17453, "zero sink", learned).
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention by its formula, for what torch's has not.
 
-    query [..., H, Q, D], key and value [..., G, K, D]; sinks: [..., H, 1 or Q, 1]; mask: bool, True where a query may look.
+    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q, 1]: the
+    softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap: scores `s` are
+    `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))
-    scores = ((query @ key.transpose(-1, -2)) * scale).masked_fill(~mask, -torch.inf)
-    scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    return torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[-2]].to(value.dtype)
+    return torch.dropout(weights, dropout, train=dropout > 0) @ value

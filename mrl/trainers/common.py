@@ -13,7 +13,7 @@ from mrl import metrics
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.converters.accounting import further_layers
-from mrl.converters.families import family_for
+from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
@@ -117,7 +117,8 @@ def check_outside(config: SFTConfig | PPOConfig) -> None:
 def further_layers_of(folder: str) -> list[str]:
     """Tensors of a model's folder that no engine loads: of layers that predict further tokens."""
     hf_config = read_hf_config(folder)
-    return further_layers(folder, family_for(hf_config), hf_config)
+    family = FAMILIES.get(hf_config["model_type"])  # without a table, what is left over in the folder is refused
+    return [] if family is None else further_layers(folder, family, hf_config)
 
 
 def say_unread(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:

@@ -22,6 +22,7 @@ from mrl.config.checks import check_schedule, resolve_engine_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
+from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
@@ -345,12 +346,12 @@ def save(trainer: Trainer, progress: Progress) -> str:
 
 
 class FlopsMeter:
-    """Model FLOPs utilization, where the peak of the device is known."""
+    """Model FLOPs utilization, where the peak of the device is known and mrl has a table of the model's family."""
 
     def __init__(self, trainer: Trainer) -> None:
         peak = peak_flops(trainer.engine.device)
-        self.peak = peak * trainer.engine.world_size if peak is not None else None
         self.hf = read_hf_config(trainer.engine.config.model.path) if peak is not None else {}
+        self.peak = peak * trainer.engine.world_size if self.hf.get("model_type") in FAMILIES else None
 
     def utilization(self, batch: Batch, step_s: float) -> dict[str, float]:
         """`perf/mfu` of a step, or nothing."""

@@ -108,6 +108,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3 three kv heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "mixtral": ("mixtral", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 tied": ("gemma2", {"tied": True}),
+    "granite": ("granite", {}),
+    "gpt2 tied": ("gpt2", {"tied": True}),
+    "phi": ("phi", {}),
+    "granitemoe": ("granitemoe", {}),
+    "minimax_m2": ("minimax_m2", {}),
+    "bloom tied": ("bloom", {"tied": True}),
+    "gemma2 value head": ("gemma2", {"head": "value"}),
+    "gpt2 tied value head": ("gpt2", {"head": "value", "tied": True}),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
 }
 

@@ -194,6 +194,20 @@ FSDP_ROWS = _fsdp(
     Row("qwen2 window", "cp4", size=4, packing=False),
     Row("llama", "cp2xdp2", size=1, sequences=3, why="a group whose two ranks have no sequence"),
     Row("qwen3_moe", "cp2xdp2", size=2),
+    Row("deepseek_v3", size=4, why="a router bias, which is a buffer"),
+    Row("glm4_moe", "dp2", size=4),
+    Row("gpt_oss", size=4, why="attention sinks"),
+    Row("gpt_oss", "dp2", size=4, packing=False),
+    Row("gemma2", size=4, why="no table; soft capping of scores and of logits, windows"),
+    Row("gemma2 tied", "dp2", size=4, packing=False),
+    Row("granite", "dp2", tokens=64, why="no table; logits are scaled"),
+    Row("gemma2 value head", size=4, packing=False),
+    Row("gpt2 tied value head", "dp2", size=4),
+    Row("gpt2 tied", "dp2", size=4, why="no table; learned positions, other names, biases everywhere"),
+    Row("phi", size=4, why="no table; the output layer has a bias"),
+    Row("granitemoe", "dp2", size=4, why="no table; experts stacked in the files"),
+    Row("minimax_m2", "dp2", size=4, why="no table; experts apart in the files, a router bias, norms over heads"),
+    Row("bloom tied", size=4, packing=False, why="no table; attention of its own, ALiBi"),
 )
 
 FSDP_SLOW_ROWS = _fsdp(

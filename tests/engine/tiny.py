@@ -80,6 +80,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # of these mrl has no table: backend fsdp takes them as transformers builds them
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "granite": (
+        "granite",
+        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    ),
+    "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "phi": ("phi", {}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "minimax_m2": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8, "rotary_dim": 8},
+    ),
+    "bloom": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }  # fmt: skip
 
@@ -253,7 +273,7 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
             log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:
-            log_probs.append(model.score(model.model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
+            log_probs.append(model.score(model.base_model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
             each = squared_distance(log_probs[-1], labels)
         loss = (each * mask).sum() / batch.denominators["tokens"]
         loss.backward()

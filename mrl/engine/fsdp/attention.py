@@ -5,23 +5,63 @@ Dimensions: `R` rows, `L` tokens in a row, `H` query heads, `G` key/value heads,
 A packed micro-batch is one row of documents end to end. Each document's queries meet its own keys only, so the cost
 is that of the documents and not of the row, and nothing of one document can reach another's result, not even by
 rounding. A padded micro-batch has its padding on the right, where causal attention never looks.
+
+What else a model asks of attention comes by transformers' two interfaces: its mask, which is kept as the rule that it
+was made by (`DocumentMask`), and keyword arguments (soft capping, sinks). What is neither supported nor harmless is refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.mcore_models.kv_cache import CachedStep
+from mrl.errors import ModelError
+from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attention
 
 NAME = "mrl_documents"
 ALONE = Ulysses()
+
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "head_mask")
+"""Arguments that models of transformers give to attention, and that change what it computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentMask:
+    """What a model's mask allows beside what is causal: `window` tokens back, itself included, or a `chunk`'s own tokens."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def places(self, length: int, device: torch.device) -> Tensor | None:
+        """[length, length] bool of a document, True where the row's token may look; None for all that is causal."""
+        if self.window is not None and self.window < length:
+            return causal_mask(length, length, self.window, device)
+        if self.chunk is not None and self.chunk < length:
+            at = torch.arange(length, device=device) // self.chunk
+            return causal_mask(length, length, None, device) & (at[:, None] == at)
+        return None
+
+
+def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **rule: object) -> Any:
+    """transformers' mask interface: instead of a tensor, the rule, which the attention function gets for a mask."""
+    if "allow_is_bidirectional_skip" in rule:
+        raise ModelError(_refused(config, "has attention in both directions"))
+    if use_vmap:
+        raise ModelError(_refused(config, "has a mask that is made of a function of its own"))
+    if local_size is None:
+        return DocumentMask()
+    chunked = local_size == getattr(config, "attention_chunk_size", None)  # noqa: B009 - transformers' own default
+    return DocumentMask(chunk=local_size) if chunked else DocumentMask(window=local_size)
 
 
 def document_attention(
@@ -29,67 +69,68 @@ def document_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: DocumentMask | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     document_lengths: Sequence[int] | None = None,
     ulysses: Ulysses = ALONE,
     cached_step: CachedStep | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
+    sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and `sinks` of
+    `explicit_attention`.
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
     ulysses: the ranks that share the rows; each then gives and gets its own places of them.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
-    assert attention_mask is None, "documents are told apart by their lengths, not by a mask"
-    if sliding_window is None:  # qwen2_moe keeps it for its masks and does not hand it on
-        sliding_window = getattr(module, "sliding_window", None)
+    mask = _rule(module, attention_mask, sliding_window, is_causal, others)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if cached_step is not None:
+        if mask.chunk is not None:
+            raise ModelError(_refused(module, "has attention in chunks, with which nothing is generated yet"))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
-        out = cached_step.attend(module.layer_idx, q, k, v, scale=scaling, window=sliding_window)
-        return out.flatten(1, 2)[None], None
+        options = {"scale": scale, "window": mask.window, "sinks": s_aux, "softcap": softcap}
+        return cached_step.attend(module.layer_idx, q, k, v, **options).flatten(1, 2)[None], None
 
-    out = ulysses.attend(
-        _attend, query, key, value,
-        dropout=dropout, scale=scaling, window=sliding_window, document_lengths=document_lengths,
-    )  # fmt: skip
-    return out, None
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
-    document_lengths: Sequence[int] | None,
-) -> Tensor:
-    """Whole rows: query [R, H, L, D]; key, value [R, G, L, D]. Returns [R, L, H, D]."""
+    own_sinks = (
+        None if s_aux is None else ulysses.own(s_aux).view(1, -1, 1, 1)
+    )  # of the heads that this rank attends with
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
-        mask = None
-        if window is not None and window < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        places = mask.places(length, q.device)
+        if softcap is not None or s_aux is not None:
+            places = causal_mask(length, length, None, q.device) if places is None else places
+            out = explicit_attention(q, k, v, places, scale=scale, sinks=own_sinks, softcap=softcap, dropout=dropout)
+            return out.transpose(1, 2)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale,
+            q, k, v, attn_mask=places, is_causal=places is None, dropout_p=dropout, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         ).transpose(1, 2)  # fmt: skip
 
-    if document_lengths is None:
+    rows = functools.partial(over_documents, attend, lengths=document_lengths)
+    return ulysses.attend(rows, query, key, value), None
+
+
+def over_documents(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *, lengths: Sequence[int] | None
+) -> Tensor:
+    """[R, L, H, D] of `attend`, called with the tensors of one document after the other. lengths: None where a row is one."""
+    if lengths is None:
         return attend(query, key, value)
-    assert query.shape[0] == 1 and sum(document_lengths) == query.shape[2], (
-        f"documents of {sum(document_lengths)} tokens in {query.shape[0]} rows of {query.shape[2]}"
+    assert query.shape[0] == 1 and sum(lengths) == query.shape[2], (
+        f"documents of {sum(lengths)} tokens in {query.shape[0]} rows of {query.shape[2]}"
     )
     outputs, start = [], 0
-    for length, run in itertools.groupby(document_lengths):  # neighbours of equal length are one batch
+    for length, run in itertools.groupby(lengths):  # neighbours of equal length are one batch
         count = len(list(run))
         of_run = slice(start, start + count * length)
         start = of_run.stop
@@ -99,4 +140,33 @@ def _attend(
     return torch.cat(outputs)[None]
 
 
+def _rule(
+    module: torch.nn.Module,
+    mask: DocumentMask | None,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    others: dict[str, object],
+) -> DocumentMask:
+    """What the document's tokens may look at. Raises ModelError for what is neither supported nor harmless."""
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise ModelError(_refused(module, f"gives {name} to attention"))
+    if mask is not None and not isinstance(mask, DocumentMask):
+        raise ModelError(_refused(module, "makes its own attention masks"))
+    if is_causal is None and mask is None:
+        is_causal = getattr(module, "is_causal", True)  # noqa: B009 - as transformers' own attention functions read it
+    if is_causal is False and mask is None:
+        raise ModelError(_refused(module, "has attention in both directions"))
+    return DocumentMask(window=sliding_window) if mask is None else mask
+
+
+def _refused(of: Any, why: str) -> str:
+    config = getattr(of, "config", of)  # noqa: B009 - a module's, or the config itself
+    return (
+        f"config.json: model_type {getattr(config, 'model_type', type(of).__name__)!r} {why}, which backend fsdp does not "
+        "support; use another model"
+    )
+
+
 ALL_ATTENTION_FUNCTIONS.register(NAME, document_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_of_rule)

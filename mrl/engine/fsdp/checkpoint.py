@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from mrl.converters.mcore_weights import architecture, check_architecture
+from mrl.converters.fields import NEUTRAL
+from mrl.converters.mcore_weights import architecture, check_architecture, differing
 from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
@@ -26,7 +27,8 @@ from mrl.errors import CheckpointError
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Everything sharded, by its name in the checkpoint. Tensors are those in use: reading into them restores."""
-    named: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.parameters().items()}
+    held = model.parameters() | model.buffers()
+    named: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in held.items()}
     return named | (optimizer.moments() if optimizer is not None else {})
 
 
@@ -44,7 +46,7 @@ def save(
     torch.save(generators.states(), os.path.join(folder, f"rng_{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
         updates = 0 if optimizer is None else optimizer.updates
-        about = architecture(model.family, model.hf_config)
+        about = described(model)
         facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
         torch.save(facts, os.path.join(folder, STATE))
 
@@ -62,7 +64,7 @@ def load(
         _check_fit(folder, wanted)
         facts = torch.load(os.path.join(folder, STATE), weights_only=True)
         if "architecture" in facts:  # an older mrl saved none
-            check_architecture(facts["architecture"], model.family, model.hf_config, folder)
+            _check_architecture(facts["architecture"], model, folder)
         dcp.load(wanted, checkpoint_id=folder)
     except collective.LOAD_ERRORS as error:
         raise collective.cannot_load(folder, error) from error
@@ -72,6 +74,22 @@ def load(
     if os.path.exists(rng):
         generators.restore(torch.load(rng, weights_only=True))
     return facts["schedule_step"], facts["state"]
+
+
+def described(model: Model) -> dict[str, Any]:
+    """What a model is told by: what its family reads of config.json; without a table, all that may change the maths."""
+    if model.family is not None:
+        return architecture(model.family, model.hf_config)
+    plain = (str, int, float, bool, type(None), list, dict)
+    read = {k: v for k, v in model.hf_config.items() if k not in NEUTRAL and k[0] != "_" and isinstance(v, plain)}
+    return {"model_type": model.hf_config["model_type"], **read}
+
+
+def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> None:
+    if model.family is not None:
+        check_architecture(saved, model.family, model.hf_config, folder)
+    elif differ := differing(saved, described(model), "in the checkpoint", "in config.json"):
+        raise CheckpointError(f"{folder}: is another model: {'; '.join(differ)}; give the model that was trained")
 
 
 def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from mrl.batch import Batch
 from mrl.config.checks import check_backend, check_shared_sequences
 from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.safetensors_io import HFWriter, tensor_infos
+from mrl.converters.safetensors_io import HFWriter
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -60,6 +60,7 @@ class FSDPEngine(BaseEngine):
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
         self.schedule_step = 0
+        self.seen_images = False  # of the accumulated gradients
 
     @property
     def device(self) -> torch.device:
@@ -168,9 +169,18 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
-        inputs = step.prepare(data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses)
+        inputs = step.prepare(
+            data,
+            packed=self.config.packing,
+            device=self.device,
+            ulysses=self.mesh.ulysses,
+            reads_images=self.model.reads_images,
+        )
         data = data.to(self.device)
-        predictions = self.model.module(functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx))
+        self.seen_images |= bool(data.multi_modal_inputs)
+        predictions = self.model.module(
+            functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
+        )
         loss = sum(value.sum() for value in predictions.values()) * 0.0
         sums: dict[tuple[str, str], float] = {}
         if data.num_sequences:
@@ -197,6 +207,7 @@ class FSDPEngine(BaseEngine):
         for parameter in self.model.parameters().values():
             parameter.grad = None
         self.offload.forget("gradients")
+        self.seen_images = False
 
     def optimizer_step(self) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
@@ -204,7 +215,8 @@ class FSDPEngine(BaseEngine):
 
     def _watched(self) -> Iterator[guards.Watched]:
         for name, p in self.model.parameters().items():
-            yield guards.Watched(name, p.detach().to_local(), None if p.grad is None else p.grad.to_local())
+            idle = not self.seen_images and self.model.is_of_images(name)
+            yield guards.Watched(name, p.detach().to_local(), None if p.grad is None else p.grad.to_local(), idle)
 
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients"):
@@ -256,6 +268,7 @@ class FSDPEngine(BaseEngine):
         told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
+        self.model.check_generates()
         check_room(requests, cache_tokens)
         alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
@@ -267,6 +280,7 @@ class FSDPEngine(BaseEngine):
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
                 told=told,
+                rule=self.model.rule,
             )
         everyone: list[dict[int, Completion]] = [{}] * self.world_size
         dist.all_gather_object(everyone, found)
@@ -275,19 +289,20 @@ class FSDPEngine(BaseEngine):
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters"):
-            yield from self.model.stream(lambda parameter: parameter, DTYPES[self.config.model.dtype])
+            yield from self.model.stream(lambda tensor: tensor, DTYPES[self.config.model.dtype])
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters", "gradients"):
             yield from self.model.stream(
                 lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
                 torch.float32,
+                buffers=False,
             )
 
     def export_hf(self, path: str) -> None:
         writer = contextlib.nullcontext()
         if self.is_main:
-            infos = tensor_infos(self.model.file_shapes, DTYPES[self.config.model.dtype])
+            infos = self.model.file_infos(DTYPES[self.config.model.dtype])
             changes = self._config_changes(self.model.family, self.model.hf_config)
             writer = HFWriter(path, infos, companions=self.config.model.path, config_changes=changes)
         with writer as out:

@@ -1,27 +1,33 @@
-"""A transformers causal language model, sharded over the data-parallel ranks with FSDP2."""
+"""A transformers model, sharded over the data-parallel ranks with FSDP2."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.engine.fsdp import attention
-from mrl.engine.fsdp.names import Piece, pieces, read_rows
-from mrl.engine.saving import starting_weights
+from mrl.converters.safetensors_io import NAMES, TensorInfo
+from mrl.engine.fsdp import attention, probe
+from mrl.engine.fsdp.blocks import blocks_of, embedding_of
+from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
+from mrl.engine.fsdp.files import ModelFiles
+from mrl.engine.fsdp.initial import InitialWeights
+from mrl.engine.fsdp.names import TableFiles
+from mrl.engine.fsdp.output import logit_rule
+from mrl.engine.logprobs import PLAIN, LogitRule
 from mrl.errors import ModelError
 
 Result = TypeVar("Result")
@@ -42,49 +48,62 @@ class Model:
     """The sharded model and the way between its parameters and Hugging Face files.
 
     Parameters are fp32, the master weights; where `dtype` is bfloat16 they are cast as they are gathered, the model
-    computes in bfloat16, and gradients are reduced and accumulated in fp32.
+    computes in bfloat16, and gradients are reduced and accumulated in fp32. Buffers are whole on every rank, and stay as they are.
+
+    family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it computes
+    here what it should. rule: what the model makes of what its output layer gives.
     """
 
     def __init__(self, config: RoleConfig, device: torch.device, mesh: DeviceMesh) -> None:
         self.hf_config = read_hf_config(config.model.path)
-        self.family = family_for(self.hf_config)
-        self.head = config.head
-        odd = "a router bias" if buffer_names(self.family, self.hf_config) else ""
-        odd = "attention sinks" if self.family.stacks else odd
-        if odd:
-            raise ModelError(
-                f"config.json: model_type {self.family.model_type!r} has {odd}, which the fsdp engine does not carry; use "
-                "engine.backend=megatron"
-            )
-        self.file_shapes = expected_hf_names(self.family, self.hf_config, head=config.head)
-        # never by code of the model's own: the tables of the families say what it is, on every backend
-        transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(transformers_config, dtype=torch.float32, attn_implementation="sdpa")
-            if config.head == "value":  # a module of its own, also where the output layer was tied to the embedding
-                hf.lm_head = nn.Linear(hf.config.hidden_size, 1, bias=False)
-        hf.config.use_cache = False
-        # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
-        # token of the data, as an end-of-turn token often is, it trains like any other.
-        hf.get_input_embeddings().padding_idx = None
-        hf.set_attn_implementation(attention.NAME)
-        if config.engine.recompute == "full":
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        bf16 = config.model.dtype == "bfloat16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-        for layer in hf.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
-        self.module = fully_shard(Sharded(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        self.family = FAMILIES.get(self.hf_config["model_type"])
+        self.head, self.device = config.head, device
+        hf = build(config, self.hf_config)
+        if config.head == "value":
+            with_value_head(hf, checked=self.family is None)
+        if self.family is not None:
+            self.files = TableFiles(hf, self.family, self.hf_config, config.head)
+        else:
+            self.files = ModelFiles(copy.deepcopy(hf), config.head)
+        self.module = _sharded(hf, config, mesh)
         self.module.to_empty(device=device)
-        _fill_buffers(hf)
+        fill_buffers(hf)
         self._load(config)
+        known = self.family is not None or reads_images(self.hf_config)
+        self.rule = PLAIN if known else self._probe(packed=config.packing)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
     @property
     def hf(self) -> nn.Module:
         return self.module.hf
+
+    @property
+    def reads_images(self) -> nn.Module | None:
+        """The model, if it is one of vision and language."""
+        return self.hf if reads_images(self.hf_config) else None
+
+    def is_of_images(self, name: str) -> bool:
+        """Whether a parameter is of the vision tower, which text alone does not train."""
+        return self.reads_images is not None and name.startswith("model.visual.")
+
+    def _probe(self, *, packed: bool) -> LogitRule:
+        """Runs tiny inputs through the model. Returns what it makes of what its output layer gives. Collective."""
+        self.module.eval()
+        with torch.no_grad():
+            self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device))
+            if self.head == "value":
+                return PLAIN
+            token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
+            return self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
+
+    def check_generates(self) -> None:
+        """Raises where the model's attention is its own, which does not know our keys and values."""
+        if self.hf.config._attn_implementation != attention.NAME:
+            raise ModelError(
+                f"config.json: model_type {self.hf_config['model_type']!r} keeps to attention of its own, and so backend fsdp does not "
+                "generate with it; let an inference server do it (rollout.backend)"
+            )
 
     @contextlib.contextmanager
     def kept_gathered(self) -> Iterator[None]:
@@ -102,61 +121,76 @@ class Model:
         """Sharded parameters by their name in transformers; tied ones once."""
         return dict(self.hf.named_parameters())
 
-    def pieces(self, name: str, parameter: nn.Parameter) -> list[Piece]:
-        """The file tensors that a parameter holds."""
-        return pieces(name, parameter.shape, family=self.family, head=self.head)
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers that are in the files, whole on every rank."""
+        return {name: buffer for name, buffer in self.hf.named_buffers() if name in self.files.state}
+
+    def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
+        """What an export consists of: parameters in `dtype`, buffers as they are."""
+        buffers = self.buffers()
+        infos = {}
+        for group in self.files.groups():
+            of_buffer = [buffers[name].dtype for name in group if name in buffers]
+            held = {name: torch.empty(self.files.state[name].shape, device="meta") for name in group}
+            for name, tensor in self.files.written(held):
+                infos[name] = TensorInfo(NAMES[of_buffer[0] if of_buffer else dtype], tuple(tensor.shape))
+        return {name: infos[name] for name in self.files.shapes}
 
     def _load(self, config: RoleConfig) -> None:
         """Fills this rank's shards, each rank reading its own rows."""
-        held = {piece.name for name, p in self.parameters().items() for piece in self.pieces(name, p)}
-        odd = sorted(held ^ self.file_shapes.keys())
-        assert not odd, f"transformers' model and the table of {self.family.model_type} do not agree about {odd}"
         if config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
-            self._fill(RandomWeights(self.file_shapes, seed=config.seed, std=std))
+            if self.family is not None:
+                read = RandomWeights(self.files.shapes, seed=config.seed, std=std)
+                self._fill(self.files.random(read).rows)
+            else:
+                self._fill(InitialWeights(self.files.hf, seed=config.seed).rows)
             return
-        with self._stored(config.model.path, trained=config.optimizer is not None) as read:
-            self._fill(read)
+        with self.files.opened(config.model.path, trained=config.optimizer is not None) as stored:
+            self._fill(stored.rows)
 
     def load_hf(self, path: str) -> None:
         """Fills this rank's shards from another folder of the same tensors."""
-        with self._stored(path, trained=False) as read:
-            self._fill(read)
-
-    def _stored(self, path: str, *, trained: bool):
-        return starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained)
+        with self.files.opened(path, trained=False) as stored:
+            self._fill(stored.rows)
 
     @torch.no_grad()
-    def _fill(self, read: Callable[[str], Any]) -> None:
+    def _fill(self, rows: Callable[[str, int, int], Tensor]) -> None:
         for name, parameter in self.parameters().items():
             shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            if shape[0]:
-                rows = read_rows(self.pieces(name, parameter), read, offset[0], offset[0] + shape[0])
-                parameter.to_local().copy_(rows)
+            if not shape or shape[0]:
+                start = offset[0] if offset else 0
+                parameter.to_local().copy_(rows(name, start, start + (shape[0] if shape else 1)))
+        for name, buffer in self.buffers().items():
+            buffer.copy_(rows(name, 0, buffer.shape[0] if buffer.shape else 1))
 
-    def stream(self, value: Callable[[nn.Parameter], Tensor], dtype: torch.dtype):
-        """Yields (file name, whole tensor on the host) on rank 0, gathering one parameter at a time; others yield nothing.
+    def stream(self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool = True):
+        """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others yield
+        nothing.
 
-        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient.
+        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. buffers: whether they come too.
         """
-        for name, parameter in self.parameters().items():
-            whole = value(parameter).detach().full_tensor()
-            if dist.get_rank() == 0:
-                whole = whole.to(device="cpu", dtype=dtype)
-                for piece in self.pieces(name, parameter):
-                    yield piece.name, piece.of(whole).clone()
+        parameters, of_buffers = self.parameters(), self.buffers()
+        for group in self.files.groups():
+            held = {name: value(parameters[name]).detach() for name in group if name in parameters}
+            held = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in held.items()}
+            if dist.get_rank():
+                continue
+            held = {name: t.to(device="cpu", dtype=dtype) for name, t in held.items()}
+            held |= {name: of_buffers[name].cpu() for name in group if buffers and name in of_buffers}
+            if held:
+                for name, tensor in self.files.written(held):
+                    yield name, tensor.clone()
 
 
-@torch.no_grad()
-def _fill_buffers(hf: nn.Module) -> None:
-    """Computes the buffers that follow from the config (rotary frequencies), which the meta device has left empty."""
-    for buffer in hf.buffers():
-        if buffer.is_floating_point():
-            buffer.fill_(torch.nan)
-    for module in hf.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            hf._init_weights(module)
-    empty = [name for name, buffer in hf.named_buffers() if buffer.is_floating_point() and buffer.isnan().any()]
-    assert not empty, f"transformers does not initialise the buffers {empty}"
+def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh) -> nn.Module:
+    """`hf` with each block, and what is worth it, a unit of its own, and the rest in the root."""
+    bf16 = config.model.dtype == "bfloat16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    embedding = embedding_of(hf)
+    for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
+    return fully_shard(Sharded(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -6,15 +6,18 @@ file has three matrices for each expert. One function tells which tensors a para
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mrl.converters.table import Family
+from mrl.converters.rules import expected_hf_names
+from mrl.converters.table import Family, HFConfig
+from mrl.engine.saving import starting_weights
 
 STATE = "state.pt"
 """The file of a checkpoint that has what is no sharded tensor."""
@@ -40,7 +43,7 @@ def pieces(name: str, shape: Sequence[int], *, family: Family, head: str) -> lis
     if head == "value" and name == "lm_head.weight":
         return [Piece("score.weight")]
     found = _FUSED.fullmatch(name)
-    if found is None or not family.sparse:
+    if found is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
         return [Piece(name)]
     layer = int(found[1])
     if found[2] == "gate.weight":
@@ -68,3 +71,55 @@ def read_rows(of: Sequence[Piece], read: Callable[[str], Any], start: int, stop:
     for piece in mine:
         matrices.setdefault(piece.expert, []).append(read(piece.name)[:])
     return torch.stack([torch.cat(parts) for parts in matrices.values()])
+
+
+class TableFiles:
+    """The files of a model of a family that mrl has a table of. hf: the model, on the meta device. head: "lm" or "value".
+
+    shapes: of every tensor of the files, by name, in model order. state: the parameters and buffers that they hold.
+    """
+
+    def __init__(self, hf: nn.Module, family: Family, hf_config: HFConfig, head: str) -> None:
+        self.family, self.hf_config, self.head = family, hf_config, head
+        self.shapes = expected_hf_names(family, hf_config, head=head)
+        whole = hf.state_dict(keep_vars=True)
+        buffers = {name: t for name, t in hf.named_buffers() if name in whole}
+        self.state = dict(hf.named_parameters()) | buffers
+        held = {piece.name for name in self.state for piece in self._pieces(name)}
+        odd = sorted(held ^ self.shapes.keys())
+        assert not odd, f"transformers' model and the table of {family.model_type} do not agree about {odd}"
+
+    def _pieces(self, name: str) -> list[Piece]:
+        return pieces(name, self.state[name].shape, family=self.family, head=self.head)
+
+    def groups(self) -> list[list[str]]:
+        """Names of parameters and buffers, those together that a file's tensor needs together."""
+        return [[name] for name in self.state]
+
+    def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(file name, tensor) of one of `groups`, by name."""
+        for name, whole in held.items():
+            for piece in self._pieces(name):
+                yield piece.name, piece.of(whole)
+
+    @contextlib.contextmanager
+    def opened(self, path: str, *, trained: bool) -> Iterator[StoredRows]:
+        """The weights of the folder `path`, all accounted for. trained: a value head may be absent, and starts at zero."""
+        with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
+            yield StoredRows(self, read)
+
+    def random(self, read: Callable[[str], Any]) -> StoredRows:
+        """What `read` gives by the name of a file's tensor."""
+        return StoredRows(self, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRows:
+    """What is stored, by the names of the module. read: gives a tensor, or a lazy slice of a file's, by the file's name."""
+
+    files: TableFiles
+    read: Callable[[str], Any]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of dimension 0 of a parameter or buffer, reading no more than they need. start < stop."""
+        return read_rows(self.files._pieces(name), self.read, start, stop)

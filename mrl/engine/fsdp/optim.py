@@ -25,8 +25,10 @@ class Optimizer:
         self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, shards: dist.ProcessGroup
     ) -> None:
         self.parameters, self.config, self.shards = dict(parameters), config, shards
-        decayed = [p for p in self.parameters.values() if p.ndim >= 2]
-        others = [p for p in self.parameters.values() if p.ndim < 2]
+        # biases of experts that are stacked have two dimensions, and are biases
+        decays = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in self.parameters.items()}
+        decayed = [p for name, p in self.parameters.items() if decays[name]]
+        others = [p for name, p in self.parameters.items() if not decays[name]]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},

@@ -7,6 +7,7 @@ share the sequences (Ulysses) have `L/C` each.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
 from mrl.engine.fsdp import vision
+from mrl.engine.fsdp.output import hidden_states, output_weight
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.vision import Images
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
@@ -116,34 +118,37 @@ def prepare(
 
 
 def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
-    """[R * L/C, H] what the output layer is given."""
-    language, tokens = hf.model, {"input_ids": inputs.tokens}
-    if inputs.images is not None:
-        language, tokens = hf.model.language_model, vision.embedded(hf, inputs.tokens, inputs.images)
-    return language(
-        **tokens, position_ids=inputs.positions, use_cache=False, document_lengths=inputs.document_lengths,
-        ulysses=inputs.ulysses,
-    ).last_hidden_state.flatten(0, 1)  # fmt: skip
+    """[R * L/C, H] what the output layer is given for each place."""
+    options: dict[str, Any] = {"position_ids": inputs.positions}
+    if inputs.document_lengths is not None:
+        options["document_lengths"] = inputs.document_lengths
+    if inputs.ulysses.size > 1:
+        options["ulysses"] = inputs.ulysses
+    if inputs.images is None:
+        return hidden_states(hf, input_ids=inputs.tokens, **options).flatten(0, 1)
+    fed = vision.embedded(hf, inputs.tokens, inputs.images)
+    return hf.model.language_model(**fed, **options, use_cache=False).last_hidden_state.flatten(0, 1)
 
 
-def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx) -> Predictions:
+def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
     """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
 
-    head: "lm" or "value".
+    head: "lm" or "value". rule: what the model makes of what its output layer gives.
     ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
     """
-    hidden = hidden_of(hf, inputs)
+    hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
-        values = hf.lm_head(hidden)[:, 0].clone().float()  # FSDP wants no view of what its module made
+        values = (hidden @ weight.t())[:, 0].clone().float()  # FSDP wants no view of what its module made
         return {"values": inputs.restore(values)}
     log_probs, entropy = log_probs_from_hidden(
         hidden,
-        hf.lm_head.weight,
+        weight,
         inputs.labels,
-        shard=VocabShard(hf.config.vocab_size),
+        shard=VocabShard(weight.shape[0]),
         rows=inputs.trained,
         temperature=ctx.get("temperature", 1.0),
         entropy=ctx.get("entropy", "none"),
+        rule=rule,
     )
     outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
     return {name: inputs.restore(values) for name, values in outputs.items()}

@@ -1,0 +1,120 @@
+"""The transformers module of a model, without memory, and what a checkpoint does not hold of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+
+from mrl.config.schema import RoleConfig
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import reads_images
+from mrl.engine.fsdp import attention
+from mrl.errors import ModelError
+
+
+def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
+    """The model of config.json, fp32, on the meta device, with our attention where it takes any. Raises ModelError by name."""
+    model_type = hf_config["model_type"]
+    if hf_config.get("quantization_config") and model_type not in FAMILIES:
+        raise ModelError(
+            f"config.json: quantization_config of a {model_type!r} model is not supported by backend fsdp; give the model that it "
+            "was made from"
+        )
+    # never by code of the model's own
+    transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
+    kind = AutoModelForImageTextToText if reads_images(hf_config) else AutoModelForCausalLM
+    if not reads_images(hf_config) and type(transformers_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
+            "transformers"
+        )
+    with torch.device("meta"):
+        hf = kind.from_config(transformers_config, dtype=torch.float32, attn_implementation="eager")
+    hf.config.use_cache = False
+    # transformers gives the row of `pad_token_id` no gradient. Nothing here is padded with it, and where it is a
+    # token of the data, as an end-of-turn token often is, it trains like any other.
+    hf.get_input_embeddings().padding_idx = None
+    if hf._supports_attention_backend:
+        ours = attention.NAME
+        # a vision tower attends in both directions, within an image, and tells images apart by itself
+        hf.set_attn_implementation(
+            {"": ours, "text_config": ours, "vision_config": "sdpa"} if reads_images(hf_config) else ours
+        )
+    elif config.packing:
+        raise ModelError(
+            f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "
+            "for it on backend fsdp; set data.packing to false"
+        )
+    if config.engine.recompute == "full":
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return hf
+
+
+def with_value_head(hf: nn.Module, *, checked: bool) -> None:
+    """Puts a layer of one output in the place of the output layer; a module of its own, also where that was tied.
+
+    checked: raises ModelError where transformers has no sequence classifier that is this model with a layer `score`: its folder could
+    not be loaded.
+    """
+    before = hf.get_output_embeddings()
+    if checked:
+        _check_classifier(hf, before)
+    with torch.device("meta"):
+        hf.set_output_embeddings(nn.Linear(before.weight.shape[1], 1, bias=False))
+
+
+def _check_classifier(hf: nn.Module, output: nn.Module) -> None:
+    own = {name for name, p in hf.named_parameters(remove_duplicate=False) if p is output.weight or p is output.bias}
+    own -= {name for name, p in hf.base_model.named_parameters(prefix=hf.base_model_prefix)}
+    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(hf.config), None)
+    names: set[str] = set()
+    if classifier is not None:
+        config = copy.deepcopy(hf.config)
+        config.num_labels = 1
+        with torch.device("meta"):
+            names = {name for name, _ in classifier(config).named_parameters()}
+    if names != {name for name, _ in hf.named_parameters()} - own | {"score.weight"}:
+        raise ModelError(
+            f"config.json: model_type {hf.config.model_type!r} has no sequence classifier in transformers that is the model with a "
+            "layer `score`, so that backend fsdp gives it no value head; use another model"
+        )
+
+
+@torch.no_grad()
+def fill_buffers(hf: nn.Module) -> None:
+    """Computes the buffers that follow from the config (rotary frequencies), which the meta device has left empty.
+
+    Raises ModelError for one that transformers does not compute: it would hold what was there before.
+    """
+    having = [module for module in hf.modules() if any(True for _ in module.buffers(recurse=False))]
+    parameters = list(hf.parameters())
+    for parameter in parameters:
+        parameter._is_hf_initialized = True  # transformers' word for: leave it alone
+    computed = []
+    for before in (0, 1):
+        for buffer in hf.buffers():
+            buffer.fill_(before)
+        for module in having:
+            hf._init_weights(module)
+        computed.append({name: buffer.clone() for name, buffer in hf.named_buffers()})
+    for parameter in parameters:
+        del parameter._is_hf_initialized
+    first, second = computed
+    in_files = hf.state_dict().keys()
+    empty = [name for name in first if name not in in_files and not torch.equal(first[name], second[name])]
+    if empty:
+        raise ModelError(
+            f"config.json: model_type {hf.config.model_type!r}: transformers does not compute the buffer {empty[0]}, so that backend "
+            "fsdp cannot build it; use another model"
+        )

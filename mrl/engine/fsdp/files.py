@@ -1,0 +1,193 @@
+"""The tensors of a model's files and the state of its transformers module, where mrl has no table of the family.
+
+transformers itself says what the files call what its module holds, and what they hold in another form (experts, one by
+one, of which the module has one tensor): its conversion mapping is read in both directions here. Every tensor of the files
+is accounted for, as with a table. Only the tensors that one conversion takes together are ever in memory at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from mrl.converters.accounting import SCORE, account, equal_tensors
+from mrl.converters.algebra import Shape
+from mrl.converters.safetensors_io import HFReader
+from mrl.errors import ModelError
+
+Read = Callable[[str], Any]
+
+
+class ModelFiles:
+    """The files of a model that transformers builds. hf: it, on the meta device. head: "lm" or "value".
+
+    shapes: of every tensor of the files, by name, in model order.
+    """
+
+    def __init__(self, hf: nn.Module, head: str) -> None:
+        self.hf, self.head = hf, head
+        hf._weight_conversions = [
+            conversion
+            for conversion in get_model_conversion_mapping(hf, add_legacy=False)
+            if not isinstance(conversion, PrefixChange)
+        ]
+        whole = hf.state_dict(keep_vars=True)
+        kept = {id(p): name for name, p in (*hf.named_parameters(), *hf.named_buffers())}
+        self.state = {name: t for name, t in whole.items() if kept[id(t)] == name}
+        self.copies = {name: kept[id(t)] for name, t in whole.items() if kept[id(t)] != name}
+        # of tied tensors transformers saves one, and not always the first
+        tied = hf.all_tied_weights_keys
+        self._saved = {of: name for name, of in self.copies.items() if of in tied and name not in tied}
+        output = hf.get_output_embeddings()
+        self._score = next((n for n, p in hf.named_parameters() if head == "value" and p is output.weight), None)
+        meta = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in self.state.items()}
+        self._names: dict[str, list[str]] = {}
+        self.shapes: dict[str, Shape] = {}
+        for group in self.groups():
+            made = dict(self.written({name: meta[name] for name in group}))
+            self.shapes |= {name: tuple(t.shape) for name, t in made.items()}
+            for name in group:
+                self._names[name] = list(made)
+        self._meta = {name: meta[self.copies.get(name, name)] for name in whole}
+
+    def groups(self) -> list[list[str]]:
+        """Names of parameters and buffers, those together that one conversion takes together to write the files."""
+        reverse = [conversion.reverse_transform() for conversion in self.hf._weight_conversions[::-1]]
+        converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+        groups: dict[str, list[str]] = {}
+        for name in self.state:
+            renamed, pattern = apply_converters(name, converters)
+            groups.setdefault(renamed if pattern is not None else f"={name}", []).append(name)
+        return list(groups.values())
+
+    def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(file name, tensor) of one of `groups`, by name. What a conversion cannot do is refused."""
+        if self._score in held:
+            yield SCORE, held[self._score]
+            return
+        try:
+            yield from revert_weight_conversion(self.hf, {self._saved.get(n, n): t for n, t in held.items()}).items()
+        except Exception as error:  # transformers has no common class for what its conversions raise
+            raise ModelError(self._refused(list(held), error)) from error
+
+    def _refused(self, names: Sequence[str], error: BaseException) -> str:
+        reason = " ".join(str(error).split())[:200]
+        return (
+            f"config.json: model_type {self.hf.config.model_type!r}: transformers does not convert {names[0]} ({reason}), so that "
+            "backend fsdp cannot carry it; use another model"
+        )
+
+    @contextlib.contextmanager
+    def opened(self, path: str, *, trained: bool) -> Iterator[Stored]:
+        """The weights of the folder `path`, all accounted for. trained: a value head may be absent, and starts at zero."""
+        with HFReader(path) as reader:
+            yield Stored(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
+
+
+class Stored:
+    """The weights of a Hugging Face folder, by the names of the module. Raises ModelError that lists all that differs."""
+
+    def __init__(self, files: ModelFiles, reader: HFReader, *, may_lack: Sequence[str]) -> None:
+        self.files, self.reader = files, reader
+        mapping = get_model_conversion_mapping(files.hf)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        prefix = files.hf.base_model_prefix
+        for key in sorted(reader.tensors, key=dot_natural_key):
+            if files.head == "value" and key == SCORE:
+                self._sources[files._score] = [(key, None)]
+                continue
+            name, pattern = rename_source_key(key, renamings, self._converters, prefix, files._meta)
+            if name not in files._meta and key in files._meta:
+                name, pattern = key, None
+            if name in files._meta and name != files._score:
+                self._sources.setdefault(name, []).append((key, pattern))
+        self._by_others = dict(self._made_with_others())
+        absent = self._account(may_lack)
+        self._zeros = {files._score} if absent else set()
+
+    def _made_with_others(self) -> Iterator[tuple[str, str]]:
+        """(state, state under whose name a conversion gives both), where tensors of the files become several."""
+        for name, sources in self._sources.items():
+            if sources[0][1] is not None and len(self._converter(sources[0][1]).target_patterns) > 1:
+                for made in self._convert(name, lambda key: torch.empty(self.reader.tensors[key].shape, device="meta")):
+                    if made != name:
+                        yield made, name
+
+    def _account(self, may_lack: Sequence[str]) -> list[str]:
+        """Compares what is there with what the model consists of, under the names that the files would be written with."""
+        files, found = self.files, dict(self.reader.tensors)
+        unread = self._copies()
+        for name, sources in self._sources.items():
+            if sources[0][1] is None and len(sources) == len(files._names[name]) == 1:
+                found[files._names[name][0]] = found.pop(sources[0][0])
+        if files.head == "value":
+            output = [name for name in files._meta if name == files._score]
+            unread += [key for key in found if self._of_output(key, output)]
+        ignored = [re.compile(pattern) for pattern in files.hf._keys_to_ignore_on_load_unexpected or ()]
+        unread += [key for key in found if key not in files.shapes and any(p.search(key) for p in ignored)]
+        return account(found, files.shapes, where=str(self.reader.path), may_lack=may_lack, may_have=unread)
+
+    def _of_output(self, key: str, output: Sequence[str]) -> bool:
+        """Whether a file's tensor is of the output layer that a value head stands in for."""
+        return key in output or key.removesuffix("bias") + "weight" in output
+
+    def _copies(self) -> list[str]:
+        """Keys of tensors that are tied to others, which they must equal bit for bit."""
+        unread = []
+        for name, of in self.files.copies.items():
+            for key, pattern in self._sources.pop(name, ()):
+                if of not in self._sources:
+                    self._sources[of] = [(key, pattern)]
+                    continue
+                (source, _), *_ = self._sources[of]
+                if not equal_tensors(self.reader, key, source):
+                    raise ModelError(
+                        f"{self.reader.path}: {key} differs from {source} though config.json ties them; set "
+                        f"tie_word_embeddings to false or remove {key}"
+                    )
+                unread.append(key)
+        return unread
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of dimension 0 of a parameter or buffer, reading no more than its conversion takes."""
+        shape = self.files.state[name].shape
+        if name in self._zeros:
+            return torch.zeros(stop - start, *shape[1:])
+        first = self._by_others.get(name, name)
+        ((key, pattern), *_) = self._sources[first]
+        if pattern is None:
+            return self.reader(key)[start:stop] if shape else self.reader.tensor(key)
+        return self._convert(first, self.reader.tensor)[name][start:stop]
+
+    def _converter(self, pattern: str) -> WeightConverter:
+        return next(entry for entry in self._converters if pattern in entry.source_patterns)
+
+    def _convert(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What the tensors of the files that go to `name` become, by name."""
+        sources = self._sources[name]
+        converter = copy.deepcopy(self._converter(sources[0][1]))
+        for key, pattern in sources:
+            converter.add_tensor(name, key, pattern, lambda key=key: read(key))
+        try:
+            made = converter.convert(name, model=self.files.hf, config=self.files.hf.config)
+        except Exception as error:  # as in `written`
+            raise ModelError(self.files._refused([name], error)) from error
+        return {to: found[0] if isinstance(found, list) else found for to, found in made.items()}

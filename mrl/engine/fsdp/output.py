@@ -1,0 +1,107 @@
+"""What a transformers model does between its last block and its logits, without making the logits.
+
+The model runs whole, but its output layer (`get_output_embeddings`) only keeps what it is given, and answers with a few numbers
+that are known instead of [.., V] logits. What the model makes of those is what it does to logits: nothing, a factor, or soft
+capping. Nothing needs to know what the model calls its parts.
+
+Dimensions: `R` rows, `L` tokens in a row, `H` what the output layer takes, `V` the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mrl.engine.logprobs import PLAIN, LogitRule
+from mrl.errors import ModelError
+
+PROBES = (-300.0, -40.0, -7.5, -1.0, -(2.0**-12), 0.0, 2.0**-12, 1.0, 3.0, 29.0, 1e9)
+
+
+@dataclasses.dataclass
+class Kept:
+    """What one forward gave its output layer, and what it was told. hidden: [R, L, H], once for each call."""
+
+    answer: Tensor | None = None
+    hidden: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def keeping(layer: nn.Module, answer: Tensor | None = None) -> Iterator[Kept]:
+    """Inside, `layer` keeps its input and gives `answer` for every token, or one zero."""
+    kept = Kept(answer)
+
+    def keep(hidden: Tensor) -> Tensor:
+        kept.hidden.append(hidden)
+        told = hidden.new_zeros(1) if answer is None else answer.to(hidden.device)
+        return told.expand(*hidden.shape[:-1], -1)
+
+    layer.forward = keep
+    try:
+        yield kept
+    finally:
+        del layer.forward
+
+
+def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
+    """[R, L, H] what the output layer of `hf` is given, for `inputs` of its forward; position_ids where it takes any."""
+    with keeping(hf.get_output_embeddings()) as kept:
+        hf(**_taken(hf, inputs), use_cache=False)
+    (hidden,) = kept.hidden
+    return hidden
+
+
+def _taken(hf: nn.Module, inputs: dict[str, object]) -> dict[str, object]:
+    """A model without positions (ALiBi, recurrent ones) takes none."""
+    takes = inspect.signature(hf.forward).parameters.values()
+    known = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in takes)
+    return inputs if known else {name: value for name, value in inputs.items() if name != "position_ids"}
+
+
+def output_weight(hf: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(hidden, weight) whose product `hidden @ weight.T` is what the output layer gives. hidden: [.., H].
+
+    A bias is one more column of the weight.
+    """
+    layer = hf.get_output_embeddings()
+    if layer.bias is None:
+        return hidden, layer.weight
+    ones = hidden.new_ones(*hidden.shape[:-1], 1)
+    return torch.cat([hidden, ones], -1), torch.cat([layer.weight, layer.bias[:, None]], 1)
+
+
+def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
+    """What `hf` makes of what its output layer gives, seen in a forward of `inputs`. ModelError where it is none of the known."""
+    given = torch.tensor(PROBES, dtype=torch.float64)
+    with keeping(hf.get_output_embeddings(), given) as kept:
+        logits = hf(**_taken(hf, inputs), use_cache=False).logits
+    model_type = hf.config.model_type
+    if len(kept.hidden) != 1:
+        raise ModelError(
+            f"config.json: model_type {model_type!r} calls its output layer {len(kept.hidden)} times in a forward, which backend fsdp "
+            "does not support; use another model"
+        )
+    made = logits.reshape(-1, len(PROBES))[-1].double().cpu() if logits.shape[-1] == len(PROBES) else None
+    for rule in () if made is None else _candidates(made):
+        if torch.allclose(rule(given), made, rtol=1e-5, atol=0):
+            return rule
+    raise ModelError(
+        f"config.json: model_type {model_type!r} changes its logits after the output layer by something else than a factor or soft "
+        "capping, which backend fsdp does not support; use another model"
+    )
+
+
+def _candidates(made: Tensor) -> Iterator[LogitRule]:
+    """Rules that some of the numbers fit."""
+    yield PLAIN
+    yield LogitRule(scale=made[PROBES.index(1.0)].item())
+    near_zero = PROBES.index(2.0**-12)
+    softcap = made[-1].item()
+    if softcap > 0:
+        yield LogitRule(softcap=softcap)
+        yield LogitRule(made[near_zero].item() / PROBES[near_zero], softcap)

@@ -1,0 +1,98 @@
+"""Whether a model that mrl has no table for computes here what transformers computes: two tiny documents tell.
+
+Each document alone, by transformers' own eager attention, gives what is right. Against that stand the documents in one
+micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mrl.batch import make_batch
+from mrl.engine.fsdp import attention, step
+from mrl.errors import ModelError
+
+DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])
+EDITED = [12, 10, 5, 14, 3, 9]
+DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""What rounding may make of the numbers that a document's tokens end in, as a part of their size."""
+LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""The same of a document beside another one: experts meet their tokens in other numbers, and so in another order of sums."""
+
+
+def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device) -> None:
+    """As `check`. A model that cannot do with our attention keeps its own, where sequences are padded."""
+    try:
+        check(hf, packed=packed, device=device)
+    except ModelError:
+        if packed or hf.config._attn_implementation != attention.NAME:
+            raise
+        hf.set_attn_implementation("eager")
+        check(hf, packed=packed, device=device)
+
+
+def check(hf: nn.Module, *, packed: bool, device: torch.device) -> None:
+    """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered."""
+    vocab = hf.get_input_embeddings().weight.shape[0]
+    documents = [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
+    way = "packed" if packed else "padded"
+    remedy = "set data.packing to false, or use another model" if packed else "use another model"
+    with _said(hf, f"cannot run {way} sequences here", remedy):
+        together = _run(hf, documents[:2], packed=packed, device=device)
+        beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device)
+    with _said(hf, "does not run", "use another model"), _own_attention(hf):
+        alone = [_run(hf, [document], packed=False, device=device)[0] for document in documents[:2]]
+        without_end = _run(hf, [documents[0][:-1]], packed=False, device=device)[0]
+    dtype = alone[0].dtype
+    if _difference(without_end, alone[0][:-1]) > DIFFERENCE[dtype]:
+        raise ModelError(_refused(hf, "lets tokens see those that follow", "use another model"))
+    if any(_difference(ours, right) > DIFFERENCE[dtype] for ours, right in zip(together, alone, strict=True)):
+        raise ModelError(_refused(hf, f"gives {way} sequences other numbers than each has alone", remedy))
+    if _difference(beside[1], together[1]) > LEAK[dtype]:
+        raise ModelError(_refused(hf, f"lets {way} sequences see each other", remedy))
+
+
+@contextlib.contextmanager
+def _said(hf: nn.Module, what: str, remedy: str) -> Iterator[None]:
+    """An error of the model's own code, in one line."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # whatever a model of another's makes of what it does not know
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ModelError(_refused(hf, f"{what} ({reason})", remedy)) from error
+
+
+def _refused(hf: nn.Module, what: str, remedy: str) -> str:
+    return f"config.json: model_type {hf.config.model_type!r} {what}, on backend fsdp; {remedy}"
+
+
+@contextlib.contextmanager
+def _own_attention(hf: nn.Module) -> Iterator[None]:
+    ours = hf.config._attn_implementation
+    hf.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(ours)
+
+
+@torch.no_grad()
+def _run(hf: nn.Module, documents: list[list[int]], *, packed: bool, device: torch.device) -> list[Tensor]:
+    """[tokens, H] of each document, what the output layer is given. The last label of each is not needed."""
+    batch = make_batch(
+        [[*document, 0] for document in documents], [[1.0] * (len(document) + 1) for document in documents]
+    )
+    inputs = step.prepare(batch, packed=packed, device=device, ulysses=attention.ALONE)
+    hidden = step.hidden_of(hf, inputs)
+    hidden = hidden if inputs.places is None else hidden[inputs.places]
+    return list(hidden.split(batch.lengths.tolist()))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
