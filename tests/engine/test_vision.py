@@ -113,5 +113,10 @@ def test_a_checkpoint_restores(table, tmp_path):
     run(table, "a_checkpoint_restores", 2, folder=str(tmp_path))
 
 
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl tied"])
+def test_an_export_gives_equal_log_probs(table, model, tmp_path):
+    run(table, "an_export_gives_equal_log_probs", 2, model, folder=str(tmp_path))
+
+
 def test_offloaded_state_gives_the_same(table):
     run(table, "offloaded_state_gives_the_same", 1)

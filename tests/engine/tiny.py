@@ -226,9 +226,7 @@ def hf_reference(
     be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
-    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
-    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    model = _load(folder, head)
     # stacked biases of experts have two dimensions, and are biases
     decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith("bias")]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or name.endswith("bias")]
@@ -249,6 +247,17 @@ def hf_reference(
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     weights = _file_names(model, {name: p.detach() for name, p in model.named_parameters()} | buffers)
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
+
+
+def log_probs_of(folder: str, batch: Batch) -> Tensor:
+    """[T] of the labels that train, 0 elsewhere, as transformers computes them with the model in `folder`."""
+    return _loss(_load(folder, "lm"), batch, "lm")[1]
+
+
+def _load(folder: str, head: str) -> torch.nn.Module:
+    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
+    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
 
 
 def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

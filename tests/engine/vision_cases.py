@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
 
 
@@ -106,3 +107,19 @@ def offloaded_state_gives_the_same(config: RoleConfig, batch: Batch) -> None:
     ]
     (_, expected), (_, found) = (gradients(engine, engine.shard_data(batch)) for engine in engines)
     assert_close(found, expected, 0.0)
+
+
+def an_export_gives_equal_log_probs(config: RoleConfig, batch: Batch, folder: str) -> None:
+    """After a step, what transformers loads from the export computes what the engine does."""
+    engine = make_engine(config)
+    share = engine.shard_data(batch)
+    gradients(engine, share)
+    engine.optimizer_step()
+    engine.export_hf(folder)
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(share, forward_only=True)
+    ours = engine.unshard_data(predictions, batch)["log_probs"]
+    if engine.is_main:
+        for path, same in ((folder, True), (config.model.path, False)):
+            theirs = tiny.log_probs_of(path, batch)
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-5) == same
