@@ -105,6 +105,12 @@ def test_text_alone_leaves_the_tower_alone(table):
     run_case(2, case, config=config, batch=image_batch(folder, images=(0, 0, 0)))
 
 
+def test_a_sampled_token_of_images_is_text(table):
+    folder = table.model("qwen3_vl")
+    case, batch = "tests.engine.vision_cases:a_sampled_token_of_images_is_text", image_batch(folder, images=(0, 0, 0))
+    run_case(1, case, config=tiny.role(folder, tokens=256), batch=batch)
+
+
 def test_bf16_is_near_fp32(table):
     run(table, "bf16_is_near_fp32", 1, "qwen3_vl")
 

@@ -33,32 +33,39 @@ class Images:
     feature: Tensor
 
 
+def image_tokens(hf: nn.Module, batch: Batch) -> Tensor:
+    """[T] bool: where a feature takes a token's place. In a sequence without images the token of images is one like any other:
+    a policy may have sampled it."""
+    having = [bool(inputs) for inputs in batch.multi_modal_inputs] or [False] * batch.num_sequences
+    having = torch.tensor(having, dtype=torch.bool)
+    return (batch.tokens.cpu() == hf.config.image_token_id) & having.repeat_interleave(batch.lengths.cpu())
+
+
 def positions(hf: nn.Module, batch: Batch) -> Tensor:
     """[3, T] int64: the positions (time, height, width) of each token, each sequence from its own start."""
-    parts = [torch.zeros(3, 0, dtype=torch.int64)]
-    of_sequences = batch.multi_modal_inputs or [{}] * batch.num_sequences
-    for tokens, inputs in zip(batch.tokens.cpu().split(batch.lengths.tolist()), of_sequences, strict=True):
-        of_image = tokens == hf.config.image_token_id
-        takes = _features(hf, inputs["image_grid_thw"]) if inputs else 0
-        assert inputs.keys() <= INPUTS, f"images of {sorted(inputs)}; the engine knows {sorted(INPUTS)}"
-        assert takes == of_image.sum(), f"{of_image.sum()} image tokens for images of {takes} features"
+    if not batch.multi_modal_inputs:
+        return batch.position_ids.cpu().expand(3, -1)
+    lengths, parts = batch.lengths.tolist(), []
+    split = zip(
+        batch.tokens.cpu().split(lengths), image_tokens(hf, batch).split(lengths), batch.multi_modal_inputs, strict=True
+    )
+    for tokens, of_image, inputs in split:
         if not inputs:
             parts.append(torch.arange(len(tokens)).expand(3, -1))
             continue
+        assert inputs.keys() == INPUTS, f"images are {sorted(inputs)}; the engine knows {sorted(INPUTS)}"
         grid = inputs["image_grid_thw"].cpu()
+        takes = int(grid.prod(-1).sum()) // hf.model.visual.spatial_merge_size**2
+        assert takes == of_image.sum(), f"{of_image.sum()} image tokens for images of {takes} features"
         found, _ = hf.model.get_rope_index(tokens[None], mm_token_type_ids=of_image.int()[None], image_grid_thw=grid)
         parts.append(found[:, 0])
     return torch.cat(parts, dim=1)
 
 
-def _features(hf: nn.Module, grid: Tensor) -> int:
-    return int(grid.prod(-1).sum()) // hf.model.visual.spatial_merge_size**2
-
-
 def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
     """[T] int64: as `Images.feature`, of each token of the micro-batch."""
-    of_image = batch.tokens.cpu() == hf.config.image_token_id
-    return of_image.cumsum(0) * of_image
+    takes = image_tokens(hf, batch)
+    return takes.cumsum(0) * takes
 
 
 def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device) -> Images:
