@@ -187,10 +187,8 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
     Whether its sizes can be split so, `mrl.mcore_models.layout` says.
     """
-    if engine.backend == "fsdp":
-        if dims.cp > 1:
-            check_shared_sequences(dims.cp, model, path)
-        return
+    if engine.backend == "fsdp" and dims.cp > 1:
+        check_shared_sequences(dims.cp, model, path)
     if engine.backend != "megatron":
         return
     if isinstance(model.get("vision_config"), dict):
@@ -204,9 +202,12 @@ def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, An
 
 
 def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engine") -> None:
-    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json."""
+    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json.
+
+    Of a model that mrl has no table for, which may call these otherwise, the engine tries it (mrl/engine/fsdp/probe.py).
+    """
     model = model.get("text_config") or model
-    heads = _whole(model, "num_attention_heads")
+    heads = _whole(model, "num_attention_heads") if "num_attention_heads" in model else cp
     if heads % cp:
         fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(

@@ -56,7 +56,7 @@ class ParallelConfig:
     tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1)
     pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1)
     vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1)
-    cp: int = key(1, "context parallel: ranks that share each sequence", minimum=1)
+    cp: int = key(1, "context parallel: ranks that share each sequence (by Ulysses on backend fsdp)", minimum=1)
     ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1)
     etp: int | None = key(None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1)
     sp: bool | Literal["auto"] = key(

@@ -227,6 +227,11 @@ def tokens_between_blocks(run: Run) -> list[int]:
     return [tokens for of_rank in found for tokens in of_rank]
 
 
+def tokens_embedded(run: Run) -> list[set[int]]:
+    """Tokens that the embedding is given on each rank in a micro-batch, padding included."""
+    return [{math.prod(call.shape) for call in run.calls("embedding", rank)} for rank in range(len(run.ranks))]
+
+
 def devices(run: Run) -> set[str]:
     """Where the parameters are."""
     return run.ranks[0].devices

@@ -174,7 +174,12 @@ PARALLEL = on_two_ranks(
         "engine.parallel.sp", looks.tokens_between_blocks, [(DEFAULT, [32, 32]), (True, [32, 32]), (False, [64, 64])],
         EVEN | TP2,
     ),
-)  # fmt: skip
+) + [
+    Row(
+        "engine.parallel.cp", looks.all_of(looks.lengths, looks.tokens_embedded),
+        [(DEFAULT, ([[16] * 2], [{32}, {32}])), (2, ([[16] * 4], [{32}, {32}]))], EVEN, on=FSDP, world=2,
+    ),
+]  # fmt: skip
 
 OPTIMIZER = [
     Row("optimizer.lr", looks.adamw_has("lr", 1e-5, 1e-2), [(DEFAULT, [1e-5]), (1e-2, [1e-2])], ADAMW),

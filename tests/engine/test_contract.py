@@ -7,7 +7,7 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from mrl.config.schema import ParallelConfig
+from mrl.config.schema import FSDPConfig, ParallelConfig
 from mrl.errors import ConfigError
 from tests.engine import tiny
 from tests.engine.contract import PAD
@@ -50,8 +50,8 @@ WIDE_LAYOUTS = {
     "megatron tp2 etp1": (2, "megatron", {"tp": 2, "etp": 1}),
     "megatron dp2 etp2": (2, "megatron", {"etp": 2}),
     "megatron tp2 ep2 etp2": (4, "megatron", {"tp": 2, "ep": 2, "etp": 2}),
-    "fsdp cp2 dp2": (4, "fsdp", {"cp": 2}),
 }
+SLOW_LAYOUTS = {"fsdp cp2 dp2": (4, "fsdp", {"cp": 2})}
 ONCE_LAYOUTS = ("fsdp dp2", "megatron tp2", "megatron pp2")
 OF_SHARED_SEQUENCES = ("micro_batches_do_not_matter", "documents_do_not_see_each_other", "hooks_own_their_micro_batch",
                        "guards_find_nothing_on_a_right_step", "bf16_keeps_fp32_masters")  # fmt: skip
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 
 def run(layout, case, folder, **kwargs):
-    world_size, backend, parallel = (LAYOUTS | WIDE_LAYOUTS)[layout]
+    world_size, backend, parallel = (LAYOUTS | WIDE_LAYOUTS | SLOW_LAYOUTS)[layout]
     options = kwargs.pop("role", {})
     config = tiny.role(folder, backend=backend, parallel=parallel, **options)
     return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
@@ -90,7 +90,9 @@ def test_the_pad_token_trains(folder, layout):
     run(layout, "the_pad_token_trains_like_any_other", folder("qwen3", pad_token_id=PAD))
 
 
-@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*WIDE_LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)]
+)
 def test_experts_and_virtual_stages(folder, tmp_path, layout):
     """The cases that touch every weight, for layouts with experts or virtual stages. Trap 33: experts of all ranks are saved."""
     model = folder("qwen3_moe", layers=4)
@@ -147,6 +149,16 @@ def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     options = {"path": str(tmp_path / "b"), "expected": expected, "remote": remote, "del_local_after_load": True}
     run(read_by, "go_on", folder("mixtral"), **options)
     assert not os.path.exists(tmp_path / "b" / "step_00000002")
+
+
+@pytest.mark.parametrize("replicate", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_sequences_are_shared_whatever_is_copied(folder, tmp_path, replicate):
+    """Ulysses beside HSDP: the ranks of a group hold shards of one copy, or a copy each; gradients are those of one rank."""
+    role, path = {"fsdp": FSDPConfig(replicate=replicate)}, str(tmp_path)
+    expected = run("fsdp", "save_after", folder("llama"), path=path)
+    run("fsdp cp2 dp2", "go_on", folder("llama"), path=path, expected=expected, role=role)
+    run("fsdp cp2 dp2", "guards_find_nothing_on_a_right_step", folder("llama"), role=role)
+    run("fsdp cp2 dp2", "resume_is_bitwise", folder("llama"), path=str(tmp_path / "again"), role=role)
 
 
 @pytest.mark.parametrize("layout", ["fsdp dp2", "megatron tp2", "megatron pp2"])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.batch import Batch, make_batch
+from mrl.config.schema import RoleConfig
 from mrl.engine.fsdp import step
 from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.registry import build_engine
+from mrl.errors import ModelError
 
 HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (8, 8))
 """Of queries, and of keys and values: as many as, more than, fewer than the ranks, and a number that they do not divide."""
@@ -45,6 +49,11 @@ def attention_is_that_of_one_rank(dtype: torch.dtype = torch.float64) -> None:
         torch.testing.assert_close(out, own(expected, 1), **close)
         for part, t in zip(parts, whole, strict=True):
             torch.testing.assert_close(part.grad, own(t.grad, 2), **close)
+
+
+def is_refused(config: RoleConfig, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_engine(config).init_model()
 
 
 def batch_of(lengths: list[int]) -> Batch:

@@ -13,7 +13,6 @@ was made by (`DocumentMask`), and keyword arguments (soft capping, sinks). What 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +86,7 @@ def document_attention(
     sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and `sinks` of
     `explicit_attention`.
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
-    ulysses: the ranks that share the rows; each then gives and gets its own places of them.
+    ulysses: the ranks that share the rows; each then gives and gets its own places of them, and has all heads' sinks.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     mask = _rule(module, attention_mask, sliding_window, is_causal, others)
@@ -100,28 +99,28 @@ def document_attention(
         options = {"scale": scale, "window": mask.window, "sinks": s_aux, "softcap": softcap}
         return cached_step.attend(module.layer_idx, q, k, v, **options).flatten(1, 2)[None], None
 
-    own_sinks = (
-        None if s_aux is None else ulysses.own(s_aux).view(1, -1, 1, 1)
-    )  # of the heads that this rank attends with
+    sinks = None if s_aux is None else ulysses.own_heads(s_aux).view(1, -1, 1, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         places = mask.places(length, q.device)
-        if softcap is not None or s_aux is not None:
+        if softcap is not None or sinks is not None:
             places = causal_mask(length, length, None, q.device) if places is None else places
-            out = explicit_attention(q, k, v, places, scale=scale, sinks=own_sinks, softcap=softcap, dropout=dropout)
+            out = explicit_attention(q, k, v, places, scale=scale, sinks=sinks, softcap=softcap, dropout=dropout)
             return out.transpose(1, 2)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=places, is_causal=places is None, dropout_p=dropout, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         ).transpose(1, 2)  # fmt: skip
 
-    rows = functools.partial(over_documents, attend, lengths=document_lengths)
-    return ulysses.attend(rows, query, key, value), None
+    def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return over_documents(attend, q, k, v, document_lengths)
+
+    return ulysses.attend(whole_rows, query, key, value), None
 
 
 def over_documents(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *, lengths: Sequence[int] | None
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
     """[R, L, H, D] of `attend`, called with the tensors of one document after the other. lengths: None where a row is one."""
     if lengths is None:

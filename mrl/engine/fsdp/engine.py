@@ -79,7 +79,7 @@ class FSDPEngine(BaseEngine):
     def init_model(self) -> None:
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
-        self.model = Model(self.config, self.device, self.mesh.weights)
+        self.model = Model(self.config, self.device, self.mesh)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.parameters(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())
@@ -169,15 +169,12 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
+        images = self.model.reads_images
         inputs = step.prepare(
-            data,
-            packed=self.config.packing,
-            device=self.device,
-            ulysses=self.mesh.ulysses,
-            reads_images=self.model.reads_images,
+            data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses, reads_images=images
         )
-        data = data.to(self.device)
         self.seen_images |= bool(data.multi_modal_inputs)
+        data = data.to(self.device)
         predictions = self.model.module(
             functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
         )

@@ -1,4 +1,4 @@
-"""A transformers model, sharded over the data-parallel ranks with FSDP2."""
+"""A transformers model, sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
 from mrl.engine.fsdp.files import ModelFiles
 from mrl.engine.fsdp.initial import InitialWeights
+from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import TableFiles
 from mrl.engine.fsdp.output import logit_rule
+from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.logprobs import PLAIN, LogitRule
 from mrl.errors import ModelError
 
@@ -54,7 +56,7 @@ class Model:
     here what it should. rule: what the model makes of what its output layer gives.
     """
 
-    def __init__(self, config: RoleConfig, device: torch.device, mesh: DeviceMesh) -> None:
+    def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh) -> None:
         self.hf_config = read_hf_config(config.model.path)
         self.family = FAMILIES.get(self.hf_config["model_type"])
         self.head, self.device = config.head, device
@@ -65,12 +67,12 @@ class Model:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
             self.files = ModelFiles(copy.deepcopy(hf), config.head)
-        self.module = _sharded(hf, config, mesh)
+        self.module = _sharded(hf, config, mesh.weights)
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)
         known = self.family is not None or reads_images(self.hf_config)
-        self.rule = PLAIN if known else self._probe(packed=config.packing)
+        self.rule = PLAIN if known else self._probe(mesh.ulysses, packed=config.packing)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
@@ -87,11 +89,11 @@ class Model:
         """Whether a parameter is of the vision tower, which text alone does not train."""
         return self.reads_images is not None and name.startswith("model.visual.")
 
-    def _probe(self, *, packed: bool) -> LogitRule:
+    def _probe(self, ulysses: Ulysses, *, packed: bool) -> LogitRule:
         """Runs tiny inputs through the model. Returns what it makes of what its output layer gives. Collective."""
         self.module.eval()
         with torch.no_grad():
-            self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device))
+            self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device, ulysses=ulysses))
             if self.head == "value":
                 return PLAIN
             token = torch.ones(1, 1, dtype=torch.int64, device=self.device)

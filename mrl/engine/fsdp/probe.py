@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from mrl.batch import make_batch
 from mrl.engine.fsdp import attention, step
+from mrl.engine.fsdp.attention import ALONE
+from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
 
 DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])
@@ -24,26 +26,31 @@ LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """The same of a document beside another one: experts meet their tokens in other numbers, and so in another order of sums."""
 
 
-def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device) -> None:
-    """As `check`. A model that cannot do with our attention keeps its own, where sequences are padded."""
+def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
+    """As `check`. A model that cannot do with our attention keeps its own, where sequences are padded and each rank has its own."""
     try:
-        check(hf, packed=packed, device=device)
+        check(hf, packed=packed, device=device, ulysses=ulysses)
     except ModelError:
-        if packed or hf.config._attn_implementation != attention.NAME:
+        if packed or ulysses.size > 1 or hf.config._attn_implementation != attention.NAME:
             raise
         hf.set_attn_implementation("eager")
         check(hf, packed=packed, device=device)
 
 
-def check(hf: nn.Module, *, packed: bool, device: torch.device) -> None:
-    """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered."""
+def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
+    """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered.
+
+    ulysses: the ranks that share sequences, which only attention can bring together: a recurrent layer would see a part.
+    """
     vocab = hf.get_input_embeddings().weight.shape[0]
     documents = [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
     way = "packed" if packed else "padded"
     remedy = "set data.packing to false, or use another model" if packed else "use another model"
+    if ulysses.size > 1:
+        way, remedy = f"{way} and shared", "set engine.parallel.cp to 1, or use another model"
     with _said(hf, f"cannot run {way} sequences here", remedy):
-        together = _run(hf, documents[:2], packed=packed, device=device)
-        beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device)
+        together = _run(hf, documents[:2], packed=packed, device=device, ulysses=ulysses)
+        beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device, ulysses=ulysses)
     with _said(hf, "does not run", "use another model"), _own_attention(hf):
         alone = [_run(hf, [document], packed=False, device=device)[0] for document in documents[:2]]
         without_end = _run(hf, [documents[0][:-1]], packed=False, device=device)[0]
@@ -83,14 +90,15 @@ def _own_attention(hf: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run(hf: nn.Module, documents: list[list[int]], *, packed: bool, device: torch.device) -> list[Tensor]:
+def _run(
+    hf: nn.Module, documents: list[list[int]], *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE
+) -> list[Tensor]:
     """[tokens, H] of each document, what the output layer is given. The last label of each is not needed."""
     batch = make_batch(
         [[*document, 0] for document in documents], [[1.0] * (len(document) + 1) for document in documents]
     )
-    inputs = step.prepare(batch, packed=packed, device=device, ulysses=attention.ALONE)
-    hidden = step.hidden_of(hf, inputs)
-    hidden = hidden if inputs.places is None else hidden[inputs.places]
+    inputs = step.prepare(batch, packed=packed, device=device, ulysses=ulysses)
+    hidden = inputs.restore(step.hidden_of(hf, inputs))
     return list(hidden.split(batch.lengths.tolist()))
 
 

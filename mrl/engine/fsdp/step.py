@@ -59,12 +59,10 @@ class ModelInputs:
     images: Images | None = None
 
     def restore(self, outputs: Tensor) -> Tensor:
-        """[R * L/C] of this rank -> [T] of the micro-batch, the same on all ranks that share it."""
-        return (
-            outputs
-            if self.places is None
-            else self.ulysses.whole(outputs.view(self.tokens.shape)).flatten()[self.places]
-        )
+        """[R * L/C, ..] of this rank -> [T, ..] of the micro-batch, the same on all ranks that share it."""
+        if self.places is None:
+            return outputs
+        return self.ulysses.whole(outputs.unflatten(0, self.tokens.shape)).flatten(0, 1)[self.places]
 
 
 def prepare(
@@ -111,19 +109,17 @@ def prepare(
         labels=own["labels"].flatten().to(device),
         trained=None if counts.all() else counts.nonzero()[:, 0].to(device),
         document_lengths=documents,
-        places=None if len(places) == length and ulysses.size == 1 else places.to(device),
+        places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else places.to(device),
         ulysses=ulysses,
         images=None if reads_images is None else vision.images_of(reads_images, batch, own["features"], device),
     )
 
 
 def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
-    """[R * L/C, H] what the output layer is given for each place."""
+    """[R * L/C, H] what the output layer is given for each place of this rank."""
     options: dict[str, Any] = {"position_ids": inputs.positions}
-    if inputs.document_lengths is not None:
-        options["document_lengths"] = inputs.document_lengths
-    if inputs.ulysses.size > 1:
-        options["ulysses"] = inputs.ulysses
+    options |= {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
+    options |= {"ulysses": inputs.ulysses} if inputs.ulysses.size > 1 else {}
     if inputs.images is None:
         return hidden_states(hf, input_ids=inputs.tokens, **options).flatten(0, 1)
     fed = vision.embedded(hf, inputs.tokens, inputs.images)

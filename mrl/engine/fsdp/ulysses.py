@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,28 +38,32 @@ class Ulysses:
         return rows if self.group is None else rows.chunk(self.size, dim=-1)[self.group.rank()]
 
     def whole(self, outputs: Tensor) -> Tensor:
-        """[R, L/C] of each rank -> [R, L], the same on all of them.
+        """[R, L/C, ..] of each rank -> [R, L, ..], the same on all of them.
 
         Every rank then computes the whole loss, and the backward pass hands each the gradient of its own places alone:
         over the group they add up to the gradient of one loss.
         """
         return outputs if self.group is None else _Gather.apply(outputs, self.group)
 
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Of what each query head has [H], that of the heads [H/C] which are this rank's inside attention."""
+        return values if self.group is None else values.chunk(self.size)[self.group.rank()]
+
     def attend(
-        self, attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
+        self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """`attention(query, key, value, **options)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
+        """`attention(query, key, value)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
 
         attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. Where C does not divide G, key
         and value heads are repeated until it does, which keeps them beside their queries as lcm(G, C) divides H.
         """
         if self.group is None:
-            return attention(query, key, value, **options)
+            return attention(query, key, value)
         assert query.shape[1] % self.size == 0, f"{query.shape[1]} heads on {self.size} ranks"
         times = math.lcm(key.shape[1], self.size) // key.shape[1]
         if times > 1:
             key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
-        out = attention(*self._whole_rows((query, key, value)), **options)
+        out = attention(*self._whole_rows((query, key, value)))
         # [R, L, H/C, D] -> [C of places, R, L/C, H/C, D] -> [C of heads, R, L/C, H/C, D]
         out = _AllToAll.apply(out.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous(), self.group)
         return out.movedim(0, 2).flatten(2, 3)
@@ -91,7 +94,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[R, L/C] of each rank -> [R, L]; backward, each rank's own part of a gradient that all of them have."""
+    """[R, L/C, ..] of each rank -> [R, L, ..]; backward, each rank's own part of a gradient that all of them have."""
 
     @staticmethod
     def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
