@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         {
             "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
+            "deepstack_visual_indexes": [0, 1],
         },
         {"head_dim": 8},
     ),
