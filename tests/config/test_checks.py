@@ -74,6 +74,18 @@ def test_a_config_json_without_layers_is_refused():
         check_model(config.engine, check_world(config, 1), {"model_type": "qwen3"})
 
 
+def test_a_model_that_reads_images_needs_the_fsdp_backend():
+    model = {"model_type": "qwen2_5_vl", "text_config": MODEL, "vision_config": {"depth": 2}}
+    config = from_dict(base())
+    with pytest.raises(
+        ConfigError,
+        match="^engine.backend: value 'megatron' .*'qwen2_5_vl' reads images too; set engine.backend to fsdp$",
+    ):
+        check_model(config.engine, check_world(config, 1), model)
+    config = from_dict(base(engine={"backend": "fsdp"}))
+    check_model(config.engine, check_world(config, 1), model)
+
+
 def test_number_of_processes():
     assert choose_nproc(None, device="auto", gpus=8, needed=2) == 8
     assert choose_nproc(None, device="auto", gpus=0, needed=2) == 2

@@ -104,6 +104,7 @@ def test_a_chat_template_from_a_file(tmp_path):
         ({"prompt": ""}, "prompt is empty", "or remove the row"),
         ({"prompt": []}, "prompt is an empty list", "give a list of at least one"),
         ({"prompt": [{"role": "user"}]}, "prompt[0].content is missing or null", "give a string"),
+        ({"prompt": turns([{"type": "image", "path": "a.png"}])}, "prompt[0].content is a list of parts", "images train with mrl sft"),
         ({"prompt": turns("hello", "fox")}, "prompt has no user turn after an assistant turn", "come last"),
         ({"prompt": "x", "tools": 5}, "tools is 5", "give a list of function schemas"),
         ("{oops", "is not a JSON object", "each line must be one object"),
