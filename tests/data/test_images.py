@@ -9,9 +9,10 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from mrl.data import images
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import Rejected, SFTDataset
-from mrl.errors import DataError
+from mrl.errors import DataError, ModelError
 from tests.data.kit import config, make_tokenizer, trained_text, write_jsonl
 from tests.data.vision_kit import make_vision, picture, png, png_text
 
@@ -223,6 +224,12 @@ def test_the_processors_template_is_used_where_the_tokenizers_knows_no_images(tm
     tokenizer.chat_template = "{{ messages[0].content }}"
     path = write_jsonl(tmp_path / "a.jsonl", [row({**IMAGE, "bytes": png_text()}, text("?"))])
     assert load((tokenizer, vision), path).ids.count(vision.image_token_id) == 4
+
+
+def test_without_pillow_the_model_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pillow; install it with pip install 'mrl\[vision\]'$"):
+        make_vision(tmp_path)
 
 
 def test_a_model_of_text_alone_says_so(tmp_path):

@@ -50,7 +50,6 @@ class VisionTable(Table):
 ROWS = (
     VisionRow("qwen2_5_vl", size=8),
     VisionRow("qwen2_5_vl tied", size=4, packing=False),
-    VisionRow("qwen2_5_vl", size=2, recompute="full"),
     VisionRow("qwen2_vl", size=4),
     VisionRow("qwen3_vl", tokens=64),
     VisionRow("qwen3_vl tied", size=4, packing=False, recompute="full"),
@@ -59,7 +58,6 @@ ROWS = (
     VisionRow("qwen2_5_vl", "dp2", size=1, sequences=2, why="a rank without any image"),
     VisionRow("qwen3_vl", "dp2", size=1, sequences=2, why="a rank without any image"),
     VisionRow("qwen3_vl", "dp2", size=1, sequences=1, why="a rank without any sequence"),
-    VisionRow("qwen2_vl", "dp2", size=2),
     VisionRow("qwen2_5_vl", "cp2", size=4),
     VisionRow("qwen3_vl", "cp2", size=4, packing=False),
     VisionRow(
@@ -68,12 +66,21 @@ ROWS = (
 )
 
 
+SLOW_ROWS = (
+    VisionRow("qwen2_5_vl", size=2, recompute="full"),
+    VisionRow("qwen2_vl", "dp2", size=2),
+    VisionRow("qwen2_vl tied", "cp2", size=2, packing=False),
+    VisionRow("qwen2_5_vl", "dp4", size=1, sequences=3, why="a rank without any sequence, another without any image"),
+    VisionRow("qwen3_vl", "cp2xdp2", tokens=64),
+)
+
+
 @pytest.fixture(scope="module")
 def table():
     return VisionTable()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS)], ids=str)
 def test_equal_to_transformers(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome
