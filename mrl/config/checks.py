@@ -133,7 +133,22 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
 
 def check_backend(engine: EngineConfig, path: str = "engine") -> None:
     """Keys that the backend does not have: errors, not ignored."""
+    if engine.recompute_every > 1 and engine.recompute != "full":
+        raise ConfigError(
+            f'{path}.recompute_every: value {engine.recompute_every} is not used by {path}.recompute "{engine.recompute}"; set '
+            f"{path}.recompute to full, or leave it out"
+        )
     if engine.backend != "fsdp":
+        if engine.recompute_every > 1:
+            raise ConfigError(
+                f"{path}.recompute_every: value {engine.recompute_every} is not supported by backend {engine.backend}; leave it out, "
+                f"or set {path}.backend to fsdp"
+            )
+        if "activations" in engine.offload:
+            raise ConfigError(
+                f"{path}.offload: value activations is not supported by backend {engine.backend}; leave it out (recompute saves "
+                f"as much), or set {path}.backend to fsdp"
+            )
         for field in dataclasses.fields(engine.fsdp):
             value = getattr(engine.fsdp, field.name)
             if value != field.default:

@@ -128,7 +128,8 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
         return
     backward = {
         "recompute": (engine.recompute, engine.recompute != "none"),
-        "offload": (list(engine.offload), {"gradients", "optimizer"} & set(engine.offload)),
+        "fsdp.reshard_after_forward": (engine.fsdp.reshard_after_forward, not engine.fsdp.reshard_after_forward),
+        "offload": (list(engine.offload), {"gradients", "optimizer", "activations"} & set(engine.offload)),
         "moe.aux_loss": (engine.moe.aux_loss, engine.moe.aux_loss),
         "moe.z_loss": (engine.moe.z_loss, engine.moe.z_loss),
     }

@@ -93,6 +93,11 @@ class FSDPConfig:
         "copies of the weights, each sharded over processes / replicate neighbours (HSDP); 1 shards over all",
         minimum=1,
     )
+    reshard_after_forward: bool = key(
+        True,
+        "free a layer's gathered weights after its forward and gather them again for its backward pass; false keeps them",
+    )
+    compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +107,12 @@ class EngineConfig:
     recompute: Literal["none", "selective", "full"] = key(
         "none", "activations computed again in the backward pass: none, attention only, every layer"
     )
-    offload: tuple[Literal["parameters", "gradients", "optimizer"], ...] = key(
-        (), "state that waits in host memory between uses"
+    recompute_every: int = key(
+        1, "with recompute full, of every how many layers one is computed again (fsdp backend)", minimum=1
+    )
+    offload: tuple[Literal["parameters", "gradients", "optimizer", "activations"], ...] = key(
+        (),
+        "state that waits in host memory between uses; activations (fsdp backend) from a layer's forward to its backward",
     )
     parallel: ParallelConfig = key(
         ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes"

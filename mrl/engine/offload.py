@@ -17,12 +17,12 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Offload:
-    """Which state is where. kinds: what waits on the host between uses. tensors: what there is of each of KINDS, asked anew
-    at each move."""
+    """Which state is where. kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what
+    there is of each of KINDS, asked anew at each move."""
 
     def __init__(self, kinds: Sequence[str], tensors: Mapping[str, Callable[[], Iterable[Tensor]]]) -> None:
         assert set(tensors) == set(KINDS), sorted(tensors)
-        self.kinds = frozenset(kinds)
+        self.kinds = frozenset(kinds) & frozenset(KINDS)
         self._tensors = dict(tensors)
         self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._users = dict.fromkeys(KINDS, 0)

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
+from mrl.config.schema import FSDPConfig
 from mrl.engine.registry import build_engine
 from tests.engine import tiny
 from tests.engine.harness import Case, close_worlds, run_world
@@ -125,7 +126,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @dataclasses.dataclass(frozen=True)
 class Row:
     """model: a key of MODELS. layout: as `tp2+sp x pp2 x dp2`, with `x` and no blanks. size, tokens: of a micro-batch;
-    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute: as in the config.
+    one of them. sequences: of the global mini-batch. one_token: a single token of it trains. recompute, recompute_every, fsdp: as in the config.
     why: what the row is there for."""
 
     model: str
@@ -136,8 +137,10 @@ class Row:
     sequences: int = 8
     one_token: bool = False
     recompute: str = "none"
+    recompute_every: int = 1
     why: str = ""
     backend: str = "megatron"
+    fsdp: FSDPConfig = FSDPConfig()
 
     @property
     def degrees(self) -> dict[str, Any]:
@@ -167,6 +170,8 @@ class Row:
         text += f", {self.sequences} sequences" if self.sequences != 8 else ""
         text += ", one trained token" if self.one_token else ""
         text += f", recompute {self.recompute}" if self.recompute != "none" else ""
+        text += f" every {self.recompute_every}" if self.recompute_every > 1 else ""
+        text += "".join(f", {k} {v}" for k, v in dataclasses.asdict(self.fsdp).items() if v != getattr(FSDPConfig(), k))
         return text + (f", {self.backend}" if self.backend != "megatron" else "")
 
 
@@ -273,7 +278,7 @@ def batch_of(row: Row) -> Batch:
 def config_of(row: Row, folder: str):
     return tiny.role(
         folder, backend=row.backend, packing=row.packing, size=row.size, tokens=row.tokens, parallel=row.parallel,
-        recompute=row.recompute, head=row.head,
+        recompute=row.recompute, recompute_every=row.recompute_every, fsdp=row.fsdp, head=row.head,
     )  # fmt: skip
 
 
@@ -322,6 +327,7 @@ HEADER = (
 def line(row: Row, outcome: Outcome | str) -> str:
     layout = (
         ("fsdp " if row.backend == "fsdp" else "")
+        + (f"{row.fsdp.replicate} x " if row.fsdp.replicate > 1 else "")
         + row.layout
         + {"none": "", "full": " full", "selective": " sel."}[row.recompute]
     )
@@ -339,13 +345,15 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="engines against Hugging Face, layout by layout, in fp32")
     parser.add_argument("--only", default="", help="rows whose text contains this")
     wanted = parser.parse_args(arguments).only
-    from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS, ROWS, SLOW_ROWS
+    from tests.engine import parity_rows as rows
+
+    everything = (
+        rows.ROWS + rows.SLOW_ROWS + rows.FSDP_ROWS + rows.SLOW_FSDP_ROWS + rows.ULYSSES_ROWS + rows.SLOW_ULYSSES_ROWS
+    )
 
     failed = 0
     print(HEADER)
-    for row, outcome in Table().run(
-        [row for row in (*ROWS, *SLOW_ROWS, *FSDP_ROWS, *FSDP_SLOW_ROWS) if wanted in str(row)]
-    ):
+    for row, outcome in Table().run([row for row in everything if wanted in str(row)]):
         failed += isinstance(outcome, str) or bool(outcome.problems)
         print(line(row, outcome), flush=True)
     close_worlds()

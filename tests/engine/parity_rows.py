@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mrl.config.schema import FSDPConfig
 from tests.engine.parity import Row
 
 ONE_PROCESS = (
@@ -151,79 +152,118 @@ SLOW_ROWS = (
     Row("mixtral", "tp2+spxcp2xdp2xep4xetp2", size=4),
 )
 
-
-def _fsdp(*rows: Row) -> tuple[Row, ...]:
-    return tuple(dataclasses.replace(row, backend="fsdp") for row in rows)
-
-
-FSDP_ROWS = _fsdp(
-    Row("llama", size=4, packing=False),
-    Row("llama tied", size=8),
-    Row("llama value head", size=4),
-    Row("llama3 rope", tokens=64),
-    Row("mistral", size=2),
-    Row("qwen2 window", tokens=64, packing=False),
-    Row("qwen3", tokens=64, recompute="full"),
-    Row("qwen3_moe", size=4),
-    Row("mixtral", tokens=64),
-    Row("qwen2_moe window", size=4, why="attention whose function is not told of the window"),
-    Row("llama", "dp2", size=2),
-    Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
-    Row("llama tied", "dp2", tokens=64, packing=False, recompute="full"),
-    Row("llama tied value head", "dp2", size=4),
-    Row("mistral", "dp2", size=4, packing=False),
-    Row("qwen2", "dp2", size=1),
-    Row("qwen3_moe step 2", "dp2", size=2),
-    Row("mixtral", "dp2", size=4, packing=False),
-    Row("llama 5 layers", "dp4", tokens=48),
-    Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
-    Row("qwen2", "dp4", size=2, packing=False),
-    Row("qwen3 tied", "dp4", size=2),
-    Row("qwen3_moe", "dp4", size=1),
-    Row("deepseek_v3", size=4, why="a router bias, which is a buffer"),
-    Row("glm4_moe", "dp2", size=4),
-    Row("gpt_oss", size=4, why="attention sinks"),
-    Row("gpt_oss", "dp2", size=4, packing=False),
-    Row("gemma2", size=4, why="no table; soft capping of scores and of logits, windows"),
-    Row("gemma2 tied", "dp2", size=4, packing=False),
-    Row("granite", "dp2", tokens=64, why="no table; logits are scaled"),
-    Row("gemma2 value head", size=4, packing=False),
-    Row("gpt2 tied value head", "dp2", size=4),
-    Row("gpt2 tied", "dp2", size=4, why="no table; learned positions, other names, biases everywhere"),
-    Row("phi", size=4, why="no table; the output layer has a bias"),
-    Row("granitemoe", "dp2", size=4, why="no table; experts stacked in the files"),
-    Row("minimax_m2", "dp2", size=4, why="no table; experts apart in the files, a router bias, norms over heads"),
-    Row("bloom tied", size=4, packing=False, why="no table; attention of its own, ALiBi"),
-    Row("llama", "cp2", size=4, why="sequences of 23 and 1 tokens, which two ranks do not divide"),
-    Row("llama", "cp2", size=2, sequences=3, packing=False, why="a micro-batch of one sequence of one token"),
-    Row("llama", "cp2", size=4, one_token=True, why="trap 4: the token lies on one rank of two"),
-    Row("llama tied value head", "cp2", size=4),
-    Row("qwen2 window", "cp2", tokens=64, recompute="full", why="the window crosses the ranks' places"),
-    Row("qwen3 three kv heads", "cp2", size=4, why="two ranks share a key head"),
-    Row("mixtral", "cp2", size=4),
-    Row("gpt_oss", "cp2", size=4, why="sinks of the heads that a rank has inside attention"),
-    Row("gemma2", "cp2", size=4, packing=False, why="no table; windows and soft capping"),
-    Row("llama", "cp4", size=4, why="two key/value heads on four ranks"),
-    Row("qwen2 window", "cp4", size=4, packing=False),
-    Row("llama", "cp2xdp2", size=1, sequences=3, why="a group whose two ranks have no sequence"),
+FSDP_ROWS = tuple(
+    dataclasses.replace(row, backend="fsdp")
+    for row in (
+        Row("llama", size=4, packing=False),
+        Row("llama tied", size=8),
+        Row("llama value head", size=4),
+        Row("llama3 rope", tokens=64),
+        Row("mistral", size=2),
+        Row("qwen2 window", tokens=64, packing=False),
+        Row("qwen3", tokens=64, recompute="full"),
+        Row("qwen3_moe", size=4),
+        Row("mixtral", tokens=64),
+        Row("llama", "dp2", size=2),
+        Row("llama", "dp2", size=1, sequences=3, why="a rank with an empty micro-batch"),
+        Row("llama tied", "dp2", tokens=64, packing=False, recompute="full"),
+        Row("llama tied value head", "dp2", size=4),
+        Row("mistral", "dp2", size=4, packing=False),
+        Row("qwen2", "dp2", size=1),
+        Row("qwen3_moe step 2", "dp2", size=2),
+        Row("mixtral", "dp2", size=4, packing=False),
+        Row("llama 5 layers", "dp4", tokens=48),
+        Row("llama", "dp4", size=1, sequences=3, why="a rank without any sequence"),
+        Row("qwen2", "dp4", size=2, packing=False),
+        Row("qwen3 tied", "dp4", size=2),
+        Row("qwen3_moe", "dp4", size=1),
+        Row("llama", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
+        Row("llama tied", "dp4", packing=False, tokens=64, recompute="full", fsdp=FSDPConfig(replicate=2)),
+        Row(
+            "mixtral",
+            "dp4",
+            size=1,
+            sequences=3,
+            fsdp=FSDPConfig(replicate=4),
+            why="copies alone; a rank without any sequence",
+        ),
+        Row(
+            "llama 5 layers",
+            "dp2",
+            size=4,
+            recompute="full",
+            recompute_every=2,
+            fsdp=FSDPConfig(reshard_after_forward=False),
+        ),
+        Row("gemma2", "dp4", size=2, fsdp=FSDPConfig(replicate=2)),
+        Row("qwen2_moe window", size=4, why="attention whose function is not told of the window"),
+        Row("deepseek_v3", size=4, why="a router bias, which is a buffer"),
+        Row("glm4_moe", "dp2", size=4),
+        Row("gpt_oss", size=4, why="attention sinks"),
+        Row("gpt_oss", "dp2", size=4, packing=False),
+        Row("gemma2", size=4, why="no table; soft capping of scores and of logits, windows"),
+        Row("gemma2 tied", "dp2", size=4, packing=False),
+        Row("granite", "dp2", tokens=64, why="no table; logits are scaled"),
+        Row("gemma2 value head", size=4, packing=False),
+        Row("gpt2 tied value head", "dp2", size=4),
+        Row("gpt2 tied", "dp2", size=4, why="no table; learned positions, other names, biases everywhere"),
+        Row("phi", size=4, why="no table; the output layer has a bias"),
+        Row("granitemoe", "dp2", size=4, why="no table; experts stacked in the files"),
+        Row("minimax_m2", "dp2", size=4, why="no table; experts apart in the files, a router bias, norms over heads"),
+        Row("bloom tied", size=4, packing=False, why="no table; attention of its own, ALiBi"),
+    )
 )
 
-FSDP_SLOW_ROWS = _fsdp(
-    Row("deepseek_v3", "cp2", size=4, why="keys and values of unequal sizes"),
-    Row("gpt2 tied", "cp2", size=4, why="learned positions"),
-    Row("gemma2 value head", "cp4", size=4),
-    Row("llama", "cp2", size=8, packing=False, why="one micro-batch"),
-    Row("mistral", "cp2", size=2, packing=False),
-    Row("qwen3 one kv head", "cp2", tokens=48),
-    Row("qwen3_moe", "cp2xdp2", size=2),
-    Row("llama", "cp4", size=1, one_token=True, packing=False, why="micro-batches that train nothing"),
-    Row("llama", "cp2xdp2", size=4, one_token=True, why="trap 4: one rank of four has something that trains"),
-    Row("llama3 rope", "cp4", tokens=48, recompute="full"),
-    Row("llama value head", "cp4", size=2, packing=False),
-    Row("llama tied", "cp2xdp2", size=4, packing=False),
-    Row("mistral", "cp4", size=4, why="a window of 5, of sequences whose shares are of 6"),
-    Row("olmoe", "cp2", size=4, why="a norm over all heads"),
-    Row("qwen2_moe window", "cp2xdp2", tokens=64, packing=False),
-    Row("qwen3 one kv head", "cp4", size=4),
-    Row("mixtral window", "cp4", tokens=64),
+SLOW_FSDP_ROWS = tuple(
+    dataclasses.replace(row, backend="fsdp", fsdp=dataclasses.replace(row.fsdp, compile=True))
+    for row in (
+        Row("llama", size=4),
+        Row("gemma2", "dp2", size=4, packing=False, recompute="full", recompute_every=2),
+        Row("qwen3_moe", "dp4", size=4, fsdp=FSDPConfig(replicate=2)),
+    )
+)
+
+ULYSSES_ROWS = tuple(
+    dataclasses.replace(row, backend="fsdp")
+    for row in (
+        Row("llama", "cp2", size=4, why="sequences of 23 and 1 tokens, which two ranks do not divide"),
+        Row("llama", "cp2", size=2, sequences=3, packing=False, why="a micro-batch of one sequence of one token"),
+        Row("llama", "cp2", size=4, one_token=True, why="trap 4: the token lies on one rank of two"),
+        Row("llama tied value head", "cp2", size=4),
+        Row("qwen2 window", "cp2", tokens=64, recompute="full", why="the window crosses the ranks' places"),
+        Row("qwen3 three kv heads", "cp2", size=4, why="two ranks share a key head"),
+        Row("mixtral", "cp2", size=4),
+        Row("gpt_oss", "cp2", size=4, why="sinks of the heads that a rank has inside attention"),
+        Row("gemma2", "cp2", size=4, packing=False, why="no table; windows and soft capping"),
+        Row("llama", "cp4", size=4, why="two key/value heads on four ranks"),
+        Row("qwen2 window", "cp4", size=4, packing=False),
+        Row("llama", "cp2xdp2", size=1, sequences=3, why="a group whose two ranks have no sequence"),
+    )
+)
+"""Sequences that FSDP ranks share."""
+
+SLOW_ULYSSES_ROWS = tuple(
+    dataclasses.replace(row, backend="fsdp")
+    for row in (
+        Row("deepseek_v3", "cp2", size=4, why="keys and values of unequal sizes"),
+        Row("gpt2 tied", "cp2", size=4, why="learned positions"),
+        Row("gemma2 value head", "cp4", size=4),
+        Row("llama", "cp2", size=8, packing=False, why="one micro-batch"),
+        Row("mistral", "cp2", size=2, packing=False),
+        Row("qwen3 one kv head", "cp2", tokens=48),
+        Row("qwen3_moe", "cp2xdp2", size=2),
+        Row("llama", "cp4", size=1, one_token=True, packing=False, why="micro-batches that train nothing"),
+        Row("llama", "cp2xdp2", size=4, one_token=True, why="trap 4: one rank of four has something that trains"),
+        Row("llama3 rope", "cp4", tokens=48, recompute="full"),
+        Row("llama value head", "cp4", size=2, packing=False),
+        Row("llama tied", "cp2xdp2", size=4, packing=False),
+        Row("mistral", "cp4", size=4, why="a window of 5, of sequences whose shares are of 6"),
+        Row("olmoe", "cp2", size=4, why="a norm over all heads"),
+        Row("qwen2_moe window", "cp2xdp2", tokens=64, packing=False),
+        Row("qwen3 one kv head", "cp4", size=4),
+        Row("mixtral window", "cp4", tokens=64),
+        Row("llama", "cp2xdp2", size=4, fsdp=FSDPConfig(replicate=2)),
+        Row("llama", "cp4", tokens=64, fsdp=FSDPConfig(replicate=2), why="a group that spans copies"),
+        Row("qwen3", "cp2", size=4, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
+    )
 )

@@ -13,12 +13,13 @@ from tests.engine import tiny
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 
-# name -> (world size, backend, degrees)
+# name -> (world size, backend, degrees); `replicate` is engine.fsdp's
 LAYOUTS = {
     "fsdp": (1, "fsdp", {}),
     "fsdp dp2": (2, "fsdp", {}),
     "fsdp dp4": (4, "fsdp", {}),
     "fsdp cp2": (2, "fsdp", {"cp": 2}),
+    "fsdp hsdp": (4, "fsdp", {"replicate": 2}),
     "megatron": (1, "megatron", {}),
     "megatron tp2": (2, "megatron", {"tp": 2}),
     "megatron pp2": (2, "megatron", {"pp": 2}),
@@ -76,6 +77,8 @@ def folder(tmp_path_factory):
 def run(layout, case, folder, **kwargs):
     world_size, backend, parallel = (LAYOUTS | WIDE_LAYOUTS | SLOW_LAYOUTS)[layout]
     options = kwargs.pop("role", {})
+    if replicate := parallel.get("replicate"):
+        parallel, options = {}, options | {"fsdp": FSDPConfig(replicate=replicate)}
     config = tiny.role(folder, backend=backend, parallel=parallel, **options)
     return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
 
@@ -140,7 +143,13 @@ def test_random_numbers_go_on(folder, tmp_path, layout):
 
 @pytest.mark.parametrize(
     ("saved_by", "read_by"),
-    [("fsdp dp2", "fsdp dp4"), ("fsdp dp4", "fsdp"), ("fsdp", "fsdp cp2"), ("fsdp cp2", "fsdp dp2")],
+    [
+        ("fsdp dp2", "fsdp hsdp"),
+        ("fsdp hsdp", "fsdp"),
+        ("fsdp", "fsdp cp2"),
+        ("fsdp cp2", "fsdp dp2"),
+        ("fsdp dp4", "fsdp dp2"),
+    ],
 )
 def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     remote = f"file://{tmp_path}/remote"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import FSDP_ROWS, FSDP_SLOW_ROWS
+from tests.engine.parity_rows import FSDP_ROWS, SLOW_FSDP_ROWS, SLOW_ULYSSES_ROWS, ULYSSES_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -11,11 +11,14 @@ def table():
     return Table()
 
 
-SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in FSDP_SLOW_ROWS]
-
-
-@pytest.mark.parametrize("row", [*FSDP_ROWS, *SLOW], ids=str)
+@pytest.mark.parametrize("row", FSDP_ROWS + ULYSSES_ROWS, ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome
     assert not outcome.problems, outcome.problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW_FSDP_ROWS + SLOW_ULYSSES_ROWS, ids=str)
+def test_slow_rows_equal_to_hugging_face(table, row):
+    test_equal_to_hugging_face(table, row)

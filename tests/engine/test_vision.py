@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrl.config.schema import FSDPConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
@@ -72,6 +73,9 @@ SLOW_ROWS = (
     VisionRow("qwen2_vl tied", "cp2", size=2, packing=False),
     VisionRow("qwen2_5_vl", "dp4", size=1, sequences=3, why="a rank without any sequence, another without any image"),
     VisionRow("qwen3_vl", "cp2xdp2", tokens=64),
+    VisionRow(
+        "qwen3_vl", "dp2", size=4, recompute="full", recompute_every=2, fsdp=FSDPConfig(reshard_after_forward=False)
+    ),
 )
 
 

@@ -111,7 +111,7 @@ def a_checkpoint_restores(config: RoleConfig, batch: Batch, folder: str) -> None
 
 
 def offloaded_state_gives_the_same(config: RoleConfig, batch: Batch) -> None:
-    everything = ("parameters", "gradients", "optimizer")
+    everything = ("parameters", "gradients", "optimizer", "activations")
     engines = [
         make_engine(c)
         for c in (config, dataclasses.replace(config, engine=dataclasses.replace(config.engine, offload=everything)))

@@ -56,8 +56,6 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
             f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "
             "for it on backend fsdp; set data.packing to false"
         )
-    if config.engine.recompute == "full":
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return hf
 
 

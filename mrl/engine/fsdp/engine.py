@@ -138,6 +138,8 @@ class FSDPEngine(BaseEngine):
                 predictions.append(predicted)
                 for name, value in of_micro_batch.items():
                     sums[name] = sums.get(name, 0.0) + value
+        if forward_only:
+            self.model.reshard()
         sums = collective.add_over(sums, self.group)
         ctx["metrics"] = {name[1]: value / denominator for name, value in sums.items() if name[0] == "metrics"}
         loss = sums.get(("loss", ""), 0.0) / denominator

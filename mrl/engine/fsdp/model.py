@@ -29,7 +29,8 @@ from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import TableFiles
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.ulysses import Ulysses
-from mrl.engine.logprobs import PLAIN, LogitRule
+from mrl.engine.fsdp.wrap import wrap_blocks
+from mrl.engine.logprobs import PLAIN
 from mrl.errors import ModelError
 
 Result = TypeVar("Result")
@@ -67,12 +68,15 @@ class Model:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
             self.files = ModelFiles(copy.deepcopy(hf), config.head)
+        self.activations = wrap_blocks(hf, config.engine)
+        self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
         self.module = _sharded(hf, config, mesh.weights)
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)
-        known = self.family is not None or reads_images(self.hf_config)
-        self.rule = PLAIN if known else self._probe(mesh.ulysses, packed=config.packing)
+        self.rule = PLAIN
+        if self.family is None and not reads_images(self.hf_config):
+            self._probe(mesh.ulysses, packed=config.packing)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
@@ -89,15 +93,15 @@ class Model:
         """Whether a parameter is of the vision tower, which text alone does not train."""
         return self.reads_images is not None and name.startswith("model.visual.")
 
-    def _probe(self, ulysses: Ulysses, *, packed: bool) -> LogitRule:
-        """Runs tiny inputs through the model. Returns what it makes of what its output layer gives. Collective."""
+    @torch.no_grad()
+    def _probe(self, ulysses: Ulysses, *, packed: bool) -> None:
+        """Runs tiny inputs through the model: what it makes of what its output layer gives, and whether all is right. Collective."""
         self.module.eval()
-        with torch.no_grad():
-            self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device, ulysses=ulysses))
-            if self.head == "value":
-                return PLAIN
+        self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device, ulysses=ulysses))
+        if self.head == "lm":
             token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
-            return self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
+            self.rule = self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
+        self.reshard()
 
     def check_generates(self) -> None:
         """Raises where the model's attention is its own, which does not know our keys and values."""
@@ -114,10 +118,17 @@ class Model:
         try:
             yield
         finally:
-            self.module.set_reshard_after_forward(True)
-            for part in self.module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+            for part in self._units():
+                part.set_reshard_after_forward(part is self.module or self.reshard_after_forward, recurse=False)
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Frees what is gathered: it would miss what happens to the shards. A backward pass does so by itself."""
+        for part in self._units():
+            part.reshard()
+
+    def _units(self) -> list[FSDPModule]:
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Sharded parameters by their name in transformers; tied ones once."""
@@ -192,7 +203,8 @@ def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh) -> nn.Module:
     bf16 = config.model.dtype == "bfloat16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     embedding = embedding_of(hf)
+    reshard = config.engine.fsdp.reshard_after_forward
     for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.
     return fully_shard(Sharded(hf), mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mrl.batch import make_batch
 from mrl.engine.fsdp import attention, step
 from mrl.engine.fsdp.attention import ALONE
+from mrl.engine.fsdp.output import hidden_states
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
 
@@ -52,8 +53,8 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
         together = _run(hf, documents[:2], packed=packed, device=device, ulysses=ulysses)
         beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device, ulysses=ulysses)
     with _said(hf, "does not run", "use another model"), _own_attention(hf):
-        alone = [_run(hf, [document], packed=False, device=device)[0] for document in documents[:2]]
-        without_end = _run(hf, [documents[0][:-1]], packed=False, device=device)[0]
+        alone = [_alone(hf, document, device) for document in documents[:2]]
+        without_end = _alone(hf, documents[0][:-1], device)
     dtype = alone[0].dtype
     if _difference(without_end, alone[0][:-1]) > DIFFERENCE[dtype]:
         raise ModelError(_refused(hf, "lets tokens see those that follow", "use another model"))
@@ -100,6 +101,12 @@ def _run(
     inputs = step.prepare(batch, packed=packed, device=device, ulysses=ulysses)
     hidden = inputs.restore(step.hidden_of(hf, inputs))
     return list(hidden.split(batch.lengths.tolist()))
+
+
+@torch.no_grad()
+def _alone(hf: nn.Module, document: list[int], device: torch.device) -> Tensor:
+    """[tokens, H] of one document, with nothing of ours: no positions, no lengths."""
+    return hidden_states(hf, input_ids=torch.tensor([document], device=device))[0]
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
