@@ -22,8 +22,8 @@ KINDS = [
     ("llama", "value", "float32", "fsdp"),
     ("qwen3_moe", "lm", "float32", "fsdp"),
     ("llama", "lm", "float32", "megatron"),
-    ("llama", "value", "float32", "megatron"),
-    ("qwen3_moe", "lm", "float32", "megatron"),
+    pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.slow),
+    pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.slow),
 ]
 
 

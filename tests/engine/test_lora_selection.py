@@ -44,7 +44,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("family", "selection"),
-    [(family, name) for family in MODELS for name in SELECTIONS if name != "experts" or family not in ("llama",)],
+    [
+        pytest.param(family, name, marks=[] if family in ("llama", "qwen3_moe") else pytest.mark.slow)
+        for family in MODELS
+        for name in SELECTIONS
+        if (family, name) != ("llama", "experts")
+    ],
 )
 def test_a_selection_means_what_it_means_in_peft(folder, tmp_path, family, selection):
     """Names, shapes and logits: peft's own injection with the same selection, given our values, and the folder that we write."""

@@ -25,6 +25,7 @@ from tests.trainers import kit
 from tests.trainers.rl import kit as rl
 
 BACKENDS = {"fsdp": 1, "fsdp dp2": 2, "megatron tp2": 2}
+LAYOUTS = ["fsdp", pytest.param("fsdp dp2", marks=pytest.mark.slow), "megatron tp2"]
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -81,7 +82,7 @@ def whole(inputs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_peft_loads_what_a_run_leaves(inputs, whole, layout):
     """Beside the adapter lie tokenizer and chat template, and its loss on data.eval is the run's."""
     run = whole(layout)
@@ -107,7 +108,7 @@ def test_peft_loads_what_a_run_leaves(inputs, whole, layout):
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
 
-@pytest.mark.parametrize("layout", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stopped_run_goes_on_bitwise(inputs, whole, tmp_path, layout):
     config = sft_config(inputs, tmp_path / "run", layout, lora={"dropout": 0.1}, data={"eval": f"{inputs}/eval.jsonl"})
     kind, message, _ = sft(config, layout, happening="signals", step=5)
@@ -211,6 +212,7 @@ def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference,
     assert abs(kls[0]) < 1e-5 and (abs(kls[1]) < 1e-4) == ("update_every" in reference), kls
 
 
+@pytest.mark.slow
 def test_both_references_give_the_same_run(rl_inputs, tmp_path):
     """A second copy of the base, by its path, and the base under the adapters: the same numbers."""
     for name, reference in (("base", {}), ("copy", {"model": {"path": str(rl_inputs / "model")}})):
