@@ -262,23 +262,45 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engin
             f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
             f"its ranks; use one of {fit}"
         )
-    kinds = [kind for name in ("rope_parameters", "rope_scaling") for kind in _rope_types(model.get(name))]
-    for kind in kinds:
-        if kind in (
-            "dynamic",
-            "longrope",
-        ):  # transformers looks at the largest position, which each rank has of its own
-            raise ConfigError(
-                f'{path}.parallel.cp: value {cp} does not work with the rotary embedding "{kind}" of the model on backend fsdp: it '
-                "follows the longest sequence, of which each rank sees a part; set it to 1"
-            )
+    kind, _ = following_positions(model) or (None, 0)
+    if kind is not None:
+        raise ConfigError(
+            f'{path}.parallel.cp: value {cp} does not work with the rotary embedding "{kind}" of the model on backend fsdp: it '
+            "follows the longest sequence, of which each rank sees a part; set it to 1"
+        )
 
 
-def _rope_types(rope: Any) -> list[Any]:
-    """The kinds of rotary embedding in a field of config.json, which may have one for each type of layer."""
+def check_positions(engine: EngineConfig, model: Mapping[str, Any], max_length: int, key: str) -> None:
+    """Whether backend fsdp can hold sequences of `max_length` tokens together. key: the keys that set it, with their values."""
+    kind, limit = following_positions(model) or (None, 0)
+    if engine.backend == "fsdp" and kind is not None and max_length > limit:
+        raise ConfigError(
+            f'{key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
+            "beyond, transformers lets one long sequence change the numbers of all in its micro-batch; give at most "
+            f"{limit}, or use another model"
+        )
+
+
+def following_positions(model: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The kind of a rotary embedding that follows the largest position of a forward, and the sequence length up to which it is
+    the same for all; None where it does not. model: the content of its config.json.
+    """
+    model = model.get("text_config") or model
+    for name in ("rope_parameters", "rope_scaling"):
+        for kind, rope in _ropes(model.get(name)):
+            if kind == "dynamic":
+                return kind, _whole(model, "max_position_embeddings")
+            if kind == "longrope":
+                original = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings")
+                return kind, original or _whole(model, "max_position_embeddings")
+    return None
+
+
+def _ropes(rope: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+    """(kind, fields) of the rotary embeddings in a field of config.json, which may have one for each type of layer."""
     if not isinstance(rope, Mapping):
         return []
-    return [rope.get("rope_type", rope.get("type"))] + [kind for part in rope.values() for kind in _rope_types(part)]
+    return [(rope.get("rope_type", rope.get("type")), rope)] + [pair for part in rope.values() for pair in _ropes(part)]
 
 
 def num_experts(model: Mapping[str, Any]) -> int | None:

@@ -108,7 +108,9 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
 
 def show(value: Any) -> str:
     """A value as the user may have written it, on one line and not too long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(
+        value, ensure_ascii=False, default=lambda v: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else str(v)
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -15,7 +15,7 @@ from mrl.errors import ConfigError
 
 ABSENT = "(absent)"
 
-_ENGINE = ("device", "recompute", "offload", "parallel", "micro_batch", "options")
+_ENGINE = ("device", "recompute", "recompute_every", "offload", "parallel", "fsdp", "micro_batch", "options")
 
 MAY_CHANGE: Mapping[type, tuple[str, ...]] = {
     SFTConfig: (

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.hf_config import read_hf_config
 from mrl.converters.safetensors_io import companion_files
 from mrl.errors import ModelError
 
@@ -39,7 +38,7 @@ class AdapterShape:
 
     peft_name: the module under which peft keeps A and B (of two parameters of one module, one wraps the other).
     rank: of each expert's adapter where there are experts. scale: of B A. experts: E, or 0 for a plain matrix. transposed:
-    the experts are held [E, I, O], not [E, O, I]. parameter: its full name where peft adapts a parameter, not a module.
+    the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]. parameter: its full name where peft adapts a parameter, not a module.
     """
 
     name: str
@@ -79,9 +78,10 @@ class AdapterShape:
         ]
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What the adapter adds to its weight, in that one's shape: [O, I], or a stack for experts. In the dtype of A and B."""
+        """What the adapter adds to its weight, in that one's shape: [O, I] or [I, O], or a stack for experts. In the dtype of A and B."""
         if not self.experts:
-            return self.scale * (b @ a)
+            delta = self.scale * (b @ a)
+            return delta.mT if self.transposed else delta
         return torch.stack([self.delta_of_expert(a, b, expert) for expert in range(self.experts)])
 
     def delta_of_expert(self, a: Tensor, b: Tensor, expert: int) -> Tensor:
@@ -133,8 +133,7 @@ def write_adapter(
     from mrl.engine.lora_selection import injection  # as above
 
     found = injection(base_model_path, lora, head)
-    hidden = read_hf_config(base_model_path)["hidden_size"]
-    expected = adapter_shapes(found.shapes, head, hidden)
+    expected = adapter_shapes(found.shapes, head, found.hidden_size)
     held = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
@@ -38,10 +39,12 @@ ADAPTER = "default"
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """What peft made of a selection. config: as peft resolved it, which is what a folder says. shapes: by name."""
+    """What peft made of a selection. config: as peft resolved it, which is what a folder says. shapes: by name. hidden_size: of
+    the model, which is what a value head takes."""
 
     config: peft.LoraConfig
     shapes: Mapping[str, AdapterShape]
+    hidden_size: int
 
 
 @functools.lru_cache(maxsize=8)
@@ -65,7 +68,7 @@ def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
         inject(model, config, selection)
         shapes = _shapes(model)
     selection.check(config, shapes, excluded, model)
-    return Injection(config, MappingProxyType(shapes))
+    return Injection(config, MappingProxyType(shapes), model.config.get_text_config().hidden_size)
 
 
 def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | None = None) -> None:
@@ -146,7 +149,7 @@ class Selection:
             if module is output or isinstance(module.get_base_layer(), nn.Embedding) or name == "score":
                 raise ConfigError(
                     f"model.lora.target_modules: value {_show(self.lora.target_modules)} takes in {name}; embeddings and output "
-                    f"layers get no adapter: add {name} to model.lora.exclude_modules, or name other modules"
+                    f"layers get no adapter: name other modules, or keep {name} out by model.lora.exclude_modules"
                 )
 
     def _excluded_entries(self) -> tuple[str, ...]:
@@ -227,7 +230,8 @@ def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
     for peft_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        name, parameter, experts, transposed = peft_name, None, 0, False
+        name, parameter, experts = peft_name, None, 0
+        transposed = isinstance(layer.get_base_layer(), Conv1D)
         if isinstance(layer, ParamWrapper):
             name = peft_name.replace(".base_layer", "")
             parameter = f"{name}.{layer.parameter_name}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.checks import check_model, check_replicate, check_world, parallel_dims, smallest_world
+from mrl.config.checks import check_model, check_positions, check_replicate, check_world, parallel_dims, smallest_world
 from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.config.ppo_checks import check_replicas
 from mrl.config.rewards import FunctionReward
@@ -100,9 +100,18 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
                 check_replicas(config, part.role, dims)
             check_replicate(part.engine, world_size)
             check_model(part.engine, dims, part.hf)
+            check_positions(part.engine, part.hf, *_longest(config))
             _check_architecture(part, dims)
         made.append(dims)
     return made
+
+
+def _longest(config: Config) -> tuple[int, str]:
+    """Tokens of the longest sequence, and the keys that set it, with their values."""
+    if isinstance(config, SFTConfig):
+        return config.data.max_length, f"data.max_length: value {config.data.max_length}"
+    prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
+    return config.max_length, f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}: value {prompt + new}"
 
 
 def _check_architecture(part: Part, dims: ParallelDims) -> None:

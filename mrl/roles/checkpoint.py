@@ -58,13 +58,15 @@ def load(
 ) -> dict[str, Any]:
     """Restores what `save` wrote. Returns the trainer's state. Collective.
 
-    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs.
+    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs, and of which it may hold
+    some for a run that has none: they never change.
     """
     with saving.loading(path, backend=ROLES, remote=remote) as folder:
         saved = torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=True)
         _check_roles(saved["roles"], engines, may_lack, folder)
         for role in saved["roles"]:
-            use(role).load_state(os.path.join(folder, role))
+            if role in engines:
+                use(role).load_state(os.path.join(folder, role))
         return saved["state"]
 
 
@@ -79,6 +81,8 @@ def _check_roles(
                 "saved by, or export its actor to Hugging Face and start from that"
             )
     for role, backend in saved.items():
+        if role not in engines and role in may_lack:
+            continue
         if role not in engines:
             raise CheckpointError(
                 f"{path}: has a role {role}, and this run has only {', '.join(engines)}; resume with the algorithm it was saved "

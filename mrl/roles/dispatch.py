@@ -271,4 +271,7 @@ class WorkerDispatch:
 
         Returns the trainer's `state`. Raises CheckpointError where the roles there are not the roles here.
         """
-        return checkpoint.load(self.engines, self._use, path, remote=remote, may_lack=self.constant)
+        actor = self.engines.get("actor")
+        # beside an actor with adapters the reference is its base, whether a copy of its own holds that or not
+        of_base = {"reference"} if actor is not None and actor.config.model.lora is not None else set()
+        return checkpoint.load(self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
-from mrl.config.schema import ModelConfig, SFTConfig
+from mrl.config.schema import ModelConfig, RoleConfig, SFTConfig
 from mrl.converters.accounting import further_layers
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
@@ -19,7 +20,7 @@ from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine import checkpoint, checkpoint_remote
-from mrl.engine.lora import name_base
+from mrl.engine.lora import adapters, name_base
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -131,6 +132,15 @@ def say_unread(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> No
                 f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded and not "
                 "trained, and what is exported has none"
             )
+
+
+def say_adapters(console: Console, key: str, config: RoleConfig) -> None:
+    """Says what `model.lora` stands for on the model of a role; nothing where it has none. key: that of the section."""
+    lora = config.model.lora
+    if lora is not None:
+        shapes = adapters(config.model.path, lora, config.head).values()
+        trained = sum(math.prod(shape.a_shape) + math.prod(shape.b_shape) for shape in shapes)
+        console.say(f"{key}: adapters of rank {lora.rank} on {len(shapes)} weights; their {trained:,} parameters train")
 
 
 def export(

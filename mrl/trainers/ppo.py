@@ -17,7 +17,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import already_done, check_outside, export, say_left_out, say_unread
+from mrl.trainers.common import already_done, check_outside, export, say_adapters, say_left_out, say_unread
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
@@ -49,6 +49,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     dispatch.init_model()
     say_unread(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
+    for role, engine in dispatch.engines.items():
+        say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))

@@ -41,6 +41,7 @@ from mrl.trainers.common import (
     last_good,
     load_newest,
     problems_in_words,
+    say_adapters,
     say_left_out,
     say_unread,
     stopped,
@@ -147,6 +148,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
     engine.init_model()
     say_unread(engine, console, {"model.path": engine.config.model.path})
+    say_adapters(console, "model.lora", engine.config)
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:

@@ -142,6 +142,8 @@ def equals_peft(config: RoleConfig, expected: Reference, batch: Batch) -> None:
     contract.assert_close(gradients, expected.gradients, GRADIENT)
     moves = [{n: t[n].double() - expected.start[n] for n in expected.start} for t in (updated, expected.updated)]
     contract.assert_close(*moves, UPDATE)
+    buffers = {name for name in merged if name.endswith("e_score_correction_bias")}  # no parameters, there
+    merged = {name: tensor for name, tensor in merged.items() if name not in buffers}
     contract.assert_close(merged, {name: expected.merged[name] for name in merged}, 1e-6)
     assert set(expected.merged) - set(merged) <= {"lm_head.weight"}  # tied
 
@@ -318,7 +320,7 @@ def generates_with_adapters(config: RoleConfig) -> None:
     merged = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None)))
     streamed: list[Any] = [dict(engine.hf_weights())]
     torch.distributed.broadcast_object_list(streamed)
-    merged.model._fill(streamed[0].__getitem__)
+    merged.model._fill(merged.model.files.random(streamed[0].__getitem__).rows)
     others = merged.generate(requests)
     assert [c.tokens for c in mine] == [c.tokens for c in others]
     for a, b in zip(mine, others, strict=True):

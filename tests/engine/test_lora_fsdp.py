@@ -43,6 +43,8 @@ PARITY = [
     ("llama", "value", ALL, {}),
     ("qwen3_moe", "lm", ALL, {}),
     ("qwen2_moe", "lm", EXPERTS, {}),
+    ("deepseek_v3", "lm", ALL, {}),  # a router whose bias is no parameter
+    ("gpt2", "lm", ALL, {}),  # no table, and weights held [inputs, outputs]
 ]
 
 

@@ -135,7 +135,7 @@ def test_async_calls_run_together(path):
 
 
 def test_the_first_fatal_fault_is_always_the_same(pool):
-    tasks = scripts("give 1", "give None", "give 2", "raise x", *["give 3"] * 50)
+    tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 50)
     for _ in range(5):
         outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
         assert [o.value for o in outcomes[:3]] == [1, None, 2]

@@ -145,7 +145,8 @@ class Model:
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers that are in the files, whole on every rank."""
-        return {name: buffer for name, buffer in self.hf.named_buffers() if name in self.files.state}
+        named = ((name.replace(".base_layer", ""), buffer) for name, buffer in self.hf.named_buffers())
+        return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
         """What an export consists of: parameters in `dtype`, buffers as they are."""
@@ -181,6 +182,10 @@ class Model:
 
     @torch.no_grad()
     def _fill(self, rows: Callable[[str, int, int], Tensor]) -> None:
+        odd = sorted(self.files.state.keys() ^ (self.parameters() | self.buffers()).keys())
+        assert not odd, (
+            f"the files hold {odd}, of which the model has no such parameter or buffer, or the other way round"
+        )
         for name, parameter in self.parameters().items():
             shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
