@@ -24,6 +24,7 @@ def script(prompt, completion, row):
     what, _, argument = completion.partition(" ")
     if what == "give": return eval(argument)
     if what == "hang": time.sleep(1000)
+    if what == "sleep": time.sleep(float(argument)); return 1.0
     if what == "hang_in_c": re.fullmatch("(a+)+b", "a" * 64)
     if what == "ignore_signals":
         import signal
