@@ -262,7 +262,7 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engin
             f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
             f"its ranks; use one of {fit}"
         )
-    kind, _ = following_positions(model) or (None, 0)
+    kind, _ = following_positions(model) or (None, None)
     if kind is not None:
         raise ConfigError(
             f'{path}.parallel.cp: value {cp} does not work with the rotary embedding "{kind}" of the model on backend fsdp: it '
@@ -272,8 +272,12 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engin
 
 def check_positions(engine: EngineConfig, model: Mapping[str, Any], max_length: int, key: str) -> None:
     """Whether backend fsdp can hold sequences of `max_length` tokens together. key: the keys that set it, with their values."""
-    kind, limit = following_positions(model) or (None, 0)
-    if engine.backend == "fsdp" and kind is not None and max_length > limit:
+    kind, limit = following_positions(model) or (None, None)
+    if engine.backend != "fsdp" or kind is None:
+        return
+    if limit is None:  # a field of config.json that is not there
+        limit = _whole(model.get("text_config") or model, "max_position_embeddings")
+    if max_length > limit:
         raise ConfigError(
             f'{key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
             "beyond, transformers lets one long sequence change the numbers of all in its micro-batch; give at most "
@@ -281,18 +285,18 @@ def check_positions(engine: EngineConfig, model: Mapping[str, Any], max_length: 
         )
 
 
-def following_positions(model: Mapping[str, Any]) -> tuple[str, int] | None:
+def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
     """The kind of a rotary embedding that follows the largest position of a forward, and the sequence length up to which it is
-    the same for all; None where it does not. model: the content of its config.json.
+    the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
     """
     model = model.get("text_config") or model
     for name in ("rope_parameters", "rope_scaling"):
         for kind, rope in _ropes(model.get(name)):
             if kind == "dynamic":
-                return kind, _whole(model, "max_position_embeddings")
+                return kind, model.get("max_position_embeddings")
             if kind == "longrope":
                 original = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings")
-                return kind, original or _whole(model, "max_position_embeddings")
+                return kind, original or model.get("max_position_embeddings")
     return None
 
 

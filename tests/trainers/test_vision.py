@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -137,3 +138,12 @@ def test_other_sizes_of_images_are_another_model(folder, tmp_path):
     (model / "preprocessor_config.json").write_text(json.dumps(settings))
     kind, message = train({**first, "train": {**first["train"], "steps": 4}})
     assert kind == "ConfigError" and "image processor differ" in message, message
+
+
+def test_adapters_of_tower_and_text_load_in_peft(folder, tmp_path):
+    lora = config(folder, tmp_path, train={"steps": 2}, model={"lora": {"rank": 4}})
+    assert train(lora) == ("done", "")
+    base = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "hf")
+    moved = {name for name, p in model.named_parameters() if ".lora_B." in name and bool(p.any())}
+    assert any("visual" in name for name in moved) and any("language_model" in name for name in moved), moved
