@@ -174,3 +174,17 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
         return json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:
         raise ModelError(f"{folder}: is not a readable adapter ({error}); get it again") from None
+
+
+def read_fitting(path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of an adapter folder, which have the names and shapes of `expected`. Raises ModelError for others."""
+    _, tensors = read_adapter(path)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
+            f"({len(differ)} tensors differ); give the adapter's own rank and targets"
+        )
+    return tensors

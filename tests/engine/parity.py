@@ -393,6 +393,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 *rows.FSDP_ROWS,
                 *rows.FSDP_SLOW_ROWS,
                 *rows.LORA_ROWS,
+                *rows.FSDP_LORA_ROWS,
                 *rows.SLOW_LORA_ROWS,
                 *rows.EXTERNAL_ROWS,
             )

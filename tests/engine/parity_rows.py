@@ -270,6 +270,12 @@ LORA_ROWS = (
     Row("llama", "cp2", size=4, lora="all"),
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
 )
+FSDP_LORA_ROWS = _fsdp(
+    Row("llama", "cp2", size=4, lora="all"),
+    Row("llama tied", "cp2xdp2", tokens=64, packing=False, lora="q v"),
+    Row("qwen3_moe", "dp4", size=2, lora="all", fsdp=FSDPConfig(replicate=2)),
+    Row("llama", "cp2xdp2", size=2, lora="all", recompute="full", recompute_every=2, fsdp=FSDPConfig(replicate=2)),
+)
 SLOW_LORA_ROWS = (
     Row("deepseek_v3", size=4, lora="all"),
     Row("mixtral", size=4, packing=False, lora="all"),

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_ROWS, FSDP_SLOW_ROWS
+from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_ROWS, FSDP_SLOW_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def table():
 SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in FSDP_SLOW_ROWS]
 
 
-@pytest.mark.parametrize("row", [*FSDP_ROWS, *EXTERNAL_ROWS, *SLOW], ids=str)
+@pytest.mark.parametrize("row", [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS, *SLOW], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -62,6 +62,13 @@ class Adapters:
             a = trained[shape.a_name]
             offset, rows = _rows(a)
             a.to_local().copy_(initial_a(shape, self.seed)[offset : offset + rows])
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts the tensors of an adapter's file into this rank's shards."""
+        for name, parameter in self.trained().items():
+            offset, rows = _rows(parameter)
+            parameter.to_local().copy_(tensors[name][offset : offset + rows])
 
     def waiting(self) -> set[str]:
         """The names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""

@@ -32,7 +32,7 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
-from mrl.engine.lora import adapters
+from mrl.engine.lora import adapter_shapes, adapters, read_fitting
 from mrl.engine.lora_base import facts
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -315,7 +315,7 @@ class MegatronEngine(BaseEngine):
 
         What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
         """
-        self.set_adapters(lora.of_folder(path, self.adapters, self.config.head, self.hf["hidden_size"]))
+        self.set_adapters(read_fitting(path, adapter_shapes(self.adapters, self.config.head, self.hf["hidden_size"])))
 
     @installed
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:

@@ -23,9 +23,9 @@ from mrl.converters.algebra import Piece
 from mrl.converters.rules import Rule, chunk_plans, export_order
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
-from mrl.engine.lora import PREFIX, SCORE, AdapterShape, adapter_shapes, initial_a, read_adapter
+from mrl.engine.lora import PREFIX, SCORE, AdapterShape, initial_a
 from mrl.engine.megatron import weights
-from mrl.errors import ConfigError, ModelError
+from mrl.errors import ConfigError
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 
@@ -247,20 +247,6 @@ class Initial:
             shape = self.by_name[name]
             self.last = name, initial_a(shape, self.seed) if name == shape.a_name else torch.zeros(shape.b_shape)
         return self.last[1]
-
-
-def of_folder(path: str, shapes: Shapes, head: str, hidden_size: int) -> dict[str, Tensor]:
-    """The tensors of an adapter folder, which are those of `shapes`. Raises ModelError for others."""
-    _, tensors = read_adapter(path)
-    expected, found = adapter_shapes(shapes, head, hidden_size), {n: tuple(t.shape) for n, t in tensors.items()}
-    differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if differ:
-        name = differ[0]
-        raise ModelError(
-            f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
-            f"({len(differ)} tensors differ); give the adapter's own rank and targets"
-        )
-    return tensors
 
 
 def fill(
