@@ -159,6 +159,25 @@ def test_what_slurm_refuses_is_shown_whole(workspace, monkeypatch):
     assert message == "mrl: sbatch: sbatch: error: first sbatch: error: second"
 
 
+def fake_command(workspace: Workspace, monkeypatch, name: str, script: str) -> None:
+    """Puts a shell script in the place of a command of Slurm."""
+    fake = workspace.root / "bin" / name
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+
+
+def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, monkeypatch):
+    fake_command(workspace, monkeypatch, "sbatch", f'env > "{workspace.root}/environ"; echo 7')
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    done = kit.invoke("submit", "sft", "config.yaml", *CPU, "--partition", "gpu")
+    assert done.exit_code == 0 and done.stdout.startswith("submitted job 7: "), done.output
+    environ = (workspace.root / "environ").read_text()
+    assert "HOME=" in environ and "SBATCH_" not in environ
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

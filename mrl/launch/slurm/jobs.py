@@ -31,9 +31,13 @@ _FIELD = re.compile(r" (?=[A-Z][A-Za-z/:]*=)")
 
 
 def call(*command: str) -> str:
-    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here."""
+    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here.
+
+    SBATCH_* variables of the caller's shell are left out: sbatch puts them over the script's #SBATCH lines.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ)
     except FileNotFoundError:
         raise ConfigError(
             f"{command[0]}: is not on the PATH; run this on a machine with Slurm's commands, or use `mrl slurm render`"
