@@ -34,6 +34,11 @@ def ppo(*args: str, **fields) -> dict:
     return render(*args, config="ppo.yaml", command="ppo", **fields)
 
 
+def copy_of(name: str) -> Callable[[Workspace], None]:
+    """A user's own template, made of one of the package."""
+    return lambda workspace: workspace.write("my.sbatch", kit.invoke("template", name).stdout)
+
+
 def write(name: str, text: str) -> Callable[[Workspace], None]:
     return lambda workspace: workspace.write(name, text)
 
@@ -81,11 +86,16 @@ CASES = {
     "a template with a mistake": (("my.sbatch:2: the template is wrong",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#!/bin/bash\n{% if %}"))),
     "a template that extends nothing": (("the template other.sbatch does not exist",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'other.sbatch' %}"))),
     "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
+    "a changed copy without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=copy_of("container"))),
+    "what extends a template without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'apptainer.sbatch' %}"))),
+    "an image that a copy does not use": (("slurm.image: value 'a.sif' is not used by the template my.sbatch",), render(*CPU, *TEMPLATE, "--image", "a.sif", edit=copy_of("bare"))),
+    "an image that servers do not use": (("slurm.image: value 'a.sif' is not used by the template hetero",), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--image", "a.sif")),
     "an image that is not used": (("slurm.image: value 'a.sif' is not used",), render(*CPU, "--image", "a.sif")),
     "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
     "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
     # Servers.
     "servers for sft": (('slurm.template: value "hetero"',), render(*CPU, "--template", "hetero", "--servers-nodes", "1")),
+    "servers of a copy for sft": (('slurm.template: value "my.sbatch" starts inference servers',), render(*CPU, *TEMPLATE, edit=copy_of("hetero"))),
     "servers that nobody asks": (('slurm.template: value "hetero"',), ppo(*CPU, "--template", "hetero", "--servers-nodes", "1")),
     "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
     "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
@@ -166,6 +176,24 @@ def fake_command(workspace: Workspace, monkeypatch, name: str, script: str) -> N
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+
+
+def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(workspace, monkeypatch):
+    folder = workspace.root / "a JobState=FAILED JobId=9"
+    workspace.write(f"{folder.name}/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    lines = [
+        "JobId=7 JobName=mrl-sft-a JobState=FAILED JobId=9",
+        "   JobState=RUNNING Reason=None Dependency=(null)",
+        "   RunTime=00:00:05 TimeLimit=00:10:00 TimeMin=N/A",
+        f"   Command={folder}/slurm/x.sbatch",
+        f"   WorkDir={workspace.root}",
+        f"   StdOut={folder}/slurm/7.log",
+    ]
+    (workspace.root / "shown").write_text("\n".join(lines) + "\n\n")
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    done = kit.invoke("status", "7")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
 
 
 def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, monkeypatch):

@@ -28,6 +28,8 @@ RECORDS = "jobs.jsonl"
 """In a run's slurm/: one object a submitted job."""
 
 _FIELD = re.compile(r" (?=[A-Z][A-Za-z/:]*=)")
+_WHOLE = re.compile(r"(?:^| )((?:StdOut|StdErr|StdIn|WorkDir|Command|JobName|Comment)=.*)$")
+"""What the user writes ends its line, and may look like more fields."""
 
 
 def call(*command: str) -> str:
@@ -79,12 +81,12 @@ class Job:
 def known(job_id: str) -> list[Job]:
     """The job, or the tasks of the array, as Slurm knows them; none where it does not any more."""
     try:
-        text = call("scontrol", "show", "job", "--oneliner", job_id)
+        text = call("scontrol", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
         raise
-    found = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
+    found = [_parse(part) for part in re.split(r"^(?=JobId=)", text, flags=re.MULTILINE) if part.startswith("JobId=")]
     found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
     return sorted(found, key=_task_number)
 
@@ -95,8 +97,12 @@ def _task_number(job: Job) -> int:
     return int(found[0]) if found else 0
 
 
-def _parse(line: str) -> Job:
-    fields = dict(field.split("=", 1) for field in _FIELD.split(line.strip()) if "=" in field)
+def _parse(text: str) -> Job:
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        whole = _WHOLE.search(line)
+        parts = _FIELD.split(line[: whole.start()] if whole else line) + ([whole[1]] if whole else [])
+        fields |= (part.lstrip(" ").split("=", 1) for part in parts if "=" in part)
     if fields.get("ArrayTaskId"):
         return Job(f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}", fields)
     return Job(fields["JobId"], fields)
