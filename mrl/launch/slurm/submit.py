@@ -18,6 +18,9 @@ from mrl.launch.slurm.options import SlurmConfig
 from mrl.launch.slurm.render import TASK_ID, Job, render
 from mrl.launch.slurm.servers import server_command
 
+AT_AN_END = ("afterany", "afterok", "afternotok", "afterburstbuffer")
+"""Kinds of a dependency on the end of a job."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
@@ -138,10 +141,17 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
     """Two jobs of one run would meet in its folder; the second would fail, hours later."""
-    if checked.options.dependency is not None:
-        return
     for job in jobs.in_queue(slurm_dir):
+        if _waits_for(checked.options.dependency or "", job.id):
+            continue
         raise ConfigError(
             f"output_dir: value {checked.config.output_dir!r} has job {job.id} in the queue ({job.state}); cancel it (mrl slurm "
             f"cancel {job.id}), give --dependency afterany:{job.id} to go on after it, or another output_dir"
         )
+
+
+def _waits_for(dependency: str, job_id: str) -> bool:
+    """Whether a job with that --dependency begins after the end of the job, or of the array that it is a task of."""
+    clauses = [clause.split(":") for clause in re.split("[,?]", dependency)]
+    named = [kind in AT_AN_END and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
+    return all(named) if "?" in dependency else any(named)
