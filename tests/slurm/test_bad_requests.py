@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
+from mrl.launch.slurm import jobs
 from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
 from tests.slurm import kit
 
@@ -194,6 +195,56 @@ def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(wo
     done = kit.invoke("status", "7")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
+
+
+@pytest.mark.parametrize(
+    ("dependency", "job_id", "waits"),
+    [
+        ("", "7", False),
+        ("afterany:7", "7", True),
+        ("afterok:6:7", "7", True),
+        ("afterany:6,afterok:7", "7", True),
+        ("afterany:6?afterok:7", "7", False),
+        ("afterany:77", "7", False),
+        ("after:7", "7", False),  # after its start
+        ("singleton", "7", False),
+        ("afterok:7", "7_2", True),
+        ("afterok:7_2", "7_2", True),
+        ("afterok:7_1", "7_2", False),
+    ],
+)
+def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeypatch, dependency, job_id, waits):
+    """The first job's script is asked for by its id, as squeue would show it."""
+    workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    task = " ArrayJobId=7 ArrayTaskId=2" if "_" in job_id else ""
+    shown = f"JobId=7{task} JobName=x\n   JobState=RUNNING Reason=None\n"
+    (workspace.root / "shown").write_text(shown)
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    args = ("submit", "sft", "config.yaml", *CPU, *(["--dependency", dependency] if dependency else []))
+    if waits:
+        assert kit.invoke(*args).exit_code == 0
+    else:
+        assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
+
+
+def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(workspace, monkeypatch):
+    fake_command(workspace, monkeypatch, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    record = '{"job": "7", "array": null}\n'
+    for text in (record + '{"job": "8", "arr', record[:9]):
+        workspace.write("run/slurm/jobs.jsonl", text)
+        if "\n" in text:
+            assert kit.invoke("status", "run").stdout.startswith("job 7  ended")
+        else:
+            assert "jobs.jsonl: has no record of a job" in refused(workspace, "status", "run")
+        assert kit.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+        assert [one["job"] for one in jobs.records(workspace.root / "run" / "slurm")] == (
+            ["7", "8"] if "\n" in text else ["8"]
+        )
+    for line in ("{]", "7", '{"job": 7}'):
+        workspace.write("run/slurm/jobs.jsonl", f"{record}{line}\n")
+        assert "jobs.jsonl:2: is no record of a job; delete that line" in refused(workspace, "status", "run")
 
 
 def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, monkeypatch):

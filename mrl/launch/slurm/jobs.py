@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -115,16 +116,29 @@ def mine() -> list[Job]:
 
 
 def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """The jobs that were submitted for a run, oldest first."""
+    """The jobs that were submitted for a run, oldest first, but for a last line that was cut."""
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_record(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
+    with contextlib.suppress(json.JSONDecodeError):
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("job"), str) and "array" in record:
+            return record
+    raise ConfigError(f"{path}:{number}: is no record of a job; delete that line")
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
-    with open(slurm_dir / RECORDS, "a", encoding="utf-8") as out:
-        out.write(json.dumps(record) + "\n")
+    """In the place of a last line that was cut."""
+    path = slurm_dir / RECORDS
+    whole = path.read_bytes().rpartition(b"\n")[:2] if path.exists() else ()
+    with open(path, "ab") as out:
+        out.truncate(sum(map(len, whole)))
+        out.write(json.dumps(record).encode() + b"\n")
 
 
 def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
@@ -176,7 +190,10 @@ def targets(what: str | None) -> list[Target]:
 
 
 def _newest(slurm_dir: pathlib.Path) -> Target:
-    job_id = records(slurm_dir)[-1]["job"]
+    submitted = records(slurm_dir)
+    if not submitted:
+        raise ConfigError(f"{slurm_dir / RECORDS}: has no record of a job; give a job's id")
+    job_id = submitted[-1]["job"]
     return Target(slurm_dir, job_id, known(job_id))
 
 
