@@ -61,6 +61,9 @@ CASES = {
     "a name of no variable": (("slurm.env", '"A-B"'), render(*CPU, "--env", "A-B=1")),
     "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
     "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
+    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "give --nodes"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
+    "a short extra line of ours": (("slurm.sbatch", "-N7", "give --nodes"), render(*CPU, "--sbatch", "-N7")),
+    "two in a line, one of ours": (("slurm.sbatch", "which mrl writes; give --signal-s"), render(*CPU, "--sbatch", "--exclusive --signal USR2@5")),
     "an unknown launcher": (("'mpirun' is not one of 'torchrun', 'srun'",), render(*CPU, "--launcher", "mpirun")),
     "a rendezvous of another launcher": (('slurm.rendezvous: value "c10d"', "--launcher torchrun"), render(*CPU, "--launcher", "srun", "--rendezvous", "c10d")),
     "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),
@@ -278,6 +281,13 @@ def test_a_request_without_anything_to_warn_of_is_silent(workspace):
     args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
     done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_no_limit_and_an_empty_variable_are_legitimate(workspace):
+    args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment='a -N 2'")
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(done.stdout.splitlines())
 
 
 def test_the_command_line_is_over_the_profile(workspace):
