@@ -263,13 +263,33 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
-def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
-    """A heterogeneous job; the server and the training are a few lines of Python."""
-    (site.folder / "server.py").write_text(SERVER)
+def make_server(site, text=SERVER):
+    (site.folder / "server.py").write_text(text)
     server = site.folder / "server"
     server.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{site.folder}/server.py" "$@"\n')
     server.chmod(0o755)
+    return server
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_meanwhile_ends_the_run_and_says_where_to_look(site, workspace):
+    """On a port of the job; the lines of setup may read what is not set."""
+    server = make_server(site, SERVER.replace("sleep(600)", "sleep(15)"))
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-setup", "x=$NOT_SET")
+    fake = "until_signal(); save('step_3'); ended(75, 'stopped')"
+    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    ended, run_dir = site.wait(job), workspace.root / "run"
+    assert ended.fields["ExitCode"] == "1:0", kit.log(run_dir, job)
+    why = f"a server has ended; {run_dir}/slurm/{job}.0/servers.log says why"
+    said = kit.history(run_dir, job)
+    assert said[0] == f"servers: http://127.0.0.1:{8000 + int(job) % 12000}"
+    assert said[2:] == [why, f"stopped: {why}; the newest checkpoint is step_3"]
+
+
+@pytest.mark.slow
+def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
+    """A heterogeneous job; the server and the training are a few lines of Python."""
+    server = make_server(site)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

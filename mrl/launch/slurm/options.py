@@ -28,7 +28,12 @@ class ServersConfig:
     mem: str | None = key(None, "memory of each server's node, as in 64G; null is Slurm's default")
     setup: tuple[str, ...] = key((), "shell lines before a server, as `source /opt/vllm/bin/activate`")
     python: str = key("python", "the interpreter that has vLLM or SGLang")
-    port: int = key(8000, "port that every server listens on", minimum=1024, maximum=65535)
+    port: int | None = key(
+        None,
+        "port that every server listens on; null is one that the job's id gives and that is free",
+        minimum=1024,
+        maximum=65535,
+    )
     arguments: tuple[str, ...] = key((), "more arguments of the server's command line")
     start_timeout_s: int = key(1800, "longest wait until all servers answer", minimum=1)
 

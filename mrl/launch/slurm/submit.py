@@ -60,7 +60,7 @@ def check(command: str, config_path: str, overrides: Sequence[str], options: Slu
 
 def _urls(options: SlurmConfig) -> str:
     """An override with as many servers as there will be; their names are known when the job starts."""
-    names = ",".join(f"http://server{i}:{options.servers.port}" for i in range(options.servers.nodes))
+    names = ",".join(f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes))
     return f"rollout.server.urls=[{names}]"
 
 
