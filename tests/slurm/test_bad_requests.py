@@ -266,7 +266,7 @@ def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, mo
         (("--gpus-per-node", "4", "--nodes", "2", "engine.parallel.tp=8", "engine.device=auto"), "engine.parallel.tp: groups of 8 do not fit into the 4"),
         (CPU, "slurm.cpus_per_task: is not given"),
         ((*CPU, "checkpoint.every=null"), "checkpoint.every: is null"),
-        ((*CPU, "--time", "10", "checkpoint.every=100"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
+        ((*CPU, "--time", "10", "checkpoint.every=100", "train.steps=1000"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
         ((*CPU, "--signal-s", "5"), "slurm.signal_s: value 5 is shorter than a step of this run (10 s)"),
     ],
 )  # fmt: skip
@@ -275,6 +275,23 @@ def test_what_may_go_wrong_is_warned_of(workspace, args, says):
     done = kit.invoke("render", "sft", "config.yaml", "train.global_batch_size=8", *args)
     assert done.exit_code == 0, done.output
     assert f"mrl: warning: {says}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("train.steps=1999",),
+            "checkpoint.every: value 1999 is not below the 1999 steps of the run: only a signal saves",
+        ),
+        (("train.steps=2000",), "checkpoint.every: value 1999 cannot be judged before the run has timed a step"),
+        (("train.steps=null", "train.epochs=1"), "where a step takes less than 0.24 s"),
+    ],
+)
+def test_a_new_run_is_warned_of_checkpoints_that_may_come_too_late(workspace, overrides, says):
+    args = ("--cpus-per-task", "8", "--time", "10", "checkpoint.every=1999")
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args, *overrides)
+    assert done.exit_code == 0 and says in done.stderr, done.output
 
 
 def test_a_request_without_anything_to_warn_of_is_silent(workspace):
@@ -287,7 +304,9 @@ def test_no_limit_and_an_empty_variable_are_legitimate(workspace):
     args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment='a -N 2'")
     done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(done.stdout.splitlines())
+    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(
+        done.stdout.splitlines()
+    )
 
 
 def test_the_command_line_is_over_the_profile(workspace):

@@ -131,6 +131,16 @@ def _check_time(config: Config, options: SlurmConfig) -> list[str]:
         found.append(
             "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
         )
+    elif limit_s is not None and config.train.steps is not None and every >= config.train.steps:
+        found.append(
+            f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal saves before "
+            "the end; a node that fails loses all"
+        )
+    elif step_s is None and limit_s is not None and every > (left_s := limit_s - options.signal_s):
+        found.append(
+            f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit of "
+            f"{in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
+        )
     elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
         found.append(
             f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time limit is "
