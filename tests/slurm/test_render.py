@@ -116,6 +116,20 @@ def test_odd_paths_and_values_reach_the_training_whole(name, tmp_path):
     assert done.stdout == expected + "\n"
 
 
+def test_what_an_earlier_start_has_left_goes(tmp_path):
+    """On the node of a task; not what belongs to other tasks of this start, or to other jobs."""
+    for name in ("mrl-7.0.aa a", "mrl-7.1.bbb", "mrl-7.2.ccc", "mrl-77.0.ddd"):
+        (tmp_path / name).mkdir()
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\necho "$TMPDIR"\n')
+    fake.chmod(0o755)
+    [step] = inner_scripts(render(TASK, dataclasses.replace(SITE, python=str(fake), setup=())))
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "SLURM_TMPDIR": str(tmp_path)}  # fmt: skip
+    done = subprocess.run(["bash", "-c", step], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{tmp_path}/mrl-7.2.")
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "mrl-7.2.ccc", "mrl-77.0.ddd"}
+
+
 def test_slurm_reads_what_the_directives_say(running_cluster, tmp_path):
     """Of every directive that has a value with odd characters, as scontrol shows the job."""
     folder = tmp_path / 'it\'s a "run" $HOME 100%'

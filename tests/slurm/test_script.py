@@ -6,6 +6,7 @@ real one.
 
 from __future__ import annotations
 
+import pathlib
 import socket
 import sys
 import time
@@ -121,6 +122,26 @@ def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace
     assert kit.history(run_dir, job)[-1] == (
         "stopped by a signal; stopped: restart 1 made no progress, the newest checkpoint is still none"
     )
+
+
+def test_the_temporary_folder_of_a_task_that_was_killed_goes_with_the_job(site, workspace):
+    job = submit(site, "save(os.environ['TMPDIR']); os.kill(os.getppid(), 9)")
+    assert site.wait(job).fields["ExitCode"] == "137:0"
+    folder = pathlib.Path((workspace.root / "run" / "checkpoints" / "latest").read_text().strip())
+    assert folder.name.startswith(f"mrl-{job}.0.") and not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_at_first_is_asked_again(site, workspace):
+    """A shell function takes the place of scontrol, and fails once for each of the two questions."""
+    fails = '[[ -e $attempt_dir/$1 ]] || { touch "$attempt_dir/$1"; return 1; }'
+    setup = f'scontrol() {{ case "$*" in requeue*|*"show job"*) {fails} ;; esac; command scontrol "$@"; }}'
+    fake = "None if restart else (until_signal(), save('step_0'), ended(75, 'stopped'))"
+    job, run_dir = submit(site, fake, "--setup", setup), workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    assert site.wait(job).state == "COMPLETED", kit.history(run_dir, job)
+    assert {"requeue", "show"} <= {path.name for path in (run_dir / "slurm" / f"{job}.0").iterdir()}
 
 
 @pytest.mark.slow
