@@ -103,6 +103,8 @@ CASES = {
     "servers that nobody asks": (('slurm.template: value "hetero"',), ppo(*CPU, "--template", "hetero", "--servers-nodes", "1")),
     "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
     "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
+    "a server's option without servers": (('slurm.servers.python: value "python9" is not used by the template bare',), render(*CPU, "--servers-python", "python9")),
+    "a profile that is a folder": (("--profile: value 'model' is a folder",), render(*CPU, "--profile", "model")),
     "servers of an array": (('slurm.array: value "0-1"',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--array", "0-1")),
     "a reward that does not load": (("rewards.functions[0].function", "missing.py"), ppo(*CPU, "rewards.functions=[{function: 'missing.py:score'}]")),
     # Jobs.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mrl import metrics
+from mrl.config.keys import show
 from mrl.config.ppo import PPOConfig
 from mrl.config.roots import Config
 from mrl.errors import ConfigError
@@ -36,7 +38,7 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
 
 
-def check_template(config: Config, options: SlurmConfig) -> None:
+def check_template(config: Config, options: SlurmConfig, given: Collection[str] = ()) -> None:
     """What the template needs is given, and what is given it uses: by what it reads, so that a changed copy is checked too."""
     reads = reads_of(options)
     in_mounts = ":," if "mounts" in reads.names else ""
@@ -50,22 +52,26 @@ def check_template(config: Config, options: SlurmConfig) -> None:
             )
     if "image" in reads.needs and options.image is None:
         raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
-    _check_unused(options, reads)
+    _check_unused(options, reads, given)
     if "server_command" in reads.needs or options.servers.nodes:
         _check_servers(config, options)
 
 
-def _check_unused(options: SlurmConfig, reads: Reads) -> None:
+def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) -> None:
     for name in ("image", "mounts"):
         if getattr(options, name) and name not in reads.names:
             raise ConfigError(
                 f"slurm.{name}: value {getattr(options, name)!r} is not used by the template {options.template}; give --template "
                 "container or apptainer"
             )
-    if options.servers.nodes and not reads.names & {"servers", "server_command", "server_directives"}:
-        raise ConfigError(
-            f"slurm.servers.nodes: value {options.servers.nodes} is not used by the template {options.template}; give --template hetero"
-        )
+    if reads.names & {"servers", "server_command", "server_directives"}:
+        return
+    for field in dataclasses.fields(options.servers):
+        value = getattr(options.servers, field.name)
+        if f"servers.{field.name}" in given or (field.name == "nodes" and value):
+            raise ConfigError(
+                f"slurm.servers.{field.name}: value {show(value)} is not used by the template {options.template}; give --template hetero"
+            )
 
 
 def _check_servers(config: Config, options: SlurmConfig) -> None:

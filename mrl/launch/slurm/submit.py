@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mrl.config.load import dump_config, load_config
 from mrl.config.roots import ROOTS, Config
@@ -42,13 +42,18 @@ class Submitted:
     log: str
 
 
-def check(command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig) -> Checked:
-    """Loads the config and checks it against the job. Nothing is written."""
+def check(
+    command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig, given: Collection[str] = ()
+) -> Checked:
+    """Loads the config and checks it against the job. Nothing is written.
+
+    given: keys of SlurmConfig that this job was given beside the profile, which may have what other templates use.
+    """
     if options.array is None:
         config = load_config(config_path, overrides, ROOTS[command])
     else:
         config = _of_first_task(command, config_path, overrides, options.array)
-    check_template(config, options)
+    check_template(config, options, given)
     if options.servers.nodes:
         config = load_config(config_path, [*_for_first(overrides, options.array), _urls(options)], ROOTS[command])
     warnings = check_job(config, options)
