@@ -10,6 +10,7 @@ import pathlib
 import socket
 import sys
 import time
+from importlib import metadata
 
 import pytest
 
@@ -122,6 +123,17 @@ def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace
     assert kit.history(run_dir, job)[-1] == (
         "stopped by a signal; stopped: restart 1 made no progress, the newest checkpoint is still none"
     )
+
+
+def test_what_a_start_found_is_recorded_without_secrets(site, workspace):
+    given = ("--env=HF_HOME=/cache", "--env=HF_TOKEN=secret", "--env=LOADEDMODULES=cuda/13")
+    job = submit(site, "save('step_1')", *given)
+    assert site.wait(job).state == "COMPLETED"
+    folder = workspace.root / "run" / "slurm" / f"{job}.0"
+    environment = (folder / "environment").read_text()
+    assert {"HF_HOME=/cache", "LOADEDMODULES=cuda/13", f"SLURM_JOB_ID={job}"} <= set(environment.splitlines())
+    assert "secret" not in environment
+    assert f"torch=={metadata.version('torch')}" in (folder / "packages").read_text().splitlines()
 
 
 def test_the_temporary_folder_of_a_task_that_was_killed_goes_with_the_job(site, workspace):
