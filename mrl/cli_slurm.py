@@ -71,7 +71,7 @@ def _checked(
         if dotted in mappings:
             value = _mapping(dotted, value)
         values[dotted] = list(value) if isinstance(value, tuple) else value
-    checked = check(command, config_path, overrides, load_options(profile, values))
+    checked = check(command, config_path, overrides, load_options(profile, values), values)
     for warning in checked.warnings:
         click.echo(f"mrl: warning: {warning}", err=True)
     return checked

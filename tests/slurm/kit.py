@@ -62,7 +62,9 @@ class Site:
         self.cluster, self.folder = cluster, folder
         (folder / "fake.py").write_text(FAKE_PYTHON)
         self.fake_python = folder / "fake python"
-        self.fake_python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{folder}/fake.py" "$@"\n')
+        self.fake_python.write_text(
+            f'#!/bin/sh\n[ "$1" != -c ] || exec {sys.executable} "$@"\nexec {sys.executable} -S "{folder}/fake.py" "$@"\n'
+        )
         self.fake_python.chmod(0o755)
 
     def submit(self, command: str, config: object, *args: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
+from mrl.launch.slurm import jobs
 from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
 from tests.slurm import kit
 
@@ -34,6 +35,11 @@ def ppo(*args: str, **fields) -> dict:
     return render(*args, config="ppo.yaml", command="ppo", **fields)
 
 
+def copy_of(name: str) -> Callable[[Workspace], None]:
+    """A user's own template, made of one of the package."""
+    return lambda workspace: workspace.write("my.sbatch", kit.invoke("template", name).stdout)
+
+
 def write(name: str, text: str) -> Callable[[Workspace], None]:
     return lambda workspace: workspace.write(name, text)
 
@@ -55,6 +61,9 @@ CASES = {
     "a name of no variable": (("slurm.env", '"A-B"'), render(*CPU, "--env", "A-B=1")),
     "a variable without value": (("--env", "NAME=VALUE"), render(*CPU, "--env", "A")),
     "an extra line that is none": (("slurm.sbatch", "does not begin with -"), render(*CPU, "--sbatch", "exclusive")),
+    "an extra line of ours": (("slurm.sbatch", "--nodes=7", "give --nodes"), render(*CPU, "--nodes", "2", "--sbatch", "--nodes=7")),
+    "a short extra line of ours": (("slurm.sbatch", "-N7", "give --nodes"), render(*CPU, "--sbatch", "-N7")),
+    "two in a line, one of ours": (("slurm.sbatch", "which mrl writes; give --signal-s"), render(*CPU, "--sbatch", "--exclusive --signal USR2@5")),
     "an unknown launcher": (("'mpirun' is not one of 'torchrun', 'srun'",), render(*CPU, "--launcher", "mpirun")),
     "a rendezvous of another launcher": (('slurm.rendezvous: value "c10d"', "--launcher torchrun"), render(*CPU, "--launcher", "srun", "--rendezvous", "c10d")),
     "array ids are none": (('slurm.array: value "all"',), render(*CPU, "--array", "all")),
@@ -81,14 +90,21 @@ CASES = {
     "a template with a mistake": (("my.sbatch:2: the template is wrong",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "#!/bin/bash\n{% if %}"))),
     "a template that extends nothing": (("the template other.sbatch does not exist",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'other.sbatch' %}"))),
     "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
+    "a changed copy without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=copy_of("container"))),
+    "what extends a template without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'apptainer.sbatch' %}"))),
+    "an image that a copy does not use": (("slurm.image: value 'a.sif' is not used by the template my.sbatch",), render(*CPU, *TEMPLATE, "--image", "a.sif", edit=copy_of("bare"))),
+    "an image that servers do not use": (("slurm.image: value 'a.sif' is not used by the template hetero",), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--image", "a.sif")),
     "an image that is not used": (("slurm.image: value 'a.sif' is not used",), render(*CPU, "--image", "a.sif")),
     "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
     "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
     # Servers.
     "servers for sft": (('slurm.template: value "hetero"',), render(*CPU, "--template", "hetero", "--servers-nodes", "1")),
+    "servers of a copy for sft": (('slurm.template: value "my.sbatch" starts inference servers',), render(*CPU, *TEMPLATE, edit=copy_of("hetero"))),
     "servers that nobody asks": (('slurm.template: value "hetero"',), ppo(*CPU, "--template", "hetero", "--servers-nodes", "1")),
     "no servers": (("slurm.servers.nodes: value 0",), ppo(*CPU, *VLLM, "--template", "hetero")),
     "servers that are not used": (("slurm.servers.nodes: value 1 is not used",), ppo(*CPU, *VLLM, "--servers-nodes", "1")),
+    "a server's option without servers": (('slurm.servers.python: value "python9" is not used by the template bare',), render(*CPU, "--servers-python", "python9")),
+    "a profile that is a folder": (("--profile: value 'model' is a folder",), render(*CPU, "--profile", "model")),
     "servers of an array": (('slurm.array: value "0-1"',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--array", "0-1")),
     "a reward that does not load": (("rewards.functions[0].function", "missing.py"), ppo(*CPU, "rewards.functions=[{function: 'missing.py:score'}]")),
     # Jobs.
@@ -159,13 +175,100 @@ def test_what_slurm_refuses_is_shown_whole(workspace, monkeypatch):
     assert message == "mrl: sbatch: sbatch: error: first sbatch: error: second"
 
 
+def fake_command(workspace: Workspace, monkeypatch, name: str, script: str) -> None:
+    """Puts a shell script in the place of a command of Slurm."""
+    fake = workspace.root / "bin" / name
+    fake.parent.mkdir(exist_ok=True)
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+
+
+def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(workspace, monkeypatch):
+    folder = workspace.root / "a JobState=FAILED JobId=9"
+    workspace.write(f"{folder.name}/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    lines = [
+        "JobId=7 JobName=mrl-sft-a JobState=FAILED JobId=9",
+        "   JobState=RUNNING Reason=None Dependency=(null)",
+        "   RunTime=00:00:05 TimeLimit=00:10:00 TimeMin=N/A",
+        f"   Command={folder}/slurm/x.sbatch",
+        f"   WorkDir={workspace.root}",
+        f"   StdOut={folder}/slurm/7.log",
+    ]
+    (workspace.root / "shown").write_text("\n".join(lines) + "\n\n")
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    done = kit.invoke("status", "7")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
+
+
+@pytest.mark.parametrize(
+    ("dependency", "job_id", "waits"),
+    [
+        ("", "7", False),
+        ("afterany:7", "7", True),
+        ("afterok:6:7", "7", True),
+        ("afterany:6,afterok:7", "7", True),
+        ("afterany:6?afterok:7", "7", False),
+        ("afterany:77", "7", False),
+        ("after:7", "7", False),  # after its start
+        ("singleton", "7", False),
+        ("afterok:7", "7_2", True),
+        ("afterok:7_2", "7_2", True),
+        ("afterok:7_1", "7_2", False),
+    ],
+)
+def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeypatch, dependency, job_id, waits):
+    """The first job's script is asked for by its id, as squeue would show it."""
+    workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    task = " ArrayJobId=7 ArrayTaskId=2" if "_" in job_id else ""
+    shown = f"JobId=7{task} JobName=x\n   JobState=RUNNING Reason=None\n"
+    (workspace.root / "shown").write_text(shown)
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    args = ("submit", "sft", "config.yaml", *CPU, *(["--dependency", dependency] if dependency else []))
+    if waits:
+        assert kit.invoke(*args).exit_code == 0
+    else:
+        assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
+
+
+def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(workspace, monkeypatch):
+    fake_command(workspace, monkeypatch, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    record = '{"job": "7", "array": null}\n'
+    for text in (record + '{"job": "8", "arr', record[:9]):
+        workspace.write("run/slurm/jobs.jsonl", text)
+        if "\n" in text:
+            assert kit.invoke("status", "run").stdout.startswith("job 7  ended")
+        else:
+            assert "jobs.jsonl: has no record of a job" in refused(workspace, "status", "run")
+        assert kit.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+        assert [one["job"] for one in jobs.records(workspace.root / "run" / "slurm")] == (
+            ["7", "8"] if "\n" in text else ["8"]
+        )
+    for line in ("{]", "7", '{"job": 7}'):
+        workspace.write("run/slurm/jobs.jsonl", f"{record}{line}\n")
+        assert "jobs.jsonl:2: is no record of a job; delete that line" in refused(workspace, "status", "run")
+
+
+def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, monkeypatch):
+    fake_command(workspace, monkeypatch, "sbatch", f'env > "{workspace.root}/environ"; echo 7')
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    done = kit.invoke("submit", "sft", "config.yaml", *CPU, "--partition", "gpu")
+    assert done.exit_code == 0 and done.stdout.startswith("submitted job 7: "), done.output
+    environ = (workspace.root / "environ").read_text()
+    assert "HOME=" in environ and "SBATCH_" not in environ
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (("--gpus-per-node", "4", "--nodes", "2", "engine.parallel.tp=8", "engine.device=auto"), "engine.parallel.tp: groups of 8 do not fit into the 4"),
         (CPU, "slurm.cpus_per_task: is not given"),
         ((*CPU, "checkpoint.every=null"), "checkpoint.every: is null"),
-        ((*CPU, "--time", "10", "checkpoint.every=100"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
+        ((*CPU, "--time", "10", "checkpoint.every=100", "train.steps=1000"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
         ((*CPU, "--signal-s", "5"), "slurm.signal_s: value 5 is shorter than a step of this run (10 s)"),
     ],
 )  # fmt: skip
@@ -176,10 +279,36 @@ def test_what_may_go_wrong_is_warned_of(workspace, args, says):
     assert f"mrl: warning: {says}" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("train.steps=1999",),
+            "checkpoint.every: value 1999 is not below the 1999 steps of the run: only a signal saves",
+        ),
+        (("train.steps=2000",), "checkpoint.every: value 1999 cannot be judged before the run has timed a step"),
+        (("train.steps=null", "train.epochs=1"), "where a step takes less than 0.24 s"),
+    ],
+)
+def test_a_new_run_is_warned_of_checkpoints_that_may_come_too_late(workspace, overrides, says):
+    args = ("--cpus-per-task", "8", "--time", "10", "checkpoint.every=1999")
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args, *overrides)
+    assert done.exit_code == 0 and says in done.stderr, done.output
+
+
 def test_a_request_without_anything_to_warn_of_is_silent(workspace):
     args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
     done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_no_limit_and_an_empty_variable_are_legitimate(workspace):
+    args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment='a -N 2'")
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(
+        done.stdout.splitlines()
+    )
 
 
 def test_the_command_line_is_over_the_profile(workspace):

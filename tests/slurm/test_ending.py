@@ -7,6 +7,7 @@ import pytest
 from mrl import cli
 from mrl.errors import DataError, Stopped
 from mrl.launch.slurm.ending import MOST, VARIABLE, record
+from mrl.launch.slurm.follow import first_error
 from tests.bad_input.kit import Workspace
 from tests.slurm.kit import CliRunner
 
@@ -35,6 +36,20 @@ def test_a_message_is_one_line_that_a_history_has_room_for(tmp_path):
 
 def test_a_folder_that_is_gone_does_not_hide_the_error(tmp_path):
     assert record({VARIABLE: str(tmp_path / "gone" / "first_end")}, 2, "x")
+
+
+def test_the_first_error_is_of_the_newest_start(tmp_path):
+    """An error that a later start has got over is no news."""
+    for start, error in ((8, "2\nrank 0: old\n"), (9, "1\nrank 3: lost\n"), (10, None)):
+        folder = tmp_path / f"7.{start}"
+        folder.mkdir()
+        (folder / "began_at").write_text("none\n")
+        if error is not None:
+            (folder / "first_end").write_text(error)
+    assert first_error(tmp_path, "7") is None
+    (tmp_path / "7.10" / "first_end").write_text("3\nrank 1: new\n")
+    assert first_error(tmp_path, "7") == "first error (start 10, exit code 3), rank 1: new\n\n"
+    assert first_error(tmp_path, "8") is None
 
 
 @pytest.mark.parametrize(

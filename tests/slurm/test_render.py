@@ -17,7 +17,7 @@ from mrl import __version__
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
-from mrl.launch.slurm.render import NAMES, Job, render, template_text
+from mrl.launch.slurm.render import NAMES, Job, reads_of, render, template_text
 from mrl.launch.slurm.servers import server_command
 from tests.bad_input.kit import PPO_CONFIG
 from tests.slurm import cluster, kit
@@ -116,6 +116,20 @@ def test_odd_paths_and_values_reach_the_training_whole(name, tmp_path):
     assert done.stdout == expected + "\n"
 
 
+def test_what_an_earlier_start_has_left_goes(tmp_path):
+    """On the node of a task; not what belongs to other tasks of this start, or to other jobs."""
+    for name in ("mrl-7.0.aa a", "mrl-7.1.bbb", "mrl-7.2.ccc", "mrl-77.0.ddd"):
+        (tmp_path / name).mkdir()
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\necho "$TMPDIR"\n')
+    fake.chmod(0o755)
+    [step] = inner_scripts(render(TASK, dataclasses.replace(SITE, python=str(fake), setup=())))
+    environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURM_RESTART_COUNT": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1", "SLURM_TMPDIR": str(tmp_path)}  # fmt: skip
+    done = subprocess.run(["bash", "-c", step], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{tmp_path}/mrl-7.2.")
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "mrl-7.2.ccc", "mrl-77.0.ddd"}
+
+
 def test_slurm_reads_what_the_directives_say(running_cluster, tmp_path):
     """Of every directive that has a value with odd characters, as scontrol shows the job."""
     folder = tmp_path / 'it\'s a "run" $HOME 100%'
@@ -152,6 +166,15 @@ def test_a_template_of_ones_own(tmp_path, monkeypatch):
         assert own.read_text() == template_text(name)
         job, options = jobs()[name]
         assert render(job, dataclasses.replace(options, template=str(own))) == render(job, options)
+
+
+def test_an_image_that_a_template_asks_for_in_an_if_may_be_left_out(tmp_path):
+    own = tmp_path / "my.sbatch"
+    own.write_text(
+        '{% extends "bare.sbatch" %}{% block srun %}{% if image %}{{ image }} {{ mounts }}{% endif %}{% endblock %}'
+    )
+    reads = reads_of(dataclasses.replace(SITE, template=str(own)))
+    assert (reads.names, reads.needs) == ({"image", "mounts"}, {"mounts"})
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch):

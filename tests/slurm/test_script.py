@@ -6,9 +6,11 @@ real one.
 
 from __future__ import annotations
 
+import pathlib
 import socket
 import sys
 import time
+from importlib import metadata
 
 import pytest
 
@@ -121,6 +123,37 @@ def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace
     assert kit.history(run_dir, job)[-1] == (
         "stopped by a signal; stopped: restart 1 made no progress, the newest checkpoint is still none"
     )
+
+
+def test_what_a_start_found_is_recorded_without_secrets(site, workspace):
+    given = ("--env=HF_HOME=/cache", "--env=HF_TOKEN=secret", "--env=LOADEDMODULES=cuda/13")
+    job = submit(site, "save('step_1')", *given)
+    assert site.wait(job).state == "COMPLETED"
+    folder = workspace.root / "run" / "slurm" / f"{job}.0"
+    environment = (folder / "environment").read_text()
+    assert {"HF_HOME=/cache", "LOADEDMODULES=cuda/13", f"SLURM_JOB_ID={job}"} <= set(environment.splitlines())
+    assert "secret" not in environment
+    assert f"torch=={metadata.version('torch')}" in (folder / "packages").read_text().splitlines()
+
+
+def test_the_temporary_folder_of_a_task_that_was_killed_goes_with_the_job(site, workspace):
+    job = submit(site, "save(os.environ['TMPDIR']); os.kill(os.getppid(), 9)")
+    assert site.wait(job).fields["ExitCode"] == "137:0"
+    folder = pathlib.Path((workspace.root / "run" / "checkpoints" / "latest").read_text().strip())
+    assert folder.name.startswith(f"mrl-{job}.0.") and not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_at_first_is_asked_again(site, workspace):
+    """A shell function takes the place of scontrol, and fails once for each of the two questions."""
+    fails = '[[ -e $attempt_dir/$1 ]] || { touch "$attempt_dir/$1"; return 1; }'
+    setup = f'scontrol() {{ case "$*" in requeue*|*"show job"*) {fails} ;; esac; command scontrol "$@"; }}'
+    fake = "None if restart else (until_signal(), save('step_0'), ended(75, 'stopped'))"
+    job, run_dir = submit(site, fake, "--setup", setup), workspace.root / "run"
+    signal_when_waiting(site, run_dir, job)
+    site.release(job)
+    assert site.wait(job).state == "COMPLETED", kit.history(run_dir, job)
+    assert {"requeue", "show"} <= {path.name for path in (run_dir / "slurm" / f"{job}.0").iterdir()}
 
 
 @pytest.mark.slow
@@ -263,13 +296,33 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
-def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
-    """A heterogeneous job; the server and the training are a few lines of Python."""
-    (site.folder / "server.py").write_text(SERVER)
+def make_server(site, text=SERVER):
+    (site.folder / "server.py").write_text(text)
     server = site.folder / "server"
     server.write_text(f'#!/bin/sh\nexec {sys.executable} -S "{site.folder}/server.py" "$@"\n')
     server.chmod(0o755)
+    return server
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_meanwhile_ends_the_run_and_says_where_to_look(site, workspace):
+    """On a port of the job; the lines of setup may read what is not set."""
+    server = make_server(site, SERVER.replace("sleep(600)", "sleep(15)"))
+    args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-setup", "x=$NOT_SET")
+    fake = "until_signal(); save('step_3'); ended(75, 'stopped')"
+    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    ended, run_dir = site.wait(job), workspace.root / "run"
+    assert ended.fields["ExitCode"] == "1:0", kit.log(run_dir, job)
+    why = f"a server has ended; {run_dir}/slurm/{job}.0/servers.log says why"
+    said = kit.history(run_dir, job)
+    assert said[0] == f"servers: http://127.0.0.1:{8000 + int(job) % 12000}"
+    assert said[2:] == [why, f"stopped: {why}; the newest checkpoint is step_3"]
+
+
+@pytest.mark.slow
+def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
+    """A heterogeneous job; the server and the training are a few lines of Python."""
+    server = make_server(site)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

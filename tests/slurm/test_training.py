@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 import yaml
@@ -117,18 +118,23 @@ def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["n1", "n2"])
-def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node):
+@pytest.mark.parametrize(("node", "back_s"), [("n1", None), ("n2", None), ("n2", 3.0)], ids=["n1", "n2", "n2 soon"])
+def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node, back_s):
     """SIGKILL to a node's slurmd and to its tasks in the middle of steps: of n1, where the job's script runs, Slurm puts the
-    job back; of n2 whoever finds out first. The node comes back later."""
+    job back; of n2 whoever finds out first. The node comes back later, or before anyone has asked for it."""
     path, run_dir = make_config(inputs, site.folder, every=3)
     job = site.submit("sft", path, *NODES)
     kit.wait_for_steps(run_dir, 8)
     site.cluster.kill_node(node)
-    try:
-        site.wait(job, "PENDING")
-    finally:
+    if back_s is not None:
+        time.sleep(back_s)
         site.cluster.start_node(node)
+        site.wait(job, "PENDING")
+    else:
+        try:
+            site.wait(job, "PENDING")
+        finally:
+            site.cluster.start_node(node)
     ended = site.wait(
         job
     )  # after the two minutes of being held: what ends the first start can reach a second one before

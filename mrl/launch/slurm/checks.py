@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mrl import metrics
+from mrl.config.keys import show
 from mrl.config.ppo import PPOConfig
 from mrl.config.roots import Config
 from mrl.errors import ConfigError
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
-from mrl.launch.slurm.render import IN_AN_IMAGE
+from mrl.launch.slurm.render import Reads, reads_of
 from mrl.parallel import ParallelDims
 
 RECENT_STEPS = 20
@@ -36,9 +38,10 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
 
 
-def check_template(config: Config, options: SlurmConfig) -> None:
-    """What the template needs is given, and what is given it uses."""
-    in_mounts = ":," if options.template in IN_AN_IMAGE else ""
+def check_template(config: Config, options: SlurmConfig, given: Collection[str] = ()) -> None:
+    """What the template needs is given, and what is given it uses: by what it reads, so that a changed copy is checked too."""
+    reads = reads_of(options)
+    in_mounts = ":," if "mounts" in reads.names else ""
     for name, value, refused in (
         ("output_dir", config.output_dir, "\n\0\\" + in_mounts),
         ("working directory", os.getcwd(), "\n\0" + in_mounts),
@@ -47,30 +50,39 @@ def check_template(config: Config, options: SlurmConfig) -> None:
             raise ConfigError(
                 f"{name}: value {value!r} has {found[0]!r} in it, which the job's script cannot have there; give another folder"
             )
-    if options.template in IN_AN_IMAGE and options.image is None:
+    if "image" in reads.needs and options.image is None:
         raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
-    if options.template == "bare" and (options.image is not None or options.mounts):
-        name = "image" if options.image is not None else "mounts"
-        raise ConfigError(
-            f"slurm.{name}: value {getattr(options, name)!r} is not used by the template bare; give --template container or apptainer"
-        )
-    if options.template in (*IN_AN_IMAGE, "bare") and options.servers.nodes:
-        raise ConfigError(
-            f"slurm.servers.nodes: value {options.servers.nodes} is not used by the template {options.template}; give --template hetero"
-        )
-    if options.template == "hetero" or options.servers.nodes:
+    _check_unused(options, reads, given)
+    if "server_command" in reads.needs or options.servers.nodes:
         _check_servers(config, options)
+
+
+def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) -> None:
+    for name in ("image", "mounts"):
+        if getattr(options, name) and name not in reads.names:
+            raise ConfigError(
+                f"slurm.{name}: value {getattr(options, name)!r} is not used by the template {options.template}; give --template "
+                "container or apptainer"
+            )
+    if reads.names & {"servers", "server_command", "server_directives"}:
+        return
+    for field in dataclasses.fields(options.servers):
+        value = getattr(options.servers, field.name)
+        if f"servers.{field.name}" in given or (field.name == "nodes" and value):
+            raise ConfigError(
+                f"slurm.servers.{field.name}: value {show(value)} is not used by the template {options.template}; give --template hetero"
+            )
 
 
 def _check_servers(config: Config, options: SlurmConfig) -> None:
     if not isinstance(config, PPOConfig) or config.rollout.backend not in ("vllm", "sglang"):
         raise ConfigError(
-            'slurm.template: value "hetero" starts inference servers, and this config asks for none; '
+            f'slurm.template: value "{options.template}" starts inference servers, and this config asks for none; '
             "use it for mrl ppo with rollout.backend vllm or sglang"
         )
     if not options.servers.nodes:
         raise ConfigError(
-            "slurm.servers.nodes: value 0 leaves the template hetero without a server; give --servers-nodes"
+            f"slurm.servers.nodes: value 0 leaves the template {options.template} without a server; give --servers-nodes"
         )
     if options.array is not None:
         raise ConfigError(
@@ -124,6 +136,16 @@ def _check_time(config: Config, options: SlurmConfig) -> list[str]:
     if every is None:
         found.append(
             "checkpoint.every: is null: a node that fails loses all since the last signal; set it to save in between"
+        )
+    elif limit_s is not None and config.train.steps is not None and every >= config.train.steps:
+        found.append(
+            f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal saves before "
+            "the end; a node that fails loses all"
+        )
+    elif step_s is None and limit_s is not None and every > (left_s := limit_s - options.signal_s):
+        found.append(
+            f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit of "
+            f"{in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
         )
     elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
         found.append(

@@ -126,13 +126,14 @@ def _in_words(job_id: str) -> str:
 
 def first_error(slurm_dir: pathlib.Path, job_id: str) -> str | None:
     """The error of the rank that failed first in the newest start of a job; None where none failed."""
-    attempts = sorted(slurm_dir.glob(f"{job_id}.*/first_end"), key=lambda path: int(path.parent.suffix[1:]))
-    if not attempts:
+    starts = [int(path.parent.suffix[1:]) for path in slurm_dir.glob(f"{job_id}.*/began_at")]
+    path = slurm_dir / f"{job_id}.{max(starts, default=0)}" / "first_end"
+    if not path.exists():
         return None
-    code, _, text = attempts[-1].read_text(encoding="utf-8", errors="replace").partition("\n")
+    code, _, text = path.read_text(encoding="utf-8", errors="replace").partition("\n")
     if code in ("0", "75"):
         return None
-    return f"first error (start {attempts[-1].parent.suffix[1:]}, exit code {code}), {text.rstrip()}\n\n"
+    return f"first error (start {max(starts, default=0)}, exit code {code}), {text.rstrip()}\n\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- the end

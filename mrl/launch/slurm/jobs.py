@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,12 +29,18 @@ RECORDS = "jobs.jsonl"
 """In a run's slurm/: one object a submitted job."""
 
 _FIELD = re.compile(r" (?=[A-Z][A-Za-z/:]*=)")
+_WHOLE = re.compile(r"(?:^| )((?:StdOut|StdErr|StdIn|WorkDir|Command|JobName|Comment)=.*)$")
+"""What the user writes ends its line, and may look like more fields."""
 
 
 def call(*command: str) -> str:
-    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here."""
+    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here.
+
+    SBATCH_* variables of the caller's shell are left out: sbatch puts them over the script's #SBATCH lines.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ)
     except FileNotFoundError:
         raise ConfigError(
             f"{command[0]}: is not on the PATH; run this on a machine with Slurm's commands, or use `mrl slurm render`"
@@ -75,12 +82,12 @@ class Job:
 def known(job_id: str) -> list[Job]:
     """The job, or the tasks of the array, as Slurm knows them; none where it does not any more."""
     try:
-        text = call("scontrol", "show", "job", "--oneliner", job_id)
+        text = call("scontrol", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
         raise
-    found = [_parse(line) for line in text.splitlines() if line.startswith("JobId=")]
+    found = [_parse(part) for part in re.split(r"^(?=JobId=)", text, flags=re.MULTILINE) if part.startswith("JobId=")]
     found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
     return sorted(found, key=_task_number)
 
@@ -91,8 +98,12 @@ def _task_number(job: Job) -> int:
     return int(found[0]) if found else 0
 
 
-def _parse(line: str) -> Job:
-    fields = dict(field.split("=", 1) for field in _FIELD.split(line.strip()) if "=" in field)
+def _parse(text: str) -> Job:
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        whole = _WHOLE.search(line)
+        parts = _FIELD.split(line[: whole.start()] if whole else line) + ([whole[1]] if whole else [])
+        fields |= (part.lstrip(" ").split("=", 1) for part in parts if "=" in part)
     if fields.get("ArrayTaskId"):
         return Job(f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}", fields)
     return Job(fields["JobId"], fields)
@@ -105,16 +116,29 @@ def mine() -> list[Job]:
 
 
 def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """The jobs that were submitted for a run, oldest first."""
+    """The jobs that were submitted for a run, oldest first, but for a last line that was cut."""
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_record(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
+    with contextlib.suppress(json.JSONDecodeError):
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("job"), str) and "array" in record:
+            return record
+    raise ConfigError(f"{path}:{number}: is no record of a job; delete that line")
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
-    with open(slurm_dir / RECORDS, "a", encoding="utf-8") as out:
-        out.write(json.dumps(record) + "\n")
+    """In the place of a last line that was cut."""
+    path = slurm_dir / RECORDS
+    whole = path.read_bytes().rpartition(b"\n")[:2] if path.exists() else ()
+    with open(path, "ab") as out:
+        out.truncate(sum(map(len, whole)))
+        out.write(json.dumps(record).encode() + b"\n")
 
 
 def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
@@ -166,7 +190,10 @@ def targets(what: str | None) -> list[Target]:
 
 
 def _newest(slurm_dir: pathlib.Path) -> Target:
-    job_id = records(slurm_dir)[-1]["job"]
+    submitted = records(slurm_dir)
+    if not submitted:
+        raise ConfigError(f"{slurm_dir / RECORDS}: has no record of a job; give a job's id")
+    job_id = submitted[-1]["job"]
     return Target(slurm_dir, job_id, known(job_id))
 
 

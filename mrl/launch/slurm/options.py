@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from typing import Any, Literal
 
 from mrl.config.keys import show
@@ -27,7 +28,12 @@ class ServersConfig:
     mem: str | None = key(None, "memory of each server's node, as in 64G; null is Slurm's default")
     setup: tuple[str, ...] = key((), "shell lines before a server, as `source /opt/vllm/bin/activate`")
     python: str = key("python", "the interpreter that has vLLM or SGLang")
-    port: int = key(8000, "port that every server listens on", minimum=1024, maximum=65535)
+    port: int | None = key(
+        None,
+        "port that every server listens on; null is one that the job's id gives and that is free",
+        minimum=1024,
+        maximum=65535,
+    )
     arguments: tuple[str, ...] = key((), "more arguments of the server's command line")
     start_timeout_s: int = key(1800, "longest wait until all servers answer", minimum=1)
 
@@ -142,19 +148,54 @@ def check_options(options: SlurmConfig) -> None:
             raise ConfigError(
                 f"slurm.sbatch: the line {show(line)} does not begin with -; write it as after #SBATCH, as --exclusive"
             )
+        _check_repeated(line)
     for mount in options.mounts:
         if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[a-z+,]+)?", mount):
             raise ConfigError(f"slurm.mounts: value {show(mount)} is no mount; give absolute paths as /data:/data")
 
 
+_OURS = {
+    **{name: f"--{name}" for name in (
+        "job-name", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account", "qos", "constraint",
+        "exclude", "nodelist", "array", "dependency", "mail-type", "mail-user",
+    )},
+    "ntasks-per-node": "--processes-per-node",
+    "signal": "--signal-s",
+    "requeue": "--max-restarts",
+    "no-requeue": "--max-restarts 0",
+    "chdir": "another folder to submit from",
+    "output": "output_dir",
+    "open-mode": "output_dir",
+}  # fmt: skip
+"""What Slurm's option of a line that mrl writes is to be given as."""
+
+_SHORT = dict(zip("JNctpAqCxwadDo", ("job-name", "nodes", "cpus-per-task", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "array", "dependency", "chdir", "output"), strict=True))  # fmt: skip
+
+
+def _check_repeated(line: str) -> None:
+    """An option that mrl writes: Slurm would take the later one, and the checks would have seen the other."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"slurm.sbatch: the line {show(line)} is wrong: {error}; correct its quotes") from None
+    for word in words:
+        short = _SHORT.get(word[1:2]) if not word.startswith("--") else None
+        name = short if short and word.startswith("-") else word[2:].partition("=")[0]
+        if word.startswith("-") and name in _OURS:
+            raise ConfigError(
+                f"slurm.sbatch: the line {show(line)} gives Slurm's --{name}, which mrl writes; give {_OURS[name]}"
+            )
+
+
 def _check_text(section: Any, path: str) -> None:
-    """Line breaks would end an #SBATCH line, and an empty value means nothing to Slurm."""
+    """Line breaks would end an #SBATCH line, and an empty value means nothing to Slurm; an environment variable may have it."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         several = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
         for text in several:
-            if isinstance(text, str) and ("\n" in text or "\0" in text or not text.strip()):
-                what = "is empty" if not text.strip() else "has a line break"
+            empty = isinstance(text, str) and not text.strip() and not isinstance(value, dict)
+            if isinstance(text, str) and ("\n" in text or "\0" in text or empty):
+                what = "is empty" if empty else "has a line break"
                 raise ConfigError(
                     f"{path}.{field.name}: value {show(text)} {what}; give one line of text, or leave it out"
                 )
@@ -166,7 +207,7 @@ _TIME = re.compile(
 
 
 def seconds_of(time: str) -> int | None:
-    """Slurm's time limit in seconds; None for no limit. Raises ConfigError where it is none of Slurm's forms."""
+    """Slurm's time limit in seconds; None for no limit, as 0 is. Raises ConfigError where it is none of Slurm's forms."""
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(time)
@@ -176,7 +217,7 @@ def seconds_of(time: str) -> int | None:
         )
     part = {name: int(text or 0) for name, text in found.groupdict().items()}
     if found["d"] is not None:
-        return ((part["d"] * 24 + part["dh"]) * 60 + part["dm"]) * 60 + part["ds"]
+        return ((part["d"] * 24 + part["dh"]) * 60 + part["dm"]) * 60 + part["ds"] or None
     if found["c"] is not None:
-        return (part["a"] * 60 + part["b"]) * 60 + part["c"]
-    return part["a"] * 60 + part["b"]
+        return (part["a"] * 60 + part["b"]) * 60 + part["c"] or None
+    return part["a"] * 60 + part["b"] or None

@@ -18,6 +18,8 @@ def load_options(profile: str | None, given: Mapping[str, Any]) -> SlurmConfig:
     profile: None is DEFAULT_PROFILE, which need not exist. Lists and mappings are added to the profile's.
     """
     path = pathlib.Path(profile or DEFAULT_PROFILE).expanduser()
+    if profile is not None and path.is_dir():
+        raise ConfigError(f"--profile: value {profile!r} is a folder; give a YAML file with a `slurm:` block")
     if profile is not None and not path.is_file():
         raise ConfigError(f"--profile: value {profile!r} does not exist; give a YAML file with a `slurm:` block")
     raw = read_yaml(path) if path.is_file() else {}

@@ -5,6 +5,7 @@ A template gets the names of `variables_of`. Jinja's StrictUndefined is on: a na
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,10 +13,11 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from mrl import __version__
 from mrl.config.keys import show
@@ -24,7 +26,6 @@ from mrl.launch.slurm.options import SlurmConfig
 
 TEMPLATES = pathlib.Path(__file__).parent / "templates"
 NAMES = ("bare", "container", "apptainer", "hetero")
-IN_AN_IMAGE = ("container", "apptainer")
 SUFFIX = ".sbatch"
 TASK_ID = "%a"
 """In an override: the id of an array's task, as in Slurm's own file names."""
@@ -61,8 +62,49 @@ def template_text(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """What a template and those that it extends read, but for `base`. needs: what they read and do not ask for in an `if`."""
+
+    names: frozenset[str]
+    needs: frozenset[str]
+
+
+def reads_of(options: SlurmConfig) -> Reads:
+    """Of the job's template. Raises ConfigError where one cannot be read, or has a mistake."""
+    environment, names, asked = _environment(options), set(), set()
+    left, seen = [_file_name(options.template)], {"base" + SUFFIX}
+    with _errors_of(options):
+        while left:
+            name = left.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            tree = environment.parse(environment.loader.get_source(environment, name)[0], name)
+            names |= jinja2.meta.find_undeclared_variables(tree)
+            for test in (one.test for one in tree.find_all((jinja2.nodes.If, jinja2.nodes.CondExpr))):
+                asked |= {
+                    read.name
+                    for read in (test, *test.find_all(jinja2.nodes.Name))
+                    if isinstance(read, jinja2.nodes.Name)
+                }
+            left += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
+    return Reads(frozenset(names), frozenset(names - asked))
+
+
 def render(job: Job, options: SlurmConfig) -> str:
     """The job's script. Raises ConfigError where the template cannot be read, or reads what is not there."""
+    variables = variables_of(job, options)
+    with _errors_of(options, variables):
+        text = _environment(options).get_template(_file_name(options.template)).render(variables)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def _file_name(template: str) -> str:
+    return template + SUFFIX if template in NAMES else template
+
+
+def _environment(options: SlurmConfig) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(
             [jinja2.FunctionLoader(_own_template(options.template)), jinja2.FileSystemLoader(TEMPLATES)]
@@ -73,10 +115,14 @@ def render(job: Job, options: SlurmConfig) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"quote": shlex.quote, "comment": _one_line}
-    name = options.template + SUFFIX if options.template in NAMES else options.template
-    variables = variables_of(job, options)
+    return environment
+
+
+@contextlib.contextmanager
+def _errors_of(options: SlurmConfig, variables: Sequence[str] = ()) -> Iterator[None]:
+    """Jinja's errors as ConfigError. variables: names that the template may read."""
     try:
-        return re.sub(r"\n{3,}", "\n\n", environment.get_template(name).render(variables))
+        yield
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or error.name or options.template
         raise ConfigError(f"{where}:{error.lineno}: the template is wrong: {error.message}; correct it there") from None
@@ -111,7 +157,7 @@ def _own_template(path: str) -> Any:
 
 def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
     """What templates may read: the keys of SlurmConfig, and what is derived from them and the job."""
-    in_image = options.template in IN_AN_IMAGE or options.image is not None
+    in_image = options.image is not None  # `check_template` refuses it where the template has no use for it
     keys = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     mounts = [
         f"{folder}:{folder}" for folder in dict.fromkeys((job.work_dir, job.output_dir, os.path.dirname(job.config)))

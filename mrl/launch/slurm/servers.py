@@ -20,6 +20,7 @@ def server_command(config: PPOConfig, options: SlurmConfig) -> str:
         log_probs = "raw_logprobs" if config.rollout.temperature == 1 else "processed_logprobs"
         words = ["vllm.entrypoints.openai.api_server", "--model", model.path, "--max-model-len", str(length)]
         words += ["--logprobs-mode", log_probs, *(["--tensor-parallel-size", str(gpus)] if gpus > 1 else [])]
-    words += ["--dtype", model.dtype, "--host", "0.0.0.0", "--port", str(servers.port), *servers.arguments]
+    words += ["--dtype", model.dtype, "--host", "0.0.0.0"]
     switch = "export VLLM_SERVER_DEV_MODE=1\n" if config.rollout.backend == "vllm" else ""
-    return f"{switch}exec {shlex.join([servers.python, '-m', *words])}"
+    start = f'{shlex.join([servers.python, "-m", *words])} --port "$MRL_SERVER_PORT"'
+    return f"{switch}exec {' '.join([start, *map(shlex.quote, servers.arguments)])}"

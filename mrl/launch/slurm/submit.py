@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mrl.config.load import dump_config, load_config
 from mrl.config.roots import ROOTS, Config
@@ -17,6 +17,9 @@ from mrl.launch.slurm.checks import check_job, check_template
 from mrl.launch.slurm.options import SlurmConfig
 from mrl.launch.slurm.render import TASK_ID, Job, render
 from mrl.launch.slurm.servers import server_command
+
+AT_AN_END = ("afterany", "afterok", "afternotok", "afterburstbuffer")
+"""Kinds of a dependency on the end of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +42,18 @@ class Submitted:
     log: str
 
 
-def check(command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig) -> Checked:
-    """Loads the config and checks it against the job. Nothing is written."""
+def check(
+    command: str, config_path: str, overrides: Sequence[str], options: SlurmConfig, given: Collection[str] = ()
+) -> Checked:
+    """Loads the config and checks it against the job. Nothing is written.
+
+    given: keys of SlurmConfig that this job was given beside the profile, which may have what other templates use.
+    """
     if options.array is None:
         config = load_config(config_path, overrides, ROOTS[command])
     else:
         config = _of_first_task(command, config_path, overrides, options.array)
-    check_template(config, options)
+    check_template(config, options, given)
     if options.servers.nodes:
         config = load_config(config_path, [*_for_first(overrides, options.array), _urls(options)], ROOTS[command])
     warnings = check_job(config, options)
@@ -57,7 +65,7 @@ def check(command: str, config_path: str, overrides: Sequence[str], options: Slu
 
 def _urls(options: SlurmConfig) -> str:
     """An override with as many servers as there will be; their names are known when the job starts."""
-    names = ",".join(f"http://server{i}:{options.servers.port}" for i in range(options.servers.nodes))
+    names = ",".join(f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes))
     return f"rollout.server.urls=[{names}]"
 
 
@@ -138,10 +146,17 @@ def _free_name(slurm_dir: pathlib.Path) -> str:
 
 def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
     """Two jobs of one run would meet in its folder; the second would fail, hours later."""
-    if checked.options.dependency is not None:
-        return
     for job in jobs.in_queue(slurm_dir):
+        if _waits_for(checked.options.dependency or "", job.id):
+            continue
         raise ConfigError(
             f"output_dir: value {checked.config.output_dir!r} has job {job.id} in the queue ({job.state}); cancel it (mrl slurm "
             f"cancel {job.id}), give --dependency afterany:{job.id} to go on after it, or another output_dir"
         )
+
+
+def _waits_for(dependency: str, job_id: str) -> bool:
+    """Whether a job with that --dependency begins after the end of the job, or of the array that it is a task of."""
+    clauses = [clause.split(":") for clause in re.split("[,?]", dependency)]
+    named = [kind in AT_AN_END and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
+    return all(named) if "?" in dependency else any(named)
