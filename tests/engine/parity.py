@@ -231,7 +231,8 @@ class Table:
             start = time.monotonic()
             available(row.backend)
             arguments = {"row": row, "folder": self.model(row.model), "reference": self.reference(row)}
-            case = Case(MEASURE, arguments | {"adapter": self.adapter(row)})
+            timeout_s = 900 if row.fsdp.compile else 180
+            case = Case(MEASURE, arguments | {"adapter": self.adapter(row)}, timeout_s=timeout_s)
             result = run_world(row.world_size, [case])[0]
             if result.error is not None:
                 yield row, result.error
