@@ -172,9 +172,9 @@ def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_
 
 @pytest.mark.slow
 def test_the_signal_before_the_time_limit_is_in_time(site, workspace):
-    """Slurm sends it, by its own clock; a limit is of whole minutes."""
+    """Slurm sends it, by its own clock, up to a minute early; a limit is of whole minutes."""
     fake = "save('step_1') if restart else (until_signal(), save('step_0'), ended(75, 'stopped'))"
-    job, run_dir = submit(site, fake, "--time", "1", "--signal-s", "30"), workspace.root / "run"
+    job, run_dir = submit(site, fake, "--time", "2", "--signal-s", "30"), workspace.root / "run"
     site.wait(job, "RUNNING")
     site.release(job)
     ended = site.wait(job)
