@@ -309,7 +309,7 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
             log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
             each = -log_probs[-1]
         else:
-            inner = model.get_base_model() if hasattr(model, "peft_config") else model
+            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
             log_probs.append(inner.score(inner.base_model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
             each = squared_distance(log_probs[-1], labels)
         loss = (each * mask).sum() / batch.denominators["tokens"]
@@ -320,7 +320,7 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
 
 def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names and in the shapes of the files (transformers holds experts fused)."""
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "get_base_model"):
         inside = (".modules_to_save.default.", ".default.")
         return {name.replace(inside[0], ".").replace(inside[1], "."): t.clone() for name, t in tensors.items()}
     return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
