@@ -25,7 +25,7 @@ from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
-from mrl.engine.lora import write_adapter
+from mrl.engine.lora import read_fitting, shapes_in_file, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.engine.schedule import learning_rate
@@ -97,7 +97,7 @@ class BaseEngine(abc.ABC):
     """One model with its optimizer, over all ranks of the process group.
 
     backend: the name of the engine in a config. supports: what `check_config` lets pass. One with "model.lora" has
-    `adapter_weights` and `without_adapters` of its own.
+    `adapter_weights`, `set_adapters` and `without_adapters` of its own.
     """
 
     backend: str
@@ -324,6 +324,22 @@ class BaseEngine(abc.ABC):
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Streams the adapters' tensors (fp32), and the score of a value head, as `hf_weights`, under the names of peft's files."""
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
+
+    def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the adapters, their masters, and the score of a value head by what `adapter_weights` gave, whole on every rank.
+
+        What the optimizer has gathered stays.
+        """
+        raise NotImplementedError(f"the {self.backend} engine has no adapters")
+
+    def load_adapter(self, path: str) -> None:
+        """Replaces the adapters by those of a folder that mrl or peft wrote for the same selection (`set_adapters`).
+
+        Raises ModelError, before anything has changed, for other tensors.
+        """
+        model = self.config.model
+        assert model.lora is not None, "there are no adapters"
+        self.set_adapters(read_fitting(path, shapes_in_file(model.path, model.lora, self.config.head)))
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Inside, forward passes are those of the base model, to the bit; a value head stays as trained."""

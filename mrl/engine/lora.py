@@ -117,6 +117,14 @@ def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: i
     return files | ({SCORE: (1, hidden_size)} if head == "value" else {})
 
 
+def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the file of the adapters that `lora` stands for on the model of a Hugging Face folder, with its shape."""
+    from mrl.engine.lora_selection import injection  # as above
+
+    found = injection(model_folder, lora, head)
+    return adapter_shapes(found.shapes, head, found.hidden_size)
+
+
 def write_adapter(
     path: str | os.PathLike[str],
     lora: LoraConfig,
@@ -133,7 +141,7 @@ def write_adapter(
     from mrl.engine.lora_selection import injection  # as above
 
     found = injection(base_model_path, lora, head)
-    expected = adapter_shapes(found.shapes, head, found.hidden_size)
+    expected = shapes_in_file(base_model_path, lora, head)
     held = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import peft
@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
@@ -93,28 +92,12 @@ def reference(folder: str, lora: LoraConfig, batch: Batch, path: str, head: str 
 # -- in a world of processes -------------------------------------------------------------------------------------------
 
 
-def set_fsdp(engine: BaseEngine, tensors: Mapping[str, Tensor]) -> None:
-    """Gives the adapters of an FSDP engine these values."""
-    for name, parameter in engine.model.trained().items():
-        whole = distribute_tensor(tensors[name].clone(), parameter.device_mesh, parameter.placements)
-        parameter.detach().to_local().copy_(whole.to_local())
-
-
-def set_megatron(engine: BaseEngine, tensors: Mapping[str, Tensor]) -> None:
-    """Gives the adapters of a Megatron engine these values."""
-    engine.set_adapters(tensors)
-
-
-SETTERS: dict[str, Callable[[BaseEngine, Mapping[str, Tensor]], None]] = {"fsdp": set_fsdp, "megatron": set_megatron}
-"""Backend -> what puts the tensors of an adapter's file into an engine."""
-
-
 def make_engine(config: RoleConfig, tensors: Mapping[str, Tensor] | None = None) -> BaseEngine:
     engine = build_engine(config)
     engine.init_model()
     engine.set_loss_fn(sft_loss if config.head == "lm" else tiny.value_loss)
     if tensors is not None:
-        SETTERS[engine.backend](engine, tensors)
+        engine.set_adapters(tensors)
     return engine
 
 
@@ -161,7 +144,7 @@ def starts_as_the_base(config: RoleConfig) -> None:
     base, engine = predict(plain), make_engine(config)
     assert torch.equal(predict(engine), base)
     contract.assert_equal(dict(engine.hf_weights()), dict(plain.hf_weights()))
-    SETTERS[engine.backend](engine, random_adapter(config.model.path, config.model.lora, config.head))
+    engine.set_adapters(random_adapter(config.model.path, config.model.lora, config.head))
     assert not torch.equal(predict(engine), base)
     if config.head == "lm":
         with engine.without_adapters():

@@ -13,7 +13,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import FSDPConfig
-from tests.engine import tiny
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 from tests.engine.layouts import LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
@@ -45,20 +44,6 @@ MORE = (
 )
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Folder of a model, by family; each is made once."""
-    made = {}
-
-    def of(family="llama", **fields):
-        key = (family, *sorted(fields.items()))
-        if key not in made:
-            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
-        return made[key]
-
-    return of
 
 
 def run(layout, case, folder, **kwargs):

@@ -26,20 +26,6 @@ from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def of(family, **fields):
-        key = (family, *sorted(fields.items()))
-        if key not in made:
-            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
-        return made[key]
-
-    return of
-
-
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 

@@ -18,19 +18,6 @@ STABLE = LoraConfig(rank=4, target_modules=r".*\.(k_proj|down_proj)", exclude_mo
 EXPERTS = LoraConfig(rank=2, target_modules=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def of(family="llama", **fields):
-        key = (family, *sorted(fields.items()))
-        if key not in made:
-            made[key] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family, **fields)
-        return made[key]
-
-    return of
-
-
 def run(world, case, folder, lora, timeout_s=180.0, role=None, **kwargs):
     config = tiny.role(folder, model={"lora": lora}, **(role or {}))
     return run_case(world, f"tests.engine.lora:{case}", config=config, timeout_s=timeout_s, **kwargs)

@@ -16,7 +16,6 @@ from mrl.config.schema import LoraConfig
 from mrl.engine.lora import adapters, initial_a, read_adapter, write_adapter
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
-from tests.engine import tiny
 
 MODELS = ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"]
 SELECTIONS = {
@@ -28,18 +27,6 @@ SELECTIONS = {
         ("o_proj", "experts.gate_up_proj", "experts.down_proj"),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def of(family):
-        if family not in made:
-            made[family] = tiny.make_model(str(tmp_path_factory.mktemp(family)), family)
-        return made[family]
-
-    return of
 
 
 @pytest.mark.parametrize(

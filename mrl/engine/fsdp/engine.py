@@ -32,7 +32,6 @@ from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room, share
-from mrl.engine.lora import read_fitting
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
@@ -248,13 +247,8 @@ class FSDPEngine(BaseEngine):
         with self.offload.used("parameters"):
             self.model.load_hf(path)
 
-    def load_adapter(self, path: str) -> None:
-        """Replaces the adapters by those of a folder that mrl or peft wrote for the same selection.
-
-        What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
-        """
+    def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
         assert self.model.adapters is not None, "there are no adapters"
-        tensors = read_fitting(path, {name: tuple(p.shape) for name, p in self.model.trained().items()})
         with self.offload.used("parameters"):
             self.model.adapters.load(tensors)
 

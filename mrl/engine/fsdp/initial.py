@@ -46,12 +46,10 @@ class InitialWeights:
     @torch.no_grad()
     def _make(self, name: str, unit: nn.Module) -> dict[str, Tensor]:
         if id(unit) not in {id(block) for block in blocks_of(self.hf)}:
-            children = unit._modules
             unit = copy.copy(unit)  # without its children: they are units of their own
             unit._modules = {}
             unit._parameters = dict(unit._parameters)
             unit._buffers = dict(unit._buffers)
-            del children
         made = copy.deepcopy(unit).to_empty(device="cpu")
         digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):

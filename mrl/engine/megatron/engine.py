@@ -32,7 +32,7 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
-from mrl.engine.lora import adapter_shapes, adapters, read_fitting
+from mrl.engine.lora import adapters
 from mrl.engine.lora_base import facts
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -310,16 +310,8 @@ class MegatronEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"), stored as read:
             self._fill(read)
 
-    def load_adapter(self, path: str) -> None:
-        """Replaces the adapters, and their masters, by those of a folder that mrl or peft wrote for the same selection.
-
-        What the optimizer has gathered stays. Raises ModelError, before anything has changed, for other tensors.
-        """
-        self.set_adapters(read_fitting(path, adapter_shapes(self.adapters, self.config.head, self.hf["hidden_size"])))
-
     @installed
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the adapters, and a value head, by the tensors of an adapter's file."""
         with self.offload.used("parameters", "optimizer"):
             read = lora.fill(self.models, self.rules, tensors)
             if self.optimizer is not None:
