@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mrl.converters.mcore_weights import FOLDER, read_description
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import expected_hf_names
 from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo
+from mrl.converters.stacks import turns
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine import lora_base
@@ -62,9 +64,12 @@ def check_base(held: Held, companions: Path, family: Family, hf_config: HFConfig
         )
 
 
-def tensors_of(folder: Path, backend: str, shapes: Mapping[str, AdapterShape], head: str, hidden: int) -> dict[str, Tensor]:  # fmt: skip
+def tensors_of(
+    folder: Path, backend: str, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
+) -> dict[str, Tensor]:
     """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for others."""
     prefix = "" if backend == "megatron" else "model."
+    in_turns = {shape.b_name: turns(family, name) for name, shape in shapes.items()}
     stored = TorchDistReader(folder / FOLDER if backend == "megatron" else folder)
     try:
         found = {}
@@ -75,7 +80,11 @@ def tensors_of(folder: Path, backend: str, shapes: Mapping[str, AdapterShape], h
             sizes = stored.tensors[key].shape
             tensor = stored.read(key, [(0, size) for size in sizes]).float()
             if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
-                tensor = tensor.flatten(0, 1) if name.endswith("lora_A.weight") else tensor.permute(1, 2, 0).flatten(1)
+                if name in in_turns:  # and gate above up, where the file may have their rows by turns
+                    tensor = tensor.unflatten(1, (in_turns[name], -1)).transpose(1, 2).flatten(1, 2)
+                    tensor = tensor.permute(1, 2, 0).flatten(1)
+                else:
+                    tensor = tensor.flatten(0, 1)
             if tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
                     f"{folder}: {name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
@@ -94,7 +103,7 @@ class MergedReader(HFReader):
         shapes: Mapping[str, AdapterShape], adapter: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         self.path, self._open, self.head, self._dtype, self.adapter = Path(base), {}, head, dtype, adapter
-        self._ends = contextlib.ExitStack()
+        self._ends, self._last = contextlib.ExitStack(), threading.local()
         stored = stored_weights(base, family, hf_config, head=head, trained=True)
         self._base: Callable[[str], Any] = self._ends.enter_context(stored)
         expected = expected_hf_names(family, hf_config, head=head)
@@ -119,13 +128,21 @@ class MergedReader(HFReader):
         weight = self._base(name)[part].to(self._dtype)
         if name not in self._where:
             return weight
-        return (weight.float() + self._delta(*self._where[name])[part]).to(self._dtype)
+        shape, piece = self._where[name]
+        if shape.experts and piece.expert is None:  # stacked in the files as in memory
+            delta = torch.stack([self._delta(shape, expert)[part[1:]] for expert in range(*region[0])])
+        else:
+            delta = self._delta(shape, piece.expert)[piece.start : piece.stop][part]
+        return (weight.float() + delta).to(self._dtype)
 
-    def _delta(self, shape: AdapterShape, piece: Piece) -> Tensor:
-        a, b = self.adapter[shape.a_name], self.adapter[shape.b_name]
-        if piece.expert is None:
-            return shape.delta(a, b)
-        return shape.delta_of_expert(a, b, piece.expert)[piece.start : piece.stop]
+    def _delta(self, shape: AdapterShape, expert: int | None) -> Tensor:
+        """What is added to a weight, or to one expert's. A thread keeps its last one: blocks of a tensor come in turn."""
+        key = (shape.name, expert)
+        if getattr(self._last, "key", None) != key:
+            a, b = self.adapter[shape.a_name], self.adapter[shape.b_name]
+            self._last.delta = shape.delta(a, b) if expert is None else shape.delta_of_expert(a, b, expert)
+            self._last.key = key
+        return self._last.delta
 
     def close(self) -> None:
         self._ends.close()
@@ -134,11 +151,6 @@ class MergedReader(HFReader):
 def _places(shapes: Mapping[str, AdapterShape], family: Family, head: str) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:  # fmt: skip
     """(file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
     for name, shape in shapes.items():
-        if shape.transposed:
-            raise ModelError(
-                f"{name}: adapters of experts that are held transposed are merged by a run alone; set model.lora.export to merged "
-                "and start it again, or give --adapter"
-            )
         size = (shape.out_features, shape.in_features)
         parameter = name if shape.experts else f"{name}.weight"
         for piece in pieces(parameter, (shape.experts, *size) if shape.experts else size, family=family, head=head):
@@ -151,7 +163,7 @@ def merged(
     """The checkpoint's adapters over the base in `companions`."""
     check_base(held, companions, family, hf_config)
     shapes = adapters(str(companions), held.lora, held.head)
-    found = tensors_of(folder, backend, shapes, held.head, hf_config["hidden_size"])
+    found = tensors_of(folder, backend, shapes, family, head=held.head, hidden=hf_config["hidden_size"])
     return MergedReader(
         str(companions), family, hf_config, head=held.head, dtype=dtype, shapes=shapes, adapter=found
     )  # fmt: skip

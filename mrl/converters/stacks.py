@@ -48,6 +48,14 @@ def place_of(family: Family, name: str) -> Place | None:
     return None
 
 
+def turns(family: Family, stored: str) -> int:
+    """How many parts take turns in the rows of the stored tensor `stored`: 2 of gate and up, 1 of any tensor that is no stack."""
+    for stack in family.stacks:
+        if re.fullmatch(re.escape(stack.stored).replace(r"\{l\}", r"\d+"), stored):
+            return len(stack.parts)
+    return 1
+
+
 def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
     """The tensors of a folder, from those of the tables, in the same order."""
     stored: dict[str, Shape] = {}

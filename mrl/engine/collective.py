@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.batch import Batch
 from mrl.engine.checkpoint import Ranks
 from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import balanced_shards
-from mrl.errors import CheckpointError, UserError
+from mrl.errors import UserError
 
 T = TypeVar("T")
 Predictions = dict[str, Tensor]
@@ -99,18 +98,6 @@ def all_ranks() -> Ranks:
         return everyone
 
     return Ranks(dist.get_rank(), dist.get_world_size(), gather)
-
-
-LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError)
-"""What torch.distributed.checkpoint raises where it cannot read what it finds; the first is no Exception."""
-
-
-def cannot_load(path: str, error: BaseException) -> CheckpointError:
-    """One line for one of LOAD_ERRORS; what ranks met is inside a CheckpointException."""
-    if isinstance(error, CheckpointException):
-        error = next((failure[0] for failure in error.failures.values()), error)
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return CheckpointError(f"{path}: cannot be loaded ({reason}); use another checkpoint")
 
 
 def denominator_of(batch: Batch, name: str) -> float:

@@ -67,7 +67,8 @@ class PlainConsole(Console):
         self._clock = _Clock(0, 0)
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        sys.stdout.write(f"{line}\n")  # in one piece, unlike print: what a signal says comes before or after it
+        sys.stdout.flush()
 
     def start(self, step: int, total_steps: int) -> None:
         self._clock = _Clock(step, total_steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import peft
 import pytest
 import torch
@@ -16,14 +18,19 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 
 LORA = LoraConfig(rank=4, alpha=6.0)
+STACKED = dataclasses.replace(LORA, target_modules=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
+"""For gpt_oss, whose experts all-linear leaves alone."""
 KINDS = [
     ("llama", "lm", "float32", "fsdp"),
     ("llama", "lm", "bfloat16", "fsdp"),
     ("llama", "value", "float32", "fsdp"),
     ("qwen3_moe", "lm", "float32", "fsdp"),
+    ("gpt_oss", "lm", "float32", "fsdp"),
+    ("gpt_oss", "lm", "bfloat16", "fsdp"),
     ("llama", "lm", "float32", "megatron"),
     pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.slow),
 ]
 
 
@@ -45,8 +52,9 @@ def made(tmp_path_factory):
         if (key := (family, head, dtype, backend)) not in found:
             base, path = (str(tmp_path_factory.mktemp(name)) for name in ("base", "run"))
             tiny.make_model(base, family, head=head)
-            parallel = {"tp": 2, "ep": 2 if family == "qwen3_moe" else 1} if backend == "megatron" else {}
-            config = tiny.role(base, head=head, dtype=dtype, backend=backend, parallel=parallel, model={"lora": LORA})
+            lora = STACKED if family == "gpt_oss" else LORA
+            parallel = {"tp": 2, "ep": 2 if family != "llama" else 1} if backend == "megatron" else {}
+            config = tiny.role(base, head=head, dtype=dtype, backend=backend, parallel=parallel, model={"lora": lora})
             run_case(2, "tests.engine.lora:save_and_export", config=config, path=path)
             found[key] = base, path
         return found[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import re
@@ -89,6 +90,23 @@ def test_the_live_bar_shows_values_and_ends_twice(monkeypatch, capsys):
     live.close(), live.close()
     out = capsys.readouterr().out
     assert "a line [bold]as it is[/bold]" in out and "loss 1.2346" in out and "eval 0.5000" in out and "step 1/2" in out
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch):
+    """A signal that comes meanwhile says its own line before or after it, on an unbuffered stdout too."""
+    written = []
+
+    class Pipe(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            written.append(bytes(data))
+            return len(data)
+
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(Pipe(), write_through=True))
+    console.PlainConsole().say("step 1/2")
+    assert written == [b"step 1/2\n"]
 
 
 # ------------------------------------------------------------------------------------------------------------- signals

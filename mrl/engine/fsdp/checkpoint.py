@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mrl.converters.fields import NEUTRAL
 from mrl.converters.mcore_weights import architecture, check_architecture, differing
-from mrl.engine import collective
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
+from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora_base import check_facts
 from mrl.engine.rng import Generators
 from mrl.errors import CheckpointError
@@ -71,8 +71,8 @@ def load(
         if "architecture" in facts:  # an older mrl saved none
             _check_architecture(facts["architecture"], model, folder)
         dcp.load(wanted, checkpoint_id=folder)
-    except collective.LOAD_ERRORS as error:
-        raise collective.cannot_load(folder, error) from error
+    except LOAD_ERRORS as error:
+        raise cannot_load(folder, error) from error
     if optimizer is not None:
         optimizer.updates = facts["updates"]
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")

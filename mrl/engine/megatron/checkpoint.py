@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
+from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora_base import check_facts
 from mrl.engine.megatron import lora, optim_state
 from mrl.errors import CheckpointError
@@ -64,8 +65,8 @@ def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
     try:
         with _quiet():
             loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
-    except (CheckpointingException, *collective.LOAD_ERRORS) as error:
-        raise collective.cannot_load(found, error) from error
+    except (CheckpointingException, *LOAD_ERRORS) as error:
+        raise cannot_load(found, error) from error
     for index, chunk in enumerate(engine.models):
         if engine.adapters:
             lora.restore(chunk, loaded[f"model{index}"])

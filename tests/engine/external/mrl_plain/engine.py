@@ -25,6 +25,7 @@ from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import base, collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
 from mrl.engine.generation import check_room, share
+from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 from mrl.engine.microbatch import plan_micro_batches
 from mrl.engine.offload import Offload
@@ -240,8 +241,8 @@ class PlainEngine(BaseEngine):
         with self.offload.used("parameters", "optimizer"):
             try:
                 facts = torch.load(os.path.join(folder, "state.pt"), weights_only=True, mmap=True)
-            except collective.LOAD_ERRORS as error:
-                raise collective.cannot_load(folder, error) from error
+            except LOAD_ERRORS as error:
+                raise cannot_load(folder, error) from error
             check_architecture(facts["about"], self.model.family, self.model.hf_config, folder)
             mine, theirs = self._tensors(), facts["tensors"]
             for name in sorted(mine.keys() ^ theirs.keys()) or (n for n in mine if mine[n].shape != theirs[n].shape):

@@ -1,0 +1,18 @@
+"""What goes wrong where torch.distributed.checkpoint reads: a module of its own, because importing that takes half a second."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mrl.errors import CheckpointError
+
+LOAD_ERRORS = (CheckpointException, RuntimeError, KeyError, OSError)
+"""What torch.distributed.checkpoint raises where it cannot read what it finds; the first is no Exception."""
+
+
+def cannot_load(path: str, error: BaseException) -> CheckpointError:
+    """One line for one of LOAD_ERRORS; what ranks met is inside a CheckpointException."""
+    if isinstance(error, CheckpointException):
+        error = next((failure[0] for failure in error.failures.values()), error)
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return CheckpointError(f"{path}: cannot be loaded ({reason}); use another checkpoint")
