@@ -102,6 +102,8 @@ def submit(command: str, config_path: str, overrides: tuple[str, ...], profile: 
 
     checked = _checked(command, config_path, overrides, profile, given)
     done, options = put_into_queue(checked), checked.options
+    for warning in done.warnings:
+        click.echo(f"mrl: warning: {warning}", err=True)
     per_node = f"{options.per_node} {'process' if options.per_node == 1 else 'processes'}"
     array = f", tasks {options.array} each" if options.array is not None else ""
     click.echo(

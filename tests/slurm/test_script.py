@@ -288,6 +288,17 @@ def test_what_sbatch_refuses_leaves_nothing(site, workspace):
     assert workspace.snapshot() == before
 
 
+def test_more_nodes_than_there_are_are_warned_of(site, workspace):
+    """Slurm lets such a job wait, with a reason that says little."""
+    for partition, named in (([], "the default partition"), (["--partition", "debug"], "partition debug")):
+        done = kit.invoke("submit", "sft", "config.yaml", *ONE, "--nodes", "5", *partition, "--python", "python3")
+        assert done.exit_code == 0, done.output
+        assert f"slurm.nodes: value 5 is above the 2 of {named}: the job waits" in done.stderr
+        assert kit.invoke("cancel", "run").exit_code == 0
+    submit(site, "pass")
+    assert "is above" not in kit.invoke("submit", "sft", "config.yaml", *ONE, "output_dir=o").stderr
+
+
 SERVER = """\
 import socket, sys, time
 assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv

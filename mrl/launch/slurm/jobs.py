@@ -102,11 +102,31 @@ def _parse(text: str) -> Job:
     fields: dict[str, str] = {}
     for line in text.splitlines():
         whole = _WHOLE.search(line)
-        parts = _FIELD.split(line[: whole.start()] if whole else line) + ([whole[1]] if whole else [])
-        fields |= (part.lstrip(" ").split("=", 1) for part in parts if "=" in part)
+        fields |= _fields(line[: whole.start()] if whole else line)
+        fields |= [whole[1].split("=", 1)] if whole else []
     if fields.get("ArrayTaskId"):
         return Job(f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}", fields)
     return Job(fields["JobId"], fields)
+
+
+def _fields(line: str) -> dict[str, str]:
+    """NAME=VALUE NAME=VALUE ..."""
+    return dict(part.lstrip(" ").split("=", 1) for part in _FIELD.split(line) if "=" in part)
+
+
+def nodes_of(partitions: str | None) -> int | None:
+    """How many nodes the largest of some partitions has, `a,b`, or the site's default; None where Slurm does not say."""
+    with contextlib.suppress(ConfigError):
+        found = [_fields(line) for line in call("scontrol", "show", "partition", "--oneliner").splitlines()]
+        asked = partitions.split(",") if partitions is not None else None
+        sizes = [
+            int(one.get("TotalNodes", ""))
+            for one in found
+            if (one.get("Default") == "YES" if asked is None else one.get("PartitionName") in asked)
+            and one.get("TotalNodes", "").isdecimal()
+        ]
+        return max(sizes, default=None)
+    return None
 
 
 def mine() -> list[Job]:

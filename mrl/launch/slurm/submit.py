@@ -34,12 +34,16 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Submitted:
-    """A job in the queue, and its files. log: with Slurm's %j, %A and %a where Slurm has not put them in."""
+    """A job in the queue, and its files. log: with Slurm's %j, %A and %a where Slurm has not put them in.
+
+    warnings: of what may keep it there.
+    """
 
     job_id: str
     script: pathlib.Path
     config: pathlib.Path
     log: str
+    warnings: Sequence[str] = ()
 
 
 def check(
@@ -127,7 +131,20 @@ def submit(checked: Checked) -> Submitted:
             "config": config.name,
         },
     )
-    return Submitted(job_id, script, config, log)
+    return Submitted(job_id, script, config, log, _too_many_nodes(options))
+
+
+def _too_many_nodes(options: SlurmConfig) -> list[str]:
+    """Slurm lets a job wait for nodes that its partition does not have."""
+    asked = [("nodes", options.nodes, options.partition)]
+    if options.servers.nodes:
+        asked.append(("servers.nodes", options.servers.nodes, options.servers.partition or options.partition))
+    return [
+        f"slurm.{key}: value {count} is above the {there} of {f'partition {name}' if name else 'the default partition'}: the job waits "
+        "until it has more; cancel it, and give fewer or another partition"
+        for key, count, name in asked
+        if (there := jobs.nodes_of(name)) is not None and count > there
+    ]
 
 
 def _resolved(checked: Checked) -> str:
