@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from mrl.config.schema import LoraConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
 from mrl.engine.lora import AdapterShape
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, ModelError
 
 ADAPTER = "default"
 """The name that peft gives an adapter, which is in the names of parameters and not in those of files."""
@@ -198,14 +198,21 @@ class Selection:
 
 
 def _meta_model(folder: str, head: str) -> nn.Module:
-    """The Hugging Face model on the meta device."""
+    """The Hugging Face model on the meta device. Raises ModelError where transformers has none with that head."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if head == "value":
         config.num_labels = 1
     lm = AutoModelForImageTextToText if config.model_type in VISION_LANGUAGE else AutoModelForCausalLM
-    classes = {"lm": lm, "value": AutoModelForSequenceClassification}
+    kind, what = {"lm": (lm, "language model"), "value": (AutoModelForSequenceClassification, "sequence classifier")}[
+        head
+    ]
+    if type(config) not in kind._model_mapping:
+        raise ModelError(
+            f"config.json: model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are named by; set "
+            f"{'critic.model.lora to null' if head == 'value' else 'model.lora to null'}, or use another model"
+        )
     with torch.device("meta"):
-        return classes[head].from_config(config, dtype=torch.float32)
+        return kind.from_config(config, dtype=torch.float32)
 
 
 def _peft_config(selection: Selection, head: str) -> peft.LoraConfig:

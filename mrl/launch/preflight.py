@@ -121,13 +121,17 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
     with quiet():
-        from mrl.converters.families import fields_of
+        from mrl.converters.families import FAMILIES, fields_of
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models import layout
 
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
         if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
+        if part.engine.backend == "fsdp" and hf["model_type"] not in FAMILIES:
+            from mrl.engine.fsdp.build import check_known
+
+            check_known(hf["model_type"])
         if part.engine.backend not in OWN:
             from mrl.engine.registry import engine_class
 

@@ -91,6 +91,8 @@ CASES = [
     Case("activation", "config.json", ("hidden_act = 'gelu'", "'silu'"), (), set_model(hidden_act="gelu")),
     Case("rope", "config.json", ("'yarn'", "llama3"), (), set_model(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})),
     Case("family", "config.json", ("'gpt2' is not supported", "qwen3"), (), set_model(model_type="gpt2")),
+    Case("family that transformers does not know", "config.json", ("'gpt9' is no causal language model",), ("engine={backend: fsdp}",), set_model(model_type="gpt9")),
+    Case("family without a language model", "config.json", ("'t5' is no causal language model",), ("engine={backend: fsdp}",), set_model(model_type="t5")),
     Case("no family", "model/config.json", ("model_type",), (), set_model(model_type=None)),
     Case("layer types", "model/config.json", ("layer_types", "correct the field"), (), set_model(layer_types=["full_attention"])),
     # What the config names.

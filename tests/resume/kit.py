@@ -40,14 +40,16 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """world: processes. parallel: degrees other than 1. model: a key of FAMILIES."""
+    """world: processes. parallel: degrees other than 1. model: a key of FAMILIES. lora: adapters alone train."""
 
     world: int
     model: str = "dense"
     backend: str = "megatron"
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+    lora: dict[str, Any] | None = None
 
 
+LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 LAYOUTS = {
     "tp1": Layout(1),
     "tp2": Layout(2, parallel={"tp": 2}),
@@ -56,6 +58,9 @@ LAYOUTS = {
     "ep2": Layout(2, "moe", parallel={"ep": 2}),
     "fsdp dp2": Layout(2, backend="fsdp"),
     "fsdp cp2": Layout(2, backend="fsdp", parallel={"cp": 2}),
+    "lora tp2": Layout(2, parallel={"tp": 2}, lora=LORA),
+    "lora ep2": Layout(2, "moe", parallel={"ep": 2}, lora=LORA | {"dropout": 0.0}),  # of experts: no dropout
+    "lora fsdp dp2": Layout(2, backend="fsdp", lora=LORA),
 }
 
 
@@ -78,7 +83,7 @@ def make_config(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout, 
     config: dict[str, Any] = {
         "output_dir": str(output_dir),
         "seed": 7,
-        "model": {"path": str(inputs / layout.model), "dtype": "float32"},
+        "model": {"path": str(inputs / layout.model), "dtype": "float32", "lora": layout.lora},
         "engine": {"backend": layout.backend, "device": "cpu", "parallel": layout.parallel, "micro_batch": {"size": 2}},
         "optimizer": {"lr": 5e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1, "eps": 1e-6},
         "data": {"train": str(inputs / "train.jsonl"), "eval": str(inputs / "eval.jsonl"), "max_length": 32},
@@ -228,7 +233,7 @@ def assert_same_result(a: pathlib.Path, b: pathlib.Path) -> None:
     assert_same_steps(a, b)
     assert rollouts(a) == rollouts(b)
     exports = [{p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (o / "hf").iterdir()} for o in (a, b)]
-    assert exports[0] == exports[1] and "model.safetensors" in exports[0]
+    assert exports[0] == exports[1] and exports[0].keys() & {"model.safetensors", "adapter_model.safetensors"}
     assert newest(a).name == newest(b).name
     tensors = [sharded_tensors(newest(o)) for o in (a, b)]
     assert any("exp_avg_sq" in name for name in tensors[0]), "no optimizer state"

@@ -44,6 +44,13 @@ def test_a_run_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
     kill_and_compare(tmp_path, inputs, unharmed, name, moments(f"kill {name}", SEEDED[name]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora tp2", "lora ep2", "lora fsdp dp2"])
+def test_a_killed_run_of_adapters(inputs, unharmed, tmp_path, name):
+    """The checkpoint holds the adapters and their optimizer alone; the base is read again."""
+    kill_and_compare(tmp_path, inputs, unharmed, name, moments(f"kill {name}", 2))
+
+
 def test_there_are_20_moments_at_every_place_and_a_third_inside_saves():
     drawn = [moment for name, count in SEEDED.items() for moment in moments(f"kill {name}", count)]
     assert len(drawn) == 20 and {moment.place for moment in drawn} == set(PLACES)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -18,9 +19,20 @@ from transformers import (
 
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
-from mrl.converters.hf_config import reads_images
+from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
 from mrl.engine.fsdp import attention
 from mrl.errors import ModelError
+
+
+def check_known(model_type: str) -> None:
+    """Raises ModelError where transformers builds no language model of that type."""
+    if model_type in VISION_LANGUAGE:
+        return
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
+            "transformers"
+        )
 
 
 def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
@@ -31,14 +43,10 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
             f"config.json: quantization_config of a {model_type!r} model is not supported by backend fsdp; give the model that it "
             "was made from"
         )
+    check_known(model_type)
     # never by code of the model's own
     transformers_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False)
     kind = AutoModelForImageTextToText if reads_images(hf_config) else AutoModelForCausalLM
-    if not reads_images(hf_config) and type(transformers_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(
-            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
-            "transformers"
-        )
     with torch.device("meta"):
         hf = kind.from_config(transformers_config, dtype=torch.float32, attn_implementation="eager")
     hf.config.use_cache = False
