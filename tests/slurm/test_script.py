@@ -54,6 +54,16 @@ def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, fake,
     assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
 
 
+@pytest.mark.parametrize("export", ["NONE", "HOME"])
+def test_tasks_have_the_script_s_environment_also_where_sbatch_exports_none(site, workspace, monkeypatch, export):
+    monkeypatch.setenv("OF_THE_SHELL", "1")
+    fake = "save(os.environ['MASTER_ADDR'] + ' ' + os.environ.get('OF_THE_SHELL', 'clean'))"
+    job = submit(site, fake, "--sbatch", f"--export={export}")
+    run_dir = workspace.root / "run"
+    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    assert (run_dir / "checkpoints" / "latest").read_text() == "127.0.0.1 clean\n"
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspace, launcher):
     """And no reason to start again, as a node that does not answer is."""
@@ -291,7 +301,18 @@ def test_what_sbatch_refuses_leaves_nothing(site, workspace):
 def test_more_nodes_than_there_are_are_warned_of(site, workspace):
     """Slurm lets such a job wait, with a reason that says little."""
     for partition, named in (([], "the default partition"), (["--partition", "debug"], "partition debug")):
-        done = kit.invoke("submit", "sft", "config.yaml", *ONE, "--nodes", "5", *partition, "--python", "python3")
+        done = kit.invoke(
+            "submit",
+            "sft",
+            "config.yaml",
+            *ONE,
+            "--nodes",
+            "5",
+            *partition,
+            "--python",
+            "python3",
+            "train.global_batch_size=10",
+        )
         assert done.exit_code == 0, done.output
         assert f"slurm.nodes: value 5 is above the 2 of {named}: the job waits" in done.stderr
         assert kit.invoke("cancel", "run").exit_code == 0
