@@ -271,6 +271,13 @@ def test_a_job_whose_log_a_template_puts_elsewhere_is_known_by_its_script(worksp
         assert kit.invoke("status", what).stdout.startswith("job 7  RUNNING")
 
 
+def test_an_interrupt_ends_the_command_and_no_job(workspace, monkeypatch):
+    monkeypatch.setattr(jobs, "targets", lambda what: (_ for _ in ()).throw(KeyboardInterrupt()))
+    done = kit.invoke("logs", "run", "-f")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "mrl: interrupted: jobs go on, or end as they were told to before\n"
+
+
 def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(workspace, monkeypatch):
     fake_command(workspace, monkeypatch, "scontrol", "echo 'Invalid job id specified' >&2; exit 1")
     fake_command(workspace, monkeypatch, "sbatch", "echo 8")

@@ -316,6 +316,11 @@ def test_more_nodes_than_there_are_are_warned_of(site, workspace):
         assert done.exit_code == 0, done.output
         assert f"slurm.nodes: value 5 is above the 2 of {named}: the job waits" in done.stderr
         assert kit.invoke("cancel", "run").exit_code == 0
+    servers = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", "false", "rollout.backend=vllm")
+    done = kit.invoke("submit", "ppo", "ppo.yaml", *ONE, "--nodes", "2", *servers, "--python", "python3")
+    assert "slurm.nodes + servers.nodes: value 3 is above the 2 of the default partition" in done.stderr, done.output
+    assert ": 2 nodes x 1 process, and 1 node x 1 server\n" in done.stdout
+    assert kit.invoke("cancel", "run").exit_code == 0
     submit(site, "pass")
     assert "is above" not in kit.invoke("submit", "sft", "config.yaml", *ONE, "output_dir=o").stderr
 
@@ -362,7 +367,8 @@ def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, works
         "until_signal() if restart == 0 else None; save(sys.argv[-1]); ended(75, 'stopped') if restart == 0 else None"
     )
     args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-port", port)
-    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    args = (*args, f"--env=FAKE_RUN={fake}", "--sbatch=--export=NONE")
+    job = site.submit("ppo", "ppo.yaml", *ONE, "rollout.backend=vllm", *args)
     run_dir = workspace.root / "run"
     signal_when_waiting(site, run_dir, job)
     site.release(job)
