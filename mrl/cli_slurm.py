@@ -12,8 +12,21 @@ from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError
 from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
 
+EXIT_INTERRUPTED = 130
 
-@click.group()
+
+class _Commands(click.Group):
+    """Ctrl-C ends the command and no job."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("mrl: interrupted: jobs go on, or end as they were told to before", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=_Commands)
 def slurm() -> None:
     """Render, submit and follow training jobs on a Slurm cluster."""
 
@@ -105,11 +118,17 @@ def submit(command: str, config_path: str, overrides: tuple[str, ...], profile: 
     for warning in done.warnings:
         click.echo(f"mrl: warning: {warning}", err=True)
     per_node = f"{options.per_node} {'process' if options.per_node == 1 else 'processes'}"
+    if options.servers.nodes:
+        per_node += f", and {_nodes(options.servers.nodes)} x 1 server"
     array = f", tasks {options.array} each" if options.array is not None else ""
     click.echo(
-        f"submitted job {done.job_id}{array}: {options.nodes} {'node' if options.nodes == 1 else 'nodes'} x {per_node}\n"
+        f"submitted job {done.job_id}{array}: {_nodes(options.nodes)} x {per_node}\n"
         f"script: {done.script}\nconfig: {done.config}\nlog:    {done.log}"
     )
+
+
+def _nodes(count: int) -> str:
+    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 @slurm.command()

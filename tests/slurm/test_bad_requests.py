@@ -74,6 +74,7 @@ CASES = {
     "a key is unknown": (("trian.steps",), render(*CPU, "trian.steps=3")),
     "no config": (("nowhere.yaml: the config file does not exist",), render(*CPU, config="nowhere.yaml")),
     "no data": (("data.train", "does not exist"), render(*CPU, "data.train=missing.jsonl")),
+    "a run that no restart goes on with": (('checkpoint.resume: value "never"', "3 times", "set it to auto, or give --max-restarts 0"), render(*CPU, "checkpoint.resume=never")),
     "a folder that no script can have": (("output_dir", "cannot have there"), render(*CPU, "output_dir='a\\b'")),
     "a command that does not train": (("'config' is not one of 'sft', 'ppo'",), render(*CPU, command="config")),
     # Profiles.
@@ -222,7 +223,8 @@ def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeyp
     """The first job's script is asked for by its id, as squeue would show it."""
     workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
     task = " ArrayJobId=7 ArrayTaskId=2" if "_" in job_id else ""
-    shown = f"JobId=7{task} JobName=x\n   JobState=RUNNING Reason=None\n"
+    log = workspace.root / "run" / "slurm" / "7.log"
+    shown = f"JobId=7{task} JobName=x\n   JobState=RUNNING Reason=None\n   StdOut={log}\n"
     (workspace.root / "shown").write_text(shown)
     fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
     fake_command(workspace, monkeypatch, "sbatch", "echo 8")
@@ -231,6 +233,49 @@ def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeyp
         assert kit.invoke(*args).exit_code == 0
     else:
         assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
+
+
+def test_a_job_of_another_folder_is_none_of_a_copy(workspace, monkeypatch):
+    """The copy has the records of the first folder's jobs, one of which runs; so has a run whose job's id was given again."""
+    for name in ("run", "a%b"):
+        workspace.write(f"{name}/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    workspace.write("run/slurm/7.log", "copied\n")
+    (workspace.root / "link").symlink_to("a%b")
+    (workspace.root / "shown").write_text(
+        f"JobId=7 JobName=x\n   JobState=RUNNING Reason=None\n   StdOut={workspace.root}/a%%b/slurm/7.log\n"
+    )
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    fake_command(workspace, monkeypatch, "scancel", f'echo "$@" >> "{workspace.root}/cancelled"')
+    whose = f"job 7 is none of this folder (Slurm's job 7 is of {workspace.root}/a%b); there is nothing to cancel"
+    assert whose in refused(workspace, "cancel", "run") and whose in refused(workspace, "cancel", "run", "--save")
+    assert "RUNNING" not in kit.invoke("status", "run").stdout
+    assert kit.invoke("logs", "run", "-f").stdout == "copied\n"  # and does not wait for the other's end
+    assert kit.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+    for own in ("a%b", "link"):
+        assert "has job 7 in the queue" in refused(workspace, "submit", "sft", "config.yaml", *CPU, f"output_dir={own}")
+        assert kit.invoke("status", own).stdout.startswith("job 7  RUNNING")
+    assert kit.invoke("cancel", "link").exit_code == 0
+    assert (workspace.root / "cancelled").read_text() == "7\n"
+    (workspace.root / "a%b").rename(workspace.root / "moved")
+    assert "there is nothing to cancel" in refused(workspace, "cancel", "moved")
+
+
+def test_a_job_whose_log_a_template_puts_elsewhere_is_known_by_its_script(workspace, monkeypatch):
+    workspace.write("run/slurm/jobs.jsonl", '{"job": "7", "array": null}\n')
+    script = workspace.root / "run" / "slurm" / "x.sbatch"
+    shown = f"JobId=7 JobName=x\n   JobState=RUNNING Reason=None\n   Command={script}\n   StdOut=/tmp/7.log\n"
+    (workspace.root / "shown").write_text(shown)
+    fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
+    for what in ("run", "7"):
+        assert kit.invoke("status", what).stdout.startswith("job 7  RUNNING")
+
+
+def test_an_interrupt_ends_the_command_and_no_job(workspace, monkeypatch):
+    monkeypatch.setattr(jobs, "targets", lambda what: (_ for _ in ()).throw(KeyboardInterrupt()))
+    done = kit.invoke("logs", "run", "-f")
+    assert (done.exit_code, done.stdout) == (130, "")
+    assert done.stderr == "mrl: interrupted: jobs go on, or end as they were told to before\n"
 
 
 def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(workspace, monkeypatch):
@@ -300,6 +345,28 @@ def test_a_request_without_anything_to_warn_of_is_silent(workspace):
     args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
     done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_a_run_that_may_not_go_on_is_for_a_job_that_starts_once(workspace):
+    """Of which Slurm is told too: it puts jobs back itself after a failed node."""
+    done = kit.invoke("render", "sft", "config.yaml", *CPU, "checkpoint.resume=never", "--max-restarts", "0")
+    assert done.exit_code == 0, done.output
+    assert "#SBATCH --no-requeue" in done.stdout.splitlines() and "--requeue" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "a task 1 core: all processes of a server would share it; give --servers-cpus-per-task, as in 8"),
+        (("--servers-cpus-per-task", "4"), ""),
+    ],
+)
+def test_servers_on_one_core_are_warned_of(workspace, args, said):
+    args = (*CPU, "--cpus-per-task", "8", "--template", "hetero", "--servers-nodes", "1", *args)
+    done = kit.invoke("render", "ppo", "ppo.yaml", *VLLM, *args)
+    assert done.exit_code == 0, done.output
+    assert said in done.stderr and ("slurm.servers.cpus_per_task: is not given" in done.stderr) == bool(said)
+    assert ("srun --het-group=1 --cpus-per-task=4 " in done.stdout) == (not said)
 
 
 def test_no_limit_and_an_empty_variable_are_legitimate(workspace):

@@ -54,6 +54,16 @@ def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, fake,
     assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
 
 
+@pytest.mark.parametrize("export", ["NONE", "HOME"])
+def test_tasks_have_the_script_s_environment_also_where_sbatch_exports_none(site, workspace, monkeypatch, export):
+    monkeypatch.setenv("OF_THE_SHELL", "1")
+    fake = "save(os.environ['MASTER_ADDR'] + ' ' + os.environ.get('OF_THE_SHELL', 'clean'))"
+    job = submit(site, fake, "--sbatch", f"--export={export}")
+    run_dir = workspace.root / "run"
+    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    assert (run_dir / "checkpoints" / "latest").read_text() == "127.0.0.1 clean\n"
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspace, launcher):
     """And no reason to start again, as a node that does not answer is."""
@@ -291,10 +301,26 @@ def test_what_sbatch_refuses_leaves_nothing(site, workspace):
 def test_more_nodes_than_there_are_are_warned_of(site, workspace):
     """Slurm lets such a job wait, with a reason that says little."""
     for partition, named in (([], "the default partition"), (["--partition", "debug"], "partition debug")):
-        done = kit.invoke("submit", "sft", "config.yaml", *ONE, "--nodes", "5", *partition, "--python", "python3")
+        done = kit.invoke(
+            "submit",
+            "sft",
+            "config.yaml",
+            *ONE,
+            "--nodes",
+            "5",
+            *partition,
+            "--python",
+            "python3",
+            "train.global_batch_size=10",
+        )
         assert done.exit_code == 0, done.output
         assert f"slurm.nodes: value 5 is above the 2 of {named}: the job waits" in done.stderr
         assert kit.invoke("cancel", "run").exit_code == 0
+    servers = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", "false", "rollout.backend=vllm")
+    done = kit.invoke("submit", "ppo", "ppo.yaml", *ONE, "--nodes", "2", *servers, "--python", "python3")
+    assert "slurm.nodes + servers.nodes: value 3 is above the 2 of the default partition" in done.stderr, done.output
+    assert ": 2 nodes x 1 process, and 1 node x 1 server\n" in done.stdout
+    assert kit.invoke("cancel", "run").exit_code == 0
     submit(site, "pass")
     assert "is above" not in kit.invoke("submit", "sft", "config.yaml", *ONE, "output_dir=o").stderr
 
@@ -341,7 +367,8 @@ def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, works
         "until_signal() if restart == 0 else None; save(sys.argv[-1]); ended(75, 'stopped') if restart == 0 else None"
     )
     args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-port", port)
-    job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
+    args = (*args, f"--env=FAKE_RUN={fake}", "--sbatch=--export=NONE")
+    job = site.submit("ppo", "ppo.yaml", *ONE, "rollout.backend=vllm", *args)
     run_dir = workspace.root / "run"
     signal_when_waiting(site, run_dir, job)
     site.release(job)

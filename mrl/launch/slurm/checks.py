@@ -28,6 +28,7 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     Files are looked at from here: this machine sees what the nodes will see.
     """
     _check_devices(config, options)
+    _check_restarts(config, options)
     parts = preflight.check_files(config)
     try:
         layouts = preflight.check_layout(config, parts, options.world_size)
@@ -35,7 +36,12 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
         raise ConfigError(f"{error} ({nodes})") from None
     preflight.check_code(config)
-    return [*_across_nodes(parts, layouts, options), *_check_cores(options), *_check_time(config, options)]
+    return [
+        *_across_nodes(parts, layouts, options),
+        *_check_cores(options),
+        *_check_server_cores(options),
+        *_check_time(config, options),
+    ]
 
 
 def check_template(config: Config, options: SlurmConfig, given: Collection[str] = ()) -> None:
@@ -103,6 +109,14 @@ def _check_devices(config: Config, options: SlurmConfig) -> None:
         )
 
 
+def _check_restarts(config: Config, options: SlurmConfig) -> None:
+    if config.checkpoint.resume == "never" and options.max_restarts:
+        raise ConfigError(
+            f'checkpoint.resume: value "never" refuses what an earlier start of the job has saved, and the job may start again '
+            f"{options.max_restarts} times; set it to auto, or give --max-restarts 0"
+        )
+
+
 def _across_nodes(parts: Sequence[preflight.Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
     """Tensor-parallel groups are ranks in a row, and talk in every layer: within a node they are fast."""
     return [
@@ -120,6 +134,16 @@ def _check_cores(options: SlurmConfig) -> list[str]:
     return [
         f"slurm.cpus_per_task: is not given, and many sites give a task 1 core: all {options.per_node} processes of a node would "
         f"share it; give --cpus-per-task, as in {4 * options.per_node}"
+    ]
+
+
+def _check_server_cores(options: SlurmConfig) -> list[str]:
+    """The first part's extra lines, as --exclusive, do not count for the servers' part."""
+    if not options.servers.nodes or options.servers.cpus_per_task is not None:
+        return []
+    return [
+        "slurm.servers.cpus_per_task: is not given, and many sites give a task 1 core: all processes of a server would share it; "
+        f"give --servers-cpus-per-task, as in {4 * max(options.servers_gpus, 2)}"
     ]
 
 

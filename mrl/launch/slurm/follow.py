@@ -21,7 +21,7 @@ SHOWN = ("train/loss", "reward/mean", "eval/loss", "eval/accuracy", "perf/tokens
 def status(target: jobs.Target) -> list[str]:
     """A line for each job or task of an array, and what its run has done so far."""
     if not target.jobs:
-        lines = [f"job {target.job_id}  ended (Slurm has forgotten it)", *_last_note(target, target.job_id)]
+        lines = [f"job {target.job_id}  {_why_absent(target.job_id)}", *_last_note(target, target.job_id)]
         return [*lines, *_progress(target.run_dir, running=False)]
     lines = []
     for job in target.jobs:
@@ -95,8 +95,8 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
         raise ConfigError(f"{target.job_id}: is an array, whose tasks have a log each; give one of {tasks}")
     path = target.slurm_dir / f"{job_id}.log"
     while not path.exists():
-        if not follow or _has_ended(job_id):
-            raise ConfigError(f"{path}: does not exist: job {job_id} {_in_words(job_id)}")
+        if not follow or _has_ended(target, job_id):
+            raise ConfigError(f"{path}: does not exist: job {job_id} {_in_words(target, job_id)}")
         time.sleep(POLL_S)
     error = first_error(target.slurm_dir, job_id)
     if error is not None:
@@ -104,7 +104,7 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
     with open(path, encoding="utf-8", errors="replace") as log:
         yield "".join(log.readlines()[-lines:] if lines else [])
         while follow:
-            ended = _has_ended(job_id)  # before the read: what was written last is read
+            ended = _has_ended(target, job_id)  # before the read: what was written last is read
             yield log.read()
             late = first_error(target.slurm_dir, job_id)
             if late is not None and late != error:
@@ -115,13 +115,22 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
             time.sleep(POLL_S)
 
 
-def _has_ended(job_id: str) -> bool:
-    return all(job.ended for job in jobs.known(job_id))
+def _has_ended(target: jobs.Target, job_id: str) -> bool:
+    return all(job.ended for job in jobs.known_of(target.slurm_dir, job_id))
 
 
-def _in_words(job_id: str) -> str:
+def _in_words(target: jobs.Target, job_id: str) -> str:
+    found = jobs.known_of(target.slurm_dir, job_id)
+    return f"is {found[0].state}" if found else _why_absent(job_id)
+
+
+def _why_absent(job_id: str) -> str:
+    """Of a job that Slurm does not know as one of the folder that has its record."""
     found = jobs.known(job_id)
-    return f"is {found[0].state}" if found else "is not known to Slurm any more"
+    if not found:
+        return "ended (Slurm has forgotten it)"
+    where = found[0].slurm_dir
+    return f"is none of this folder (Slurm's job {job_id} is of {where.parent if where else 'another'})"
 
 
 def first_error(slurm_dir: pathlib.Path, job_id: str) -> str | None:
@@ -144,7 +153,7 @@ def cancel(target: jobs.Target, *, save: bool, timeout_s: float, say: Callable[[
     left = [job for job in target.jobs if not job.ended]
     if not left:
         raise ConfigError(
-            f"{target.job_id}: job {target.job_id} {_in_words(target.job_id)}; there is nothing to cancel"
+            f"{target.job_id}: job {target.job_id} {_in_words(target, target.job_id)}; there is nothing to cancel"
         )
     running = [job for job in left if job.state == "RUNNING"]
     if not save or not running:
@@ -157,18 +166,18 @@ def cancel(target: jobs.Target, *, save: bool, timeout_s: float, say: Callable[[
         (target.slurm_dir / f"{job.id}.cancel").touch()
         jobs.call("scancel", "--batch", "--signal=USR1", job.id)
     say(f"job {target.job_id} is told to save and stop")
-    if _wait_for_end([job.id for job in running], timeout_s):
+    if _wait_for_end(target, [job.id for job in running], timeout_s):
         for job in running:
             say(f"stopped job {job.id}: the newest checkpoint is {_newest(run_dir_of(target, job))}")
     else:
         say(f"job {target.job_id} has not stopped within {in_words(timeout_s)}: it is cancelled without")
-    if not all(job.ended for job in jobs.known(target.job_id)):
+    if not _has_ended(target, target.job_id):
         jobs.call("scancel", target.job_id)
 
 
-def _wait_for_end(job_ids: Sequence[str], timeout_s: float) -> bool:
+def _wait_for_end(target: jobs.Target, job_ids: Sequence[str], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while not all(_has_ended(job_id) for job_id in job_ids):
+    while not all(_has_ended(target, job_id) for job_id in job_ids):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

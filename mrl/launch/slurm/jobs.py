@@ -74,9 +74,25 @@ class Job:
     @property
     def slurm_dir(self) -> pathlib.Path | None:
         """The run's folder of scripts and logs; None where the job is not of `mrl slurm`."""
+        return next((folder for folder in self._folders if (folder / RECORDS).is_file()), None)
+
+    def is_of(self, slurm_dir: pathlib.Path) -> bool:
+        """Whether the job writes to that folder: a copy of the folder has the job's record too, and so has one whose job's id
+        Slurm has given to another since."""
+        return any(_is_same(folder, slurm_dir) for folder in self._folders)
+
+    @property
+    def _folders(self) -> list[pathlib.Path]:
+        """Of its log and, where a template of one's own puts that elsewhere, of its script."""
         log = self.fields.get("StdOut", "")
-        folders = [pathlib.Path(name).parent for name in (log, log.replace("%%", "%"))]  # Slurm shows the pattern
-        return next((folder for folder in folders if (folder / RECORDS).is_file()), None)
+        names = (log, log.replace("%%", "%"), self.fields.get("Command", ""))  # Slurm shows the log's pattern
+        return [pathlib.Path(name).parent for name in names if name.startswith("/")]
+
+
+def _is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
 
 
 def known(job_id: str) -> list[Job]:
@@ -90,6 +106,11 @@ def known(job_id: str) -> list[Job]:
     found = [_parse(part) for part in re.split(r"^(?=JobId=)", text, flags=re.MULTILINE) if part.startswith("JobId=")]
     found = [job for job in found if job.fields.get("HetJobOffset", "0") == "0"]  # the other parts end with the first
     return sorted(found, key=_task_number)
+
+
+def known_of(slurm_dir: pathlib.Path, job_id: str) -> list[Job]:
+    """As `known`, without a job of another folder."""
+    return [job for job in known(job_id) if job.is_of(slurm_dir)]
 
 
 def _task_number(job: Job) -> int:
@@ -163,14 +184,14 @@ def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
     """The jobs of a run that have not ended."""
-    return [job for record in records(slurm_dir) for job in known(record["job"]) if not job.ended]
+    return [job for record in records(slurm_dir) for job in known_of(slurm_dir, record["job"]) if not job.ended]
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """What `status`, `logs` and `cancel` are about: a job of the run whose slurm/ folder is `slurm_dir`.
 
-    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it.
+    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it, or has another folder's of that id.
     """
 
     slurm_dir: pathlib.Path
@@ -214,7 +235,7 @@ def _newest(slurm_dir: pathlib.Path) -> Target:
     if not submitted:
         raise ConfigError(f"{slurm_dir / RECORDS}: has no record of a job; give a job's id")
     job_id = submitted[-1]["job"]
-    return Target(slurm_dir, job_id, known(job_id))
+    return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
 
 
 def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
@@ -224,7 +245,7 @@ def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
             f"task_{task}: no array was submitted for {slurm_dir.parent}; give that folder, or a job's id"
         )
     job_id = f"{arrays[-1]}_{task}"
-    return Target(slurm_dir, job_id, known(job_id))
+    return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
 
 
 def _of_id(job_id: str) -> Target:

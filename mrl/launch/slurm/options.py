@@ -102,6 +102,12 @@ class SlurmConfig:
         return self.processes_per_node or self.gpus_per_node or 1
 
     @property
+    def servers_gpus(self) -> int:
+        """GPUs of each server's node."""
+        gpus = self.servers.gpus_per_node
+        return gpus if gpus is not None else self.gpus_per_node or 0
+
+    @property
     def world_size(self) -> int:
         return self.nodes * self.per_node
 

@@ -176,6 +176,7 @@ def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
         "per_node": options.per_node,
         "mounts": [*_uncovered(mounts), *options.mounts],
         "srun_options": _srun_options(options),
+        "server_srun_options": [*_cpus_per_task(options.servers.cpus_per_task), "--kill-on-bad-exit=1"],
         "probe_options": ["--het-group=0,1"]
         if options.servers.nodes
         else [f"--nodes={options.nodes}", f"--ntasks={options.nodes}", "--ntasks-per-node=1"],
@@ -232,17 +233,16 @@ def directives(job: Job, options: SlurmConfig) -> list[str]:
         "signal": f"B:USR1@{options.signal_s}",
     }
     lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
-    return [*lines, "--requeue", *options.sbatch]
+    return [*lines, _requeue(options), *options.sbatch]
 
 
 def server_directives(options: SlurmConfig) -> list[str]:
     """Of the second part of a heterogeneous job; what is null there is the first part's."""
     servers = options.servers
-    gpus = servers.gpus_per_node if servers.gpus_per_node is not None else options.gpus_per_node
     values = {
         "nodes": servers.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": gpus or None,
+        "gpus-per-node": options.servers_gpus or None,
         "cpus-per-task": servers.cpus_per_task,
         "mem": servers.mem,
         "partition": servers.partition or options.partition,
@@ -252,18 +252,25 @@ def server_directives(options: SlurmConfig) -> list[str]:
         "constraint": options.constraint,
         "exclude": options.exclude,
     }
-    return [
-        *(f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None),
-        "--requeue",
-    ]
+    lines = [f"--{name}={sbatch_quote(str(value))}" for name, value in values.items() if value is not None]
+    return [*lines, _requeue(options)]
+
+
+def _requeue(options: SlurmConfig) -> str:
+    """Whether Slurm itself may put the job back, after a failed node or a preemption."""
+    return "--requeue" if options.max_restarts else "--no-requeue"
 
 
 def _srun_options(options: SlurmConfig) -> list[str]:
     """Of the step that trains. One task that fails ends all, and so does one that ends a minute before the others."""
     tasks = 1 if options.launcher == "torchrun" else options.per_node
-    cpus = [f"--cpus-per-task={options.cpus_per_task}"] if options.cpus_per_task is not None else []
     nodes = [f"--nodes={options.nodes}", f"--ntasks={options.nodes * tasks}", f"--ntasks-per-node={tasks}"]
-    return [*nodes, *cpus, "--kill-on-bad-exit=1", "--wait=60"]
+    return [*nodes, *_cpus_per_task(options.cpus_per_task), "--kill-on-bad-exit=1", "--wait=60"]
+
+
+def _cpus_per_task(count: int | None) -> list[str]:
+    """srun takes it from sbatch no more, since Slurm 22.05."""
+    return [f"--cpus-per-task={count}"] if count is not None else []
 
 
 def sbatch_quote(value: str) -> str:

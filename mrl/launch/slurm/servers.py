@@ -11,7 +11,7 @@ from mrl.launch.slurm.options import SlurmConfig
 def server_command(config: PPOConfig, options: SlurmConfig) -> str:
     """Shell lines that become one server, on all GPUs of its node."""
     servers = options.servers
-    gpus = servers.gpus_per_node if servers.gpus_per_node is not None else options.gpus_per_node or 0
+    gpus = options.servers_gpus
     model, length = config.actor.model, config.data.max_prompt_length + config.rollout.max_new_tokens
     if config.rollout.backend == "sglang":
         words = ["sglang.launch_server", "--model-path", model.path, "--context-length", str(length)]

@@ -136,9 +136,11 @@ def submit(checked: Checked) -> Submitted:
 
 def _too_many_nodes(options: SlurmConfig) -> list[str]:
     """Slurm lets a job wait for nodes that its partition does not have."""
-    asked = [("nodes", options.nodes, options.partition)]
-    if options.servers.nodes:
-        asked.append(("servers.nodes", options.servers.nodes, options.servers.partition or options.partition))
+    servers = options.servers
+    if servers.nodes and servers.partition in (None, options.partition):
+        asked = [("nodes + servers.nodes", options.nodes + servers.nodes, options.partition)]
+    else:
+        asked = [("nodes", options.nodes, options.partition), ("servers.nodes", servers.nodes, servers.partition)]
     return [
         f"slurm.{key}: value {count} is above the {there} of {f'partition {name}' if name else 'the default partition'}: the job waits "
         "until it has more; cancel it, and give fewer or another partition"
