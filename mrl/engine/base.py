@@ -350,7 +350,8 @@ class BaseEngine(abc.ABC):
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use.
 
-        With adapters they are those of `adapter_weights`, under the same names: nothing else has one.
+        With adapters they are those of `adapter_weights`, under the same names: nothing else has one. Nor has a parameter that
+        a model itself declares to need none.
         Call it after the last `forward_backward_step` of an optimizer step: megatron's reduction ends the accumulation, and
         another one before `optimizer_zero_grad` is refused.
         """

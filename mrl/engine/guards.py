@@ -6,8 +6,8 @@ compared by a 64-bit checksum of its bits, so no second copy of the weights is h
 Each rank's piece of a parameter is judged on its own: a piece that stayed as it was is a fault where its gradient would
 have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a long
 warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows that never occur of an embedding.
-A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token. And an adapter
-`B A` starts with B = 0: until B has moved, the gradient of A is zero, which is said, and is no fault.
+A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token, or a tower that got no
+image. And an adapter `B A` starts with B = 0: until B has moved, the gradient of A is zero, which is said, and is no fault.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def _fault(found: list[Finding]) -> str | None:
     if not any(f.has_gradient for f in found):
         return "it has no gradient"
     if not any(f.nonzero for f in found):
-        if all(f.waits for f in found):
-            return WAITS
-        return None if all(f.may_be_idle for f in found) else "its gradient is zero"
+        if all(f.may_be_idle for f in found):  # also of an adapter: nothing says that it will ever train
+            return None
+        return WAITS if all(f.waits for f in found) else "its gradient is zero"
     if any(f.should_change and not f.changed for f in found):
         return "it has a gradient but the step did not change it"
     return None

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
+from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
 from mrl.engine.registry import build_engine
 from mrl.engine.schedule import learning_rate
@@ -411,10 +412,10 @@ def export_is_what_was_trained(config: RoleConfig, path: str) -> None:
         torch.testing.assert_close(expected, log_probs, rtol=0, atol=2e-5)
 
 
-def random_start(config: RoleConfig) -> dict[str, float] | None:
-    """A checksum of each tensor of a model from scratch, which is the same in every layout."""
+def random_start(config: RoleConfig) -> dict[str, int] | None:
+    """A checksum of each tensor of a model from scratch, every bit in its place: the same in every layout."""
     engine = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, init="random")))
-    sums = {name: float(t.double().sum()) for name, t in engine.hf_weights()}
+    sums = {name: guards.checksum(t) for name, t in engine.hf_weights()}
     return sums if engine.is_main else None
 
 

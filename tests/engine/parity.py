@@ -117,6 +117,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {}),
     "granitemoe": ("granitemoe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe tied": ("ernie4_5_moe", {"tied": True}),
     "bloom tied": ("bloom", {"tied": True}),
     "gemma2 value head": ("gemma2", {"head": "value"}),
     "gpt2 tied value head": ("gpt2", {"head": "value", "tied": True}),
@@ -395,6 +397,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
                 *rows.FSDP_SLOW_ROWS,
                 *rows.LORA_ROWS,
                 *rows.FSDP_LORA_ROWS,
+                *rows.FSDP_SLOW_LORA_ROWS,
                 *rows.SLOW_LORA_ROWS,
                 *rows.EXTERNAL_ROWS,
             )

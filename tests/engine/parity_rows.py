@@ -214,6 +214,7 @@ FSDP_ROWS = _fsdp(
     Row("phi", size=4, why="no table; the output layer has a bias"),
     Row("granitemoe", "dp2", size=4, why="no table; experts stacked in the files"),
     Row("minimax_m2", "dp2", size=4, why="no table; experts apart in the files, a router bias, norms over heads"),
+    Row("ernie4_5_moe", "dp2", size=4, why="no table; a router bias that is a parameter without a gradient"),
     Row("bloom tied", size=4, packing=False, why="no table; attention of its own, ALiBi"),
     Row("llama", "cp2", size=4, why="sequences of 23 and 1 tokens, which two ranks do not divide"),
     Row("llama", "cp2", size=2, sequences=3, packing=False, why="a micro-batch of one sequence of one token"),
@@ -253,6 +254,12 @@ FSDP_SLOW_ROWS = _fsdp(
     Row("llama", "cp2xdp2", size=4, fsdp=FSDPConfig(replicate=2)),
     Row("llama", "cp4", tokens=64, fsdp=FSDPConfig(replicate=2), why="a group that spans copies"),
     Row("qwen3", "cp2", size=4, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
+    Row("llama", "dp4", size=2, packing=False),
+    Row("llama", "dp4", size=2, packing=False, fsdp=FSDPConfig(replicate=2)),
+    Row("llama", "cp4", size=2, packing=False),
+    Row("llama", "cp2xdp2", size=2, packing=False, fsdp=FSDPConfig(replicate=2)),
+    Row("ernie4_5_moe tied", size=4, packing=False),
+    Row("ernie4_5_moe", "cp2", size=4),
 )
 
 # adapters in place of weights: each starts at random
@@ -275,6 +282,15 @@ FSDP_LORA_ROWS = _fsdp(
     Row("llama tied", "cp2xdp2", tokens=64, packing=False, lora="q v"),
     Row("qwen3_moe", "dp4", size=2, lora="all", fsdp=FSDPConfig(replicate=2)),
     Row("llama", "cp2xdp2", size=2, lora="all", recompute="full", recompute_every=2, fsdp=FSDPConfig(replicate=2)),
+)
+FSDP_SLOW_LORA_ROWS = _fsdp(
+    Row("llama", "cp4", size=4, lora="all"),
+    Row("llama", "cp4", size=2, packing=False, lora="q v"),
+    Row("llama", "dp4", size=2, lora="all"),
+    Row("llama", "dp4", size=2, packing=False, lora="all"),
+    Row("llama", "dp4", size=2, packing=False, lora="all", fsdp=FSDPConfig(replicate=2)),
+    Row("llama", "cp2xdp2", size=2, packing=False, lora="all", fsdp=FSDPConfig(replicate=2)),
+    Row("ernie4_5_moe", "dp2", size=4, lora="q v", why="no table; a parameter that the model itself freezes"),
 )
 SLOW_LORA_ROWS = (
     Row("deepseek_v3", size=4, lora="all"),

@@ -117,10 +117,12 @@ def test_dropout(folder, tmp_path, layout):
         ("fsdp hsdp", "deepseek_v3"),
         ("fsdp dp2", "gemma2"),
         ("fsdp hsdp", "minimax_m2"),
+        ("fsdp dp2", "ernie4_5_moe"),
     ],
 )
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
-    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter."""
+    """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter, or
+    a parameter that never trains."""
     model = folder(family)
     run(layout, "resume_is_bitwise", model, path=str(tmp_path / "checkpoints"))
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))

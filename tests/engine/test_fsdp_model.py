@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import random
 import shutil
 
 import pytest
@@ -15,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mrl.config.schema import FSDPConfig
+from mrl.config.schema import FSDPConfig, LoraConfig
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.blocks import block_lists, embedding_of
 from mrl.engine.fsdp.output import logit_rule
-from mrl.engine.fsdp.probe import check
+from mrl.engine.fsdp.probe import check, computes_with_noise
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from tests.engine import tiny
@@ -319,6 +320,30 @@ def test_the_probe_finds_what_leaks(folder):
     check(hf, packed=True, device=torch.device("cpu"))
     with pytest.raises(ModelError, match="'gemma2' gives packed sequences other numbers than each has alone"):
         check(Leaks(hf), packed=True, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "options", "noisy"),
+    [
+        ("phimoe", {}, {}, True),
+        ("phimoe", {}, {"optimizer": None}, False),
+        ("gemma2", {"attention_dropout": 0.1}, {}, True),
+        ("gemma2", {}, {}, False),
+        ("gemma2", {}, {"model": {"lora": LoraConfig(dropout=0.1)}}, False),
+        ("bloom", {"hidden_dropout": 0.1}, {"packing": False}, True),
+    ],
+)
+def test_noise_of_a_model_is_warned_of(folder, caplog, family, fields, options, noisy):
+    make_engine(tiny.role(folder(family, **fields), **options))
+    found = [record.getMessage() for record in caplog.records if "noise" in record.getMessage()]
+    assert len(found) == noisy and all(f"config.json: model_type {family!r} computes with noise" in m for m in found)
+
+
+def test_looking_for_noise_leaves_generators_alone(folder):
+    hf = AutoModelForCausalLM.from_pretrained(folder("phimoe")).eval()
+    before = torch.get_rng_state(), random.getstate()
+    assert computes_with_noise(hf, packed=False, device=torch.device("cpu")) and not hf.training
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
 def test_config_of_the_export_says_what_it_is(folder, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import Table
-from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_ROWS, FSDP_SLOW_ROWS
+from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_ROWS, FSDP_SLOW_LORA_ROWS, FSDP_SLOW_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,7 @@ def table():
     return Table()
 
 
-SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in FSDP_SLOW_ROWS]
+SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in (*FSDP_SLOW_ROWS, *FSDP_SLOW_LORA_ROWS)]
 
 
 @pytest.mark.parametrize("row", [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS, *SLOW], ids=str)

@@ -13,9 +13,10 @@ from tests.engine.harness import run_case
 LR, EPS = 1e-3, 1e-8
 
 
-def after_step(weight, gradient, *, new=None, may_be_idle=False, lr=LR):
+def after_step(weight, gradient, *, new=None, lr=LR, **watched):
     before = torch.tensor(weight)
-    found = guards.inspect([Watched("w", before, None if gradient is None else torch.tensor(gradient), may_be_idle)], lr=lr, eps=EPS)  # fmt: skip
+    g = None if gradient is None else torch.tensor(gradient)
+    found = guards.inspect([Watched("w", before, g, **watched)], lr=lr, eps=EPS)
     return guards.problems(found, [("w", torch.tensor(weight if new is None else new))])
 
 
@@ -40,6 +41,13 @@ def test_no_gradient_and_a_zero_one():
 def test_an_expert_without_tokens_may_stay_but_one_with_tokens_may_not():
     assert after_step([1.0], [0.0], may_be_idle=True) == []
     assert after_step([1.0], [0.1], may_be_idle=True) == ["w: it has a gradient but the step did not change it"]
+
+
+def test_an_adapter_waits_for_b_but_not_where_it_may_be_idle():
+    """A of a tower that never sees an image waits for a B that never moves: guards would never end."""
+    assert after_step([1.0], [0.0], waits=True) == [f"w: {guards.WAITS}"]
+    assert after_step([1.0], [0.0], waits=True, may_be_idle=True) == []
+    assert after_step([1.0], None, waits=True, may_be_idle=True) == ["w: it has no gradient"]
 
 
 def test_an_update_below_the_rounding_of_the_weight_need_not_show():

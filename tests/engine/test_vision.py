@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.config.schema import FSDPConfig
+from mrl.config.schema import FSDPConfig, LoraConfig
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
@@ -91,9 +91,9 @@ def test_equal_to_transformers(table, row):
     assert not outcome.problems, outcome.problems
 
 
-def run(table, case, world, model="qwen2_5_vl", parallel=None, **kwargs):
+def run(table, case, world, model="qwen2_5_vl", parallel=None, lora=None, **kwargs):
     folder = table.model(model)
-    config = tiny.role(folder, tokens=256, parallel=parallel)
+    config = tiny.role(folder, tokens=256, parallel=parallel, model={"lora": lora})
     run_case(
         world, f"tests.engine.vision_cases:{case}", config=config, batch=image_batch(folder, images=IMAGES), **kwargs
     )
@@ -107,6 +107,11 @@ def test_documents_do_not_see_each_other(table, model):
 @pytest.mark.parametrize("case", ["images_matter", "guards_see_a_tower_that_does_not_train"])
 def test_on_two_ranks(table, case):
     run(table, case, 2)
+
+
+def test_guards_of_adapters_end_without_images(table):
+    lora = LoraConfig(rank=4, alpha=6.0)
+    run(table, "guards_of_adapters_end_without_images", 2, lora=lora)
 
 
 def test_text_alone_leaves_the_tower_alone(table):

@@ -112,6 +112,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8, "rotary_dim": 8},
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
+    ),
+    "flint": ("flint", {}),
+    "olmo2": ("olmo2", {}),
+    "phimoe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "bloom": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }  # fmt: skip
 
@@ -138,16 +145,7 @@ def make_model(
 
     Norm weights and biases are random too, so that leaving one out shows.
     """
-    model_type, fields = (FAMILIES | OTHERS)[family]
-    common = {
-        "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
-        "initializer_range": 0.15, "tie_word_embeddings": tied, "rope_parameters": DEFAULT_ROPE,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    config = AutoConfig.for_model(
-        model_type, **copy.deepcopy({**common, **fields, **overrides})
-    )  # it edits its arguments
+    config = config_of(family, layers=layers, tied=tied, vocab=vocab, **overrides)
     torch.manual_seed(seed)
     if head == "value":
         config.num_labels = 1
@@ -162,6 +160,20 @@ def make_model(
                 buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
+
+
+def config_of(family: str, *, layers: int = 2, tied: bool = False, vocab: int = VOCAB, **overrides: Any) -> Any:
+    """transformers' config of a tiny model. overrides: its fields."""
+    model_type, fields = (FAMILIES | OTHERS)[family]
+    common = {
+        "vocab_size": vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
+        "initializer_range": 0.15, "tie_word_embeddings": tied, "rope_parameters": DEFAULT_ROPE,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoConfig.for_model(
+        model_type, **copy.deepcopy({**common, **fields, **overrides})
+    )  # it edits its arguments
 
 
 def make_adapter(folder: str, model: str, lora: LoraConfig, *, head: str = "lm", seed: int = 0) -> str:
@@ -263,7 +275,8 @@ def hf_reference(
     for step in range(steps):
         adamw.zero_grad()
         loss, log_probs = _loss(model, batch, head)
-        gradients = {name: p.grad.clone() for name, p in trained}
+        # what a model freezes has a gradient by transformers' loading, which never comes
+        gradients = {name: p.grad.clone() for name, p in trained if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], optimizer.clip_grad).item()
         if first is None:
             first = (log_probs, _file_names(model, gradients))
@@ -271,20 +284,22 @@ def hf_reference(
             group["lr"] = optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps
         adamw.step()
         losses.append(loss), norms.append(norm)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    weights = _file_names(model, {name: p.detach() for name, p in trained} | ({} if adapter else buffers))
+    weights = {name: p.detach() for name, p in (trained if adapter else model.named_parameters())}
+    whole = {} if adapter else model.state_dict()
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name in whole}
+    weights = _file_names(model, weights)
     return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
 
 
-def log_probs_of(folder: str, batch: Batch) -> Tensor:
+def log_probs_of(folder: str, batch: Batch, *, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Tensor:
     """[T] of the labels that train, 0 elsewhere, as transformers computes them with the model in `folder`."""
-    return _loss(_load(folder, "lm"), batch, "lm")[1]
+    return _loss(_load(folder, "lm", dtype, attention), batch, "lm")[1]
 
 
-def _load(folder: str, head: str) -> torch.nn.Module:
+def _load(folder: str, head: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> torch.nn.Module:
     reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
     kind = AutoModelForImageTextToText if reads_images else HEADS[head]
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    return kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
 
 
 def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:

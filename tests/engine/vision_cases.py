@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.engine import guards
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
 
@@ -82,6 +83,24 @@ def guards_see_a_tower_that_does_not_train(config: RoleConfig, batch: Batch) -> 
         engine.optimizer_step()
         problems = engine.guard_after_step(token)
         assert all("visual.blocks.1" in problem for problem in problems) and bool(problems) == images, problems
+
+
+def guards_of_adapters_end_without_images(config: RoleConfig, batch: Batch) -> None:
+    """Of rows of text alone the tower's adapters never train: nothing waits for them after the first step."""
+    engine = make_engine(config)
+    text = dataclasses.replace(batch.select([1, 3]), multi_modal_inputs=()).with_denominators()
+    found = []
+    for _ in range(2):
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_step(engine.shard_data(text))
+        token = engine.guard_before_step()
+        engine.optimizer_step()
+        found.append(engine.guard_after_step(token))
+    tower = {name for name in engine.model.trained() if "visual" in name}
+    waiting = {name for name in engine.model.trained() if "lora_A" in name} - tower
+    assert tower and waiting
+    assert found == [sorted(f"{name}: {guards.WAITS}" for name in waiting), []], found
 
 
 def bf16_is_near_fp32(config: RoleConfig, batch: Batch) -> None:

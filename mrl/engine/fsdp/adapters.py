@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -19,11 +19,12 @@ from mrl.engine.lora_selection import ADAPTER, inject, injection
 class Adapters:
     """The adapters of `hf`, a model on the meta device, which get their place in it here.
 
-    Everything else is frozen, but for a value head; where the model computes in bfloat16 what is frozen is held in it. shapes:
-    by what each adapts.
+    Everything else is frozen, but for a value head; where the model computes in bfloat16 what is frozen is held in it.
+
+    kept: parameters of `hf` that are fp32 all the same. shapes: by what each adapts.
     """
 
-    def __init__(self, hf: nn.Module, config: RoleConfig) -> None:
+    def __init__(self, hf: nn.Module, config: RoleConfig, kept: Collection[nn.Parameter] = ()) -> None:
         assert config.model.lora is not None
         self.seed, self.hf = config.seed, hf
         found = injection(config.model.path, config.model.lora, config.head)
@@ -37,8 +38,9 @@ class Adapters:
             score.requires_grad_(True)
             self._files |= {name: SCORE for name, parameter in hf.named_parameters() if parameter is score}
         if config.model.dtype == "bfloat16":
+            ids = {id(parameter) for parameter in kept}
             for name, parameter in hf.named_parameters():
-                if name not in self._files:
+                if name not in self._files and id(parameter) not in ids:
                     parameter.data = parameter.data.to(torch.bfloat16)
 
     def base(self) -> dict[str, nn.Parameter]:

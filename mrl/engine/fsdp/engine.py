@@ -294,7 +294,7 @@ class FSDPEngine(BaseEngine):
             if self.config.model.lora is not None:
                 yield from self.model.stream_trained(gradient)
             else:
-                yield from self.model.stream(gradient, torch.float32, buffers=False)
+                yield from self.model.stream(gradient, torch.float32, fixed=False)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self.config.model.lora is not None, "there are no adapters"

@@ -56,5 +56,6 @@ def forward(
     if not step.sampled:
         return [], []
     last, weight = output_weight(hf, hidden[torch.tensor(step.last, device=device)])
-    chosen, log_probs = choose(rule(last @ weight.t()), step.sampling(device), VocabShard(weight.shape[0]))
+    logits = rule((last @ weight.t()).float())  # in fp32, as where log-probs are computed again
+    chosen, log_probs = choose(logits, step.sampling(device), VocabShard(weight.shape[0]))
     return chosen.tolist(), log_probs.tolist()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -21,8 +22,8 @@ from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.safetensors_io import NAMES, TensorInfo
-from mrl.engine import lora_base
-from mrl.engine.fsdp import attention, probe
+from mrl.engine import collective, lora_base
+from mrl.engine.fsdp import attention, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.blocks import blocks_of, embedding_of
 from mrl.engine.fsdp.build import build, fill_buffers, with_value_head
@@ -36,6 +37,7 @@ from mrl.engine.logprobs import PLAIN
 from mrl.errors import ModelError
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
 
 class Sharded(nn.Module):
@@ -57,7 +59,8 @@ class Model:
     rest is held in `dtype`. Buffers are whole on every rank, and stay as they are.
 
     family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it computes
-    here what it should. rule: what the model makes of what its output layer gives.
+    here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters that the model
+    itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to bfloat16.
     """
 
     def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh) -> None:
@@ -71,17 +74,20 @@ class Model:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
             self.files = _files_of_transformers(copy.deepcopy(hf), config.head)
-        self.adapters = Adapters(hf, config) if config.model.lora is not None else None
+        self.frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
+        kept = precision.kept_in_fp32(hf, config.model.dtype)
+        self.kept_in_fp32 = kept.keys()
+        self.adapters = Adapters(hf, config, kept.values()) if config.model.lora is not None else None
         self.activations = wrap_blocks(hf, config.engine)
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
-        self.module = _sharded(hf, config, mesh.weights)
+        self.module = _sharded(hf, config, mesh.weights, precision.modules_of(hf, kept.values()))
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)
         self.adapter_facts = lora_base.facts(config, self.family, self.hf_config)
         self.rule = PLAIN
         if self.family is None and not reads_images(self.hf_config):
-            self._probe(mesh.ulysses, packed=config.packing)
+            self._probe(mesh.ulysses, packed=config.packing, trains=config.optimizer is not None)
         if config.optimizer is None:
             self.module.requires_grad_(False)
 
@@ -99,10 +105,20 @@ class Model:
         return self.reads_images is not None and "model.visual." in name
 
     @torch.no_grad()
-    def _probe(self, ulysses: Ulysses, *, packed: bool) -> None:
+    def _probe(self, ulysses: Ulysses, *, packed: bool, trains: bool) -> None:
         """Runs tiny inputs through the model: what it makes of what its output layer gives, and whether all is right. Collective."""
         self.module.eval()
-        self.module(lambda hf: probe.choose_attention(hf, packed=packed, device=self.device, ulysses=ulysses))
+        how = {"packed": packed, "device": self.device, "ulysses": ulysses}
+        self.module(lambda hf: probe.choose_attention(hf, **how))
+        plain = self.adapters.off() if self.adapters is not None else contextlib.nullcontext()  # theirs is asked for
+        with plain:
+            noisy = trains and self.module(lambda hf: probe.computes_with_noise(hf, **how))
+        if noisy and collective.is_main():
+            logger.warning(
+                "config.json: model_type %r computes with noise while it trains (dropout, or a router's): losses and gradients "
+                "change with the layout and the micro-batches",
+                self.hf_config["model_type"],
+            )
         if self.head == "lm":
             token = torch.ones(1, 1, dtype=torch.int64, device=self.device)
             self.rule = self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
@@ -140,8 +156,10 @@ class Model:
         return dict(self.hf.named_parameters()) if self.adapters is None else self.adapters.base()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What trains and what a checkpoint holds: all parameters, or adapters (and a value head) by their names in peft's files."""
-        return self.parameters() if self.adapters is None else self.adapters.trained()
+        """What trains: all parameters but frozen ones, or adapters (and a value head) by their names in peft's files."""
+        if self.adapters is not None:
+            return self.adapters.trained()
+        return {name: parameter for name, parameter in self.parameters().items() if name not in self.frozen}
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers that are in the files, whole on every rank."""
@@ -149,14 +167,15 @@ class Model:
         return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
-        """What an export consists of: parameters in `dtype`, buffers as they are."""
-        buffers = self.buffers()
+        """What an export consists of: parameters in `dtype`, or fp32 where they are kept in it, and buffers as they are."""
+        fixed = {name: buffer.dtype for name, buffer in self.buffers().items()}
+        fixed |= dict.fromkeys(self.kept_in_fp32, torch.float32)
         infos = {}
         for group in self.files.groups():
-            of_buffer = [buffers[name].dtype for name in group if name in buffers]
+            of_group = next((fixed[name] for name in group if name in fixed), dtype)
             held = {name: torch.empty(self.files.state[name].shape, device="meta") for name in group}
             for name, tensor in self.files.written(held):
-                infos[name] = TensorInfo(NAMES[of_buffer[0] if of_buffer else dtype], tuple(tensor.shape))
+                infos[name] = TensorInfo(NAMES[of_group], tuple(tensor.shape))
         return {name: infos[name] for name in self.files.shapes}
 
     def _load(self, config: RoleConfig) -> None:
@@ -196,14 +215,15 @@ class Model:
         for name, buffer in self.buffers().items():
             buffer.copy_(rows(name, 0, buffer.shape[0] if buffer.shape else 1))
 
-    def stream(self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, buffers: bool = True):
+    def stream(self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True):
         """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others yield
         nothing.
 
-        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. buffers: whether they come too.
-        Adapters are added in.
+        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. fixed: whether what never
+        trains comes too, buffers and frozen parameters. Adapters are added in.
         """
-        parameters, of_buffers = self.parameters(), self.buffers()
+        parameters, buffers = self.parameters(), self.buffers() if fixed else {}
+        parameters = {name: p for name, p in parameters.items() if fixed or name not in self.frozen}
         for group in self.files.groups():
             held = {name: value(parameters[name]).detach() for name in group if name in parameters}
             held = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in held.items()}
@@ -211,8 +231,10 @@ class Model:
                 held = {name: self.adapters.merged(name, whole) for name, whole in held.items()}
             if dist.get_rank():
                 continue
-            held = {name: t.to(device="cpu", dtype=dtype) for name, t in held.items()}
-            held |= {name: of_buffers[name].cpu() for name in group if buffers and name in of_buffers}
+            held = {
+                name: t.to("cpu", torch.float32 if name in self.kept_in_fp32 else dtype) for name, t in held.items()
+            }
+            held |= {name: buffers[name].cpu() for name in group if name in buffers}
             if held:
                 for name, tensor in self.files.written(held):
                     yield name, tensor.clone()
@@ -237,12 +259,12 @@ def _files_of_transformers(hf: nn.Module, head: str) -> Any:
     return ModelFiles(hf, head)
 
 
-def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh) -> nn.Module:
-    """`hf` with each block, and what is worth it, a unit of its own, and the rest in the root."""
-    bf16 = config.model.dtype == "bfloat16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-    embedding = embedding_of(hf)
+def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Sequence[nn.Module]) -> nn.Module:
+    """`hf` with each block, and what is worth it, a unit of its own, and the rest in the root. in_fp32: modules that are not cast."""
+    policy, embedding = precision.policy_of(config.model.dtype), embedding_of(hf)
     reshard = config.engine.fsdp.reshard_after_forward
+    for part in in_fp32:
+        fully_shard(part, mesh=mesh, mp_policy=precision.FLOAT32, reshard_after_forward=reshard)
     for part in (*blocks_of(hf), *([] if embedding is None else [embedding])):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root is resharded too: kept gathered after a forward it would miss the optimizer's next update.

@@ -1,7 +1,8 @@
 """Whether a model that mrl has no table for computes here what transformers computes: two tiny documents tell.
 
 Each document alone, by transformers' own eager attention, gives what is right. Against that stand the documents in one
-micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it.
+micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it. One that
+trains is also asked whether it draws random numbers then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mrl.engine.fsdp import attention, step
 from mrl.engine.fsdp.attention import ALONE
 from mrl.engine.fsdp.output import hidden_states
 from mrl.engine.fsdp.ulysses import Ulysses
+from mrl.engine.rng import Generators
 from mrl.errors import ModelError
 
 DOCUMENTS = ([7, 3, 5, 11, 2, 13], [4, 9, 6, 8])
@@ -62,6 +64,24 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
         raise ModelError(_refused(hf, f"gives {way} sequences other numbers than each has alone", remedy))
     if _difference(beside[1], together[1]) > LEAK[dtype]:
         raise ModelError(_refused(hf, f"lets {way} sequences see each other", remedy))
+
+
+def computes_with_noise(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> bool:
+    """Whether `hf`, which is in eval mode, draws random numbers in train mode. The process's generators are left as they were.
+
+    What it computes need not tell: phimoe's router draws lots between experts of about the same score alone.
+    """
+    vocab = hf.get_input_embeddings().weight.shape[0]
+    documents = [[token % vocab for token in document] for document in DOCUMENTS]
+    generators = Generators(0, device)
+    with generators.installed():
+        before = generators.states()
+        hf.train()
+        try:
+            _run(hf, documents, packed=packed, device=device, ulysses=ulysses)
+        finally:
+            hf.eval()
+        return generators.drawn_since(before)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from mrl.config.schema import EngineConfig
@@ -71,8 +72,9 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """Inside, saved tensors that are no weights of `block` go to the host."""
-        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        """Inside, saved tensors that are no weights of `block` go to the host; those of a unit within it do, being gathered later."""
+        gathered = (p for p in block.parameters() if not isinstance(p, DTensor))
+        weights = {p.untyped_storage().data_ptr() for p in gathered}
         pack = functools.partial(self.pack, weights)
         with torch.autograd.graph.saved_tensors_hooks(pack, self.unpack):
             yield

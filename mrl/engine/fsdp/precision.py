@@ -1,0 +1,65 @@
+"""In what precision a model computes: bfloat16 from fp32 masters, but for what transformers keeps in fp32 then.
+
+Inputs of modules are not cast: they get what the model gives them, as in transformers. It keeps angles of rotary embeddings in
+fp32, which a cast at a block's entry would round in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from mrl.engine.fsdp.blocks import blocks_of
+from mrl.errors import ModelError
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def policy_of(dtype: str) -> MixedPrecisionPolicy:
+    """Weights are gathered in `dtype`, gradients reduced in fp32."""
+    if dtype == "float32":
+        return FLOAT32
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+
+def kept_in_fp32(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
+    """Parameters that transformers loads in fp32 where the model is of `dtype`, by name."""
+    patterns = sorted(hf._keep_in_fp32_modules_strict or ())
+    if dtype == "float32" or not patterns:
+        return {}
+    found = re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns))
+    return {name: p for name, p in hf.named_parameters() if found.search(name)}
+
+
+def modules_of(hf: nn.Module, kept: Collection[nn.Parameter]) -> list[nn.Module]:
+    """The modules that hold the parameters `kept` and no others, each as large as can be.
+
+    Raises ModelError where a module holds others beside them, or is a block: FSDP gathers a module's weights in one dtype.
+    """
+    ids, blocks = {id(p) for p in kept}, {id(block) for block in blocks_of(hf)}
+    return list(_outermost(hf, "", ids, blocks, hf.config.model_type)) if ids else []
+
+
+def _outermost(
+    module: nn.Module, name: str, kept: Collection[int], blocks: Collection[int], model_type: str
+) -> Iterator[nn.Module]:
+    held = {id(p) for p in module.parameters()}
+    if not held & kept:
+        return
+    has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if held <= kept and has_forward and not any(id(inner) in blocks for inner in module.modules()):
+        yield module
+        return
+    own = {parameter: id(p) in kept for parameter, p in module.named_parameters(recurse=False)}
+    if any(own.values()):
+        parameter = next(parameter for parameter, is_kept in own.items() if is_kept)
+        raise ModelError(
+            f"model.dtype: value bfloat16 is not supported for model_type {model_type!r} on backend fsdp: transformers keeps "
+            f"{name}{parameter} in fp32 and not all of its module; set it to float32"
+        )
+    for child_name, child in module.named_children():
+        yield from _outermost(child, f"{name}{child_name}.", kept, blocks, model_type)
