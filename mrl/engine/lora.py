@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.safetensors_io import companion_files
+from mrl.converters.safetensors_io import NAMES, TensorInfo, companion_files, lay_out
+from mrl.engine.item_file import as_bytes
 from mrl.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -148,7 +149,10 @@ def write_adapter(
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
-    save_file(held, out / f".{WEIGHTS}.part", metadata={"format": "pt"})
+    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer has no OSError for a full disk
+        file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in held.items()}).header)
+        for tensor in held.values():
+            file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     for file in companion_files(Path(base_model_path)):
         if file.name not in _OF_THE_BASE and file.suffix != ".py":
