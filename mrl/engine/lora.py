@@ -188,9 +188,15 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
         raise ModelError(f"{folder}: is not a readable adapter ({error}); get it again") from None
 
 
-def read_fitting(path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of an adapter folder, which have the names and shapes of `expected`. Raises ModelError for others."""
+def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
+    """The tensors of an adapter folder that has the adapters which `lora` stands for on the model of a Hugging Face folder.
+
+    Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
+    """
+    from mrl.engine.lora_selection import shapes_of_folder  # as above
+
     _, tensors = read_adapter(path)
+    expected = shapes_in_file(model_folder, lora, head)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differ:
@@ -198,5 +204,14 @@ def read_fitting(path: str | os.PathLike[str], expected: Mapping[str, tuple[int,
         raise ModelError(
             f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
             f"({len(differ)} tensors differ); give the adapter's own rank and targets"
+        )
+    ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}
+    theirs = {name: shape.scale for name, shape in shapes_of_folder(str(path), model_folder)[0].items()}
+    differ = [n for n in ours if n not in theirs or not math.isclose(ours[n], theirs[n], rel_tol=1e-6)]
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"{path}: {CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} and this config's model.lora "
+            f"{ours[name]} ({len(differ)} adapters differ); give the adapter's own alpha and rslora"
         )
     return tensors
