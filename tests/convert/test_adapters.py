@@ -38,10 +38,10 @@ KINDS = [
     ("deepseek_v3", "lm", "bfloat16", "fsdp"),
     pytest.param("glm4_moe", "lm", "bfloat16", "fsdp", marks=pytest.mark.slow),
     ("llama", "lm", "float32", "megatron"),
+    ("deepseek_v3", "lm", "bfloat16", "megatron"),
     pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.slow),
-    pytest.param("deepseek_v3", "lm", "bfloat16", "megatron", marks=pytest.mark.slow),
 ]
 
 
