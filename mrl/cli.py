@@ -355,19 +355,23 @@ def convert_export(
     with _conversion(out):
         from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
+        from mrl.convert.sources import checkpoint_folder
 
+        place = str(checkpoint_folder(ckpt))  # a run that goes on may have saved another one when this is verified
         with ProgressBar("exported") as bar:
             if adapter:
-                done = export_adapter(ckpt, out, model=model, role=role)
+                done = export_adapter(place, out, model=model, role=role)
             else:
-                done = export_hf(ckpt, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+                done = export_hf(place, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
     files = f"{done.files} file{'s' * (done.files != 1)}"
     loads = "peft" if adapter else "transformers"
     click.echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
     for note in done.notes:
         click.echo(note)
     if check:
-        _verify_result(ckpt, out, model=model, role=role, allow_pickle=False, logits=not no_logits)
+        _verify_result(
+            place, out, model=model, role=role, allow_pickle=False, logits=not no_logits, own_base=adapter
+        )  # fmt: skip
 
 
 @convert.command("verify")
@@ -378,7 +382,7 @@ def convert_export(
     "prompts",
     metavar="TEXT",
     multiple=True,
-    help="Compare logits on this text; may be repeated. Default: four texts of ours.",
+    help="Compare logits on this text; may be repeated. Default: five texts of ours.",
 )
 @click.option("--no-logits", is_flag=True, help="Compare tensors alone: no model is built, so any size fits in memory.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
@@ -396,9 +400,9 @@ def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as
 
 def _compare(
     a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
-    logits: bool = True, as_json: bool = False,
+    logits: bool = True, as_json: bool = False, own_base: bool = False,
 ) -> bool:  # fmt: skip
-    """Prints how two models compare. Returns whether they are the same."""
+    """Prints how two models compare. Returns whether they are the same. own_base: B is adapters over the base that they name, not `model`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     import json
 
@@ -410,7 +414,8 @@ def _compare(
         from mrl.convert.verifying import compare, table
 
         given = {"model": model, "role": role, "allow_pickle": allow_pickle}
-        with open_any(a, **given) as of_a, open_any(b, **given) as of_b, ProgressBar("compared") as bar:
+        given_b = given | ({"model": None} if own_base else {})
+        with open_any(a, **given) as of_a, open_any(b, **given_b) as of_b, ProgressBar("compared") as bar:
             found = compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
     click.echo(json.dumps(found.as_json()) if as_json else table(found))
     return found.same

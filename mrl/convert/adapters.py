@@ -1,14 +1,14 @@
 """Adapters to convert: a checkpoint that holds them, or a folder that peft loads, over its base as one model.
 
 What is read of a tensor is the base's, in the run's dtype, with the adapter added in fp32: what the engines stream.
+Buffers keep fp32, as they do in the engines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.convert.workspace import check_free
 from mrl.converters.accounting import SCORE, stored_weights
 from mrl.converters.mcore_weights import FOLDER, read_description
 from mrl.converters.pread import LazySlice, Region
-from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo
+from mrl.converters.rules import buffer_names, expected_hf_names
+from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo
 from mrl.converters.stacks import turns
 from mrl.converters.table import Family, HFConfig
 from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine import lora_base
 from mrl.engine.fsdp.names import STATE, Piece, pieces
-from mrl.engine.lora import CONFIG, AdapterShape, adapter_shapes, adapters, name_base, read_adapter, write_adapter
+from mrl.engine.lora import CONFIG, AdapterShape, adapter_shapes, adapters, read_adapter
 from mrl.engine.lora import SCORE as SCORE_IN_FILE
 from mrl.errors import CheckpointError, ModelError
 
@@ -96,24 +95,41 @@ def tensors_of(
 
 
 class MergedReader(HFReader):
-    """The weights of `base`, a Hugging Face folder, with adapters added in, in `dtype`."""
+    """The weights of `base`, a Hugging Face folder, with adapters added in, in `dtype`; buffers in fp32.
+
+    base: those of the folder itself, by name, in the dtype that they have there. adapter: its tensors, fp32; shapes: what each adapts.
+    """
 
     def __init__(
         self, base: str, family: Family, hf_config: HFConfig, *, head: str, dtype: torch.dtype,
         shapes: Mapping[str, AdapterShape], adapter: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self.path, self._open, self.head, self._dtype, self.adapter = Path(base), {}, head, dtype, adapter
+        self.path, self._open, self.head, self.shapes, self.adapter = Path(base), {}, head, shapes, adapter
         self._ends, self._last = contextlib.ExitStack(), threading.local()
         stored = stored_weights(base, family, hf_config, head=head, trained=True)
-        self._base: Callable[[str], Any] = self._ends.enter_context(stored)
-        expected = expected_hf_names(family, hf_config, head=head)
-        self.tensors = {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in expected.items()}
+        self.base: Callable[[str], Any] = self._ends.enter_context(stored)
+        expected, self._buffers = expected_hf_names(family, hf_config, head=head), buffer_names(family, hf_config)
+        self.tensors = {name: TensorInfo("", tuple(shape)) for name, shape in expected.items()}
+        self._set_dtype(dtype)
         self._where = dict(_places(shapes, family, head))
         lost = sorted(self._where.keys() - expected.keys())
         if lost:
             raise ModelError(
                 f"{base}: has no {lost[0]}, which an adapter is for; give the model that it was trained over"
             )
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.tensors = {
+            name: dataclasses.replace(info, dtype=NAMES[torch.float32 if name in self._buffers else dtype])
+            for name, info in self.tensors.items()
+        }
+
+    def in_dtype(self, dtype: torch.dtype) -> "MergedReader":
+        """The same weights in another dtype. Closing either closes both."""
+        other = copy.copy(self)
+        other._set_dtype(dtype)
+        return other
 
     def __call__(self, name: str) -> LazySlice:
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
@@ -122,10 +138,10 @@ class MergedReader(HFReader):
         return self(name).whole()
 
     def _read(self, name: str, region: Region) -> Tensor:
-        part = tuple(slice(low, high) for low, high in region)
+        part, dtype = tuple(slice(low, high) for low, high in region), DTYPES[self.tensors[name].dtype]
         if name == SCORE:
-            return self.adapter[SCORE_IN_FILE][part].to(self._dtype)
-        weight = self._base(name)[part].to(self._dtype)
+            return self.adapter[SCORE_IN_FILE][part].to(dtype)
+        weight = self.base(name)[part[0]][(slice(None), *part[1:])].to(dtype)  # every kind of source gives rows
         if name not in self._where:
             return weight
         shape, piece = self._where[name]
@@ -133,7 +149,7 @@ class MergedReader(HFReader):
             delta = torch.stack([self._delta(shape, expert)[part[1:]] for expert in range(*region[0])])
         else:
             delta = self._delta(shape, piece.expert)[piece.start : piece.stop][part]
-        return (weight.float() + delta).to(self._dtype)
+        return (weight.float() + delta).to(dtype)
 
     def _delta(self, shape: AdapterShape, expert: int | None) -> Tensor:
         """What is added to a weight, or to one expert's. A thread keeps its last one: blocks of a tensor come in turn."""
@@ -185,17 +201,6 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
         )
     adapter = {name: tensor.float() for name, tensor in adapter.items()}
     return MergedReader(base, family, hf_config, head=head, dtype=dtype, shapes=shapes, adapter=adapter)
-
-
-def write_folder(out: Path, held: Held, base: str, name: str | None, tensors: Mapping[str, Tensor]) -> None:
-    """The folder `out` that peft loads, at once or not at all. base: the base's folder. name: what it is called there."""
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    write_adapter(part, held.lora, base, tensors.items(), head=held.head)
-    if name is not None:
-        name_base(part, name)
-    check_free(out)
-    os.rename(part, out)
 
 
 def is_adapter(folder: Path) -> bool:

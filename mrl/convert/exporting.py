@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.adapters import write_folder
 from mrl.convert.sources import ADAPTERS, HFFiles, Source, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
@@ -36,6 +35,7 @@ from mrl.converters.safetensors_io import (
 )
 from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine.item_file import ItemFile, as_bytes
+from mrl.engine.lora import WEIGHTS, name_base, write_adapter
 from mrl.errors import CheckpointError
 
 
@@ -96,20 +96,24 @@ def export_hf(
 
 
 def export_adapter(path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None) -> Exported:
-    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base.
+    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base, and which appears when it is whole.
 
-    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged.
+    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged; ModelError where the disk
+    is full. Nothing is left of `out` then.
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
         if source.held is None:
             raise CheckpointError(f"--adapter: {source.folder} holds a whole model and no adapters; leave it out")
         source.check()
-        tensors = source.reader.adapter
-        write_folder(Path(out), source.held, str(source.companions), source.held.path, tensors)
-        if source.chat_template is not None:
-            write_chat_template(out, source.chat_template)
+        held, tensors = source.held, source.reader.adapter
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        plan = {"command": "export --adapter", "mrl": mrl.__version__, "folder": str(source.folder.resolve())}
+        with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
+            write_adapter(folder, held.lora, str(source.companions), tensors.items(), head=held.head)
+            name_base(folder, held.path)
+            if source.chat_template is not None:
+                write_chat_template(folder, source.chat_template)
         return Exported(Path(out), source.what, len(tensors), 1, size, [])
 
 

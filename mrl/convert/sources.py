@@ -258,7 +258,7 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
     weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
-    folder = _checkpoint_folder(Path(path))
+    folder = checkpoint_folder(path)
     marker = checkpoint.validate(str(folder))
     sums = Sums(folder, marker.files)
     try:
@@ -342,8 +342,9 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     )
 
 
-def _checkpoint_folder(path: Path) -> Path:
-    """The whole checkpoint that `path` is, names (as `latest` does) or holds."""
+def checkpoint_folder(path: str | Path) -> Path:
+    """The whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going on is soon another."""
+    path = Path(path)
     if path.name == checkpoint.LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():

@@ -2,13 +2,15 @@
 
 Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine by
 megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two engines round differently, so logits may differ a little where
-every bit of the weights is the same.
+every bit of the weights is the same. Adapters on both sides are compared themselves, with what they are over: a folder that peft loads
+does not say which dtype they are added in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +18,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from mrl.convert.sources import Source
+from mrl.convert.sources import ADAPTERS, Source
 from mrl.convert.workspace import in_words, no_progress
+from mrl.converters.accounting import SCORE
 from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
 from mrl.converters.safetensors_io import tensor_bytes
 from mrl.data.tokenizer_files import TOKENIZER_FILES
@@ -28,10 +31,22 @@ PROMPTS = (
     "Question: What is 17 + 25? Answer:",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Once upon a time, in a small village by the sea, there lived",
+    "The lighthouse had stood at the end of the harbour wall for more than two hundred years, and in all that time its lamp had "
+    "gone out only twice. The first time was in the winter of 1847, when a storm from the north broke three of the great panes "
+    "and the keeper, a man called Thomas Arden, climbed the stairs with a lantern in each hand and stood there until morning. "
+    "The second time nobody could explain. It was a quiet night in June, the sea lay flat, and 14 boats were on their way home "
+    "with the tide. At ten minutes past two the light simply stopped turning, and then it was dark. The fishermen say that "
+    "they steered by the sound of a bell, although the church had sold its own bell long before. In the book which the keepers "
+    "had to fill in every day, the page for that night is there, with the weather, the wind and the names of the ships, but "
+    "under the heading where the cause of any failure was to be written down, somebody has drawn, very carefully, with blue ink,",
 )
-RANDOM_TOKENS = 24
+PROMPT_TOKENS = 200
+"""Of each of our texts at most: the last has as many, so that windows and rotary factors act which end before that."""
+RANDOM_TOKENS = (24, 24, 24, 24, PROMPT_TOKENS)
 TOLERANCE = 1e-3
-"""Largest difference of two logits, as a part of the logits' spread, that two engines' rounding explains."""
+"""Largest difference of two logits, as a part of the logits' spread (their standard deviation), that two engines' rounding explains."""
+ROWS = 32
+"""Tokens whose logits are compared at once, in fp64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +63,7 @@ class LogitsRow:
 
     @property
     def alike(self) -> bool:
-        return self.max_difference <= TOLERANCE * max(self.spread, 1.0)
+        return self.max_difference <= TOLERANCE * self.spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +104,12 @@ def compare(
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Comparison:
     """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares tensors alone."""
-    differences, total = _tensors(a, b, progress)
+    if a.kind == b.kind == ADAPTERS:
+        differences, count, total = _adapters(a, b, progress)
+        b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
+    else:
+        differences, total = _tensors(a, b, progress)
+        count = len(a.reader.tensors.keys() | b.reader.tensors.keys())
     a.check(), b.check()
     rows, why = [], None
     if not logits:
@@ -103,8 +123,7 @@ def compare(
     else:
         why = _no_room(a)
         rows = [] if why else _logits(a, b, prompts)
-    names = a.reader.tensors.keys() | b.reader.tensors.keys()
-    return Comparison(_name(a), _name(b), len(names), total, differences, _configs(a, b), rows, why)
+    return Comparison(_name(a), _name(b), count, total, differences, _configs(a, b), rows, why)
 
 
 def _configs(a: Source, b: Source) -> list[str]:
@@ -150,6 +169,37 @@ def _tensors(a: Source, b: Source, progress: Callable[[int], Callable[[int], Non
     return differences, total
 
 
+def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int, int]:
+    """(a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their bases, unless it is one folder."""
+    ours, theirs = a.reader.adapter, b.reader.adapter
+    differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
+    differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
+    both = [name for name in ours if name in theirs]
+    infos = {name: info for name, info in a.reader.tensors.items() if name != SCORE}
+    bases = {} if os.path.samefile(a.companions, b.companions) else infos
+    known = b.reader.tensors
+    differences += [f"base {n}: another shape" for n in bases if n not in known or known[n].shape != bases[n].shape]
+    total = sum(ours[name].nbytes for name in both) + sum(map(tensor_bytes, bases.values()))
+    told = progress(total)
+    scales = [{shape.b_name: shape.scale for shape in source.reader.shapes.values()} for source in (a, b)]
+    for name in both:
+        of_a, of_b = ours[name], theirs[name]
+        scale_a, scale_b = (found.get(name, 1.0) for found in scales)
+        if of_a.shape != of_b.shape:
+            differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
+        elif line := _bits(name, of_a, of_b, of_a.shape, no_progress):
+            differences += line
+        elif scale_a != scale_b:
+            differences.append(f"{name}: scale {scale_a:g} and {scale_b:g}")
+        told(of_a.nbytes)
+    for name, info in bases.items():
+        if name in known and known[name].shape == info.shape:
+            read_a, read_b = a.reader.base(name), b.reader.base(name)
+            differences += [f"base {line}" for line in _bits(name, read_a, read_b, info.shape, no_progress)]
+        told(tensor_bytes(info))
+    return differences, len(ours.keys() | theirs.keys()) + len(bases), total
+
+
 def _names(source: Source) -> list[str]:
     """Tensors by name, without those that are another one again: opening the folder compared them."""
     return [name for name in source.reader.tensors if name not in source.copies]
@@ -161,6 +211,8 @@ def _bits(name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
     for of_a, of_b in rows:
         told(of_a.numel() * of_a.element_size())
+        if of_a.dtype != of_b.dtype:
+            return [f"{name}: dtype {of_a.dtype} and {of_b.dtype}"]
         same = torch.equal(of_a.contiguous().view(torch.uint8), of_b.contiguous().view(torch.uint8))
         if not same:
             width = of_a.element_size()
@@ -182,6 +234,7 @@ def _logits(a: Source, b: Source, prompts: Sequence[str]) -> list[LogitsRow]:
 def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, list[int]]]:
     """(what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else seeded tokens."""
     vocabulary = a.hf_config["vocab_size"]
+    most = min(PROMPT_TOKENS, *(source.hf_config["max_position_embeddings"] for source in (a, b)))
     folder = next(
         (s.companions for s in (a, b) if any((s.companions / name).is_file() for name in TOKENIZER_FILES)), None
     )
@@ -191,12 +244,12 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
                 f"--prompt: neither {a.companions} nor {b.companions} has a tokenizer; leave it out to use seeded tokens"
             )
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(vocabulary, (len(PROMPTS), RANDOM_TOKENS), generator=generator).tolist()
-        return [(f"{RANDOM_TOKENS} seeded tokens", ids) for ids in drawn]
+        drawn = [torch.randint(vocabulary, (min(n, most),), generator=generator).tolist() for n in RANDOM_TOKENS]
+        return [(f"{len(ids)} seeded tokens", ids) for ids in drawn]
     from mrl.data.tokenizer import load_tokenizer  # transformers is slow to import, and comparing bits needs none
 
     tokenizer = load_tokenizer(str(folder))
-    named = [(text, tokenizer(text)["input_ids"]) for text in prompts or PROMPTS]
+    named = [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
     for text, ids in named:
         if not ids:
             raise DataError(f"--prompt: value {text!r} has no tokens; give a longer one")
@@ -222,17 +275,19 @@ def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
 
 
 def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
-    gap = (a.double() - b.double()).abs()
-    log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    parts = []
+    for of_a, of_b in zip(a.split(ROWS), b.split(ROWS), strict=True):
+        gap = (of_a.double() - of_b.double()).abs()
+        log_a, log_b = of_a.double().log_softmax(-1), of_b.double().log_softmax(-1)
+        parts.append((gap.max(), gap.sum(), (log_a.exp() * (log_a - log_b)).sum()))
+    largest, total, kl = (torch.stack(part) for part in zip(*parts, strict=True))
     return LogitsRow(
         prompt=name,
         tokens=len(a),
-        max_difference=float(gap.max()),
-        mean_difference=float(gap.mean()),
+        max_difference=float(largest.max()),
+        mean_difference=float(total.sum()) / a.numel(),
         top1_agreement=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
-        kl=max(
-            float((log_a.exp() * (log_a - log_b)).sum(-1).mean()), 0.0
-        ),  # rounding alone makes it negative; NaN stays
+        kl=max(float(kl.sum()) / len(a), 0.0),  # rounding alone makes it negative; NaN stays
         spread=float(a.std()),
     )
 

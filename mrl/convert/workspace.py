@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,13 +41,16 @@ class Workspace:
     """The folder `folder` that becomes `out`. As a context manager it holds the lock.
 
     plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check of the
-    disk. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room, and on a path in
+    disk. keep: whether an error leaves what is finished for the next attempt. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room, and on a path in
     `needed` that leads out of the folder.
     """
 
-    def __init__(self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int]) -> None:
+    def __init__(
+        self, out: str | Path, plan: Mapping[str, Any], needed: Mapping[str, int], *, keep: bool = True
+    ) -> None:
         self.out = Path(os.path.abspath(out))
         self.folder = self.out.parent / f".{self.out.name}.converting"
+        self._keep = keep
         self._plan, self._needed = json.dumps(plan, sort_keys=True), dict(needed)
         outside = [file for file in needed if ".." in Path(file).parts or os.path.isabs(file)]
         if outside:
@@ -64,11 +68,13 @@ class Workspace:
                 self.done = self._finished()
             self._check_disk()
         except BaseException:
-            self._lock.close()
+            self.__exit__(*sys.exc_info())
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if exc[0] is not None and not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)  # there is none after the last rename
         self._lock.close()
 
     def _take_lock(self) -> None:
@@ -168,10 +174,12 @@ class Workspace:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise ModelError(
-                f"{self.out}: the disk is full ({error.strerror}); what was converted is kept in {self.folder}: make room and run "
-                "the same command again, or remove that folder"
-            ) from error
+            kept = (
+                f"what was converted is kept in {self.folder}: make room and run the same command again, or remove that folder"
+                if self._keep
+                else "nothing of it is left: make room, or give another folder"
+            )
+            raise ModelError(f"{self.out}: the disk is full ({error.strerror}); {kept}") from error
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[Path]:

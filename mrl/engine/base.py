@@ -25,7 +25,7 @@ from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
-from mrl.engine.lora import read_fitting, shapes_in_file, write_adapter
+from mrl.engine.lora import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.engine.schedule import learning_rate
@@ -335,11 +335,11 @@ class BaseEngine(abc.ABC):
     def load_adapter(self, path: str) -> None:
         """Replaces the adapters by those of a folder that mrl or peft wrote for the same selection (`set_adapters`).
 
-        Raises ModelError, before anything has changed, for other tensors.
+        Raises ModelError, before anything has changed, for other tensors or another scale.
         """
         model = self.config.model
         assert model.lora is not None, "there are no adapters"
-        self.set_adapters(read_fitting(path, shapes_in_file(model.path, model.lora, self.config.head)))
+        self.set_adapters(read_fitting(path, model.path, model.lora, self.config.head))
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Inside, forward passes are those of the base model, to the bit; a value head stays as trained."""

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.safetensors_io import companion_files
+from mrl.converters.safetensors_io import NAMES, TensorInfo, companion_files, lay_out
+from mrl.engine.item_file import as_bytes
 from mrl.errors import ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -148,7 +149,10 @@ def write_adapter(
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
-    save_file(held, out / f".{WEIGHTS}.part", metadata={"format": "pt"})
+    with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer has no OSError for a full disk
+        file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in held.items()}).header)
+        for tensor in held.values():
+            file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     for file in companion_files(Path(base_model_path)):
         if file.name not in _OF_THE_BASE and file.suffix != ".py":
@@ -184,9 +188,15 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
         raise ModelError(f"{folder}: is not a readable adapter ({error}); get it again") from None
 
 
-def read_fitting(path: str | os.PathLike[str], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of an adapter folder, which have the names and shapes of `expected`. Raises ModelError for others."""
+def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
+    """The tensors of an adapter folder that has the adapters which `lora` stands for on the model of a Hugging Face folder.
+
+    Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
+    """
+    from mrl.engine.lora_selection import shapes_of_folder  # as above
+
     _, tensors = read_adapter(path)
+    expected = shapes_in_file(model_folder, lora, head)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differ:
@@ -194,5 +204,14 @@ def read_fitting(path: str | os.PathLike[str], expected: Mapping[str, tuple[int,
         raise ModelError(
             f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
             f"({len(differ)} tensors differ); give the adapter's own rank and targets"
+        )
+    ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}
+    theirs = {name: shape.scale for name, shape in shapes_of_folder(str(path), model_folder)[0].items()}
+    differ = [n for n in ours if n not in theirs or not math.isclose(ours[n], theirs[n], rel_tol=1e-6)]
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"{path}: {CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} and this config's model.lora "
+            f"{ours[name]} ({len(differ)} adapters differ); give the adapter's own alpha and rslora"
         )
     return tensors

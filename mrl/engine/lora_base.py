@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,25 +21,50 @@ from mrl.engine.collective import on_main
 from mrl.errors import CheckpointError
 
 SAMPLES = 64
-"""Tensors that a base is told by, spread over all of them, with their first rows: few enough to read at every start."""
+"""Tensors that a base is told by, with a few rows of each: few enough to read at every start."""
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _NOT_THE_MODEL = ("export",)
 
 
 def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
-    """A hash of the first rows of some of the weights that the folder `path` has, whatever their files are."""
+    """A hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
     if family is None:  # no table of the family tells names: those of the files do
         with HFReader(path) as reader:
-            return _hash([name for name, info in reader.tensors.items() if info.shape and name != SCORE], reader)
-    names = [name for name in expected_hf_names(family, hf_config, head=head) if name != SCORE]
+            return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
+    shapes = expected_hf_names(family, hf_config, head=head)
     with stored_weights(path, family, hf_config, head=head, trained=True) as read:
-        return _hash(names, read)
+        return _hash(shapes, read)
 
 
-def _hash(names: Sequence[str], read: Callable[[str], Any]) -> str:
-    every, digest = max(1, len(names) // SAMPLES), hashlib.sha256()
-    for name in sorted(names)[::every]:
-        digest.update(name.encode() + read(name)[:1].to(torch.float32).numpy().tobytes())
+def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> str:
+    digest = hashlib.sha256()
+    for name in samples(name for name in shapes if name != SCORE):
+        digest.update(name.encode())
+        for part in _parts(shapes[name]):
+            digest.update(read(name)[part].to(torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def samples(names: Iterable[str]) -> list[str]:
+    """`SAMPLES` of the names: of each kind of tensor (a name without its layer and expert) as many as of any other, or all.
+
+    Which ones a hash of the name says: layers in regular steps would be of one kind where a model repeats a pattern of layers.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        kinds.setdefault(_NUMBER.sub("", name), []).append(name)
+    turns = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    chosen = [name for turn in turns for name in turn if name is not None]
+    return sorted(chosen[: max(SAMPLES, len(kinds))])
+
+
+def _parts(shape: Sequence[int]) -> list[Any]:
+    """What is read of a tensor: a vector whole, of a matrix and of a stack of them the first, the middle and the last row or matrix,
+    and of a matrix in a stack one row."""
+    if len(shape) == 1:
+        return [slice(None)]
+    rows = sorted({0, shape[0] // 2, shape[0] - 1})
+    return [slice(row, row + 1) if len(shape) == 2 else (row, slice(0, 1), slice(None)) for row in rows]
 
 
 def facts(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:

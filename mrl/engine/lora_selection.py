@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,9 +31,13 @@ from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.engine.lora import AdapterShape
+from mrl.engine.lora import CONFIG, AdapterShape
 from mrl.errors import ConfigError, ModelError
 
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Those of peft 0.21 that leave the base as it is. Others (pissa, corda, olora, loftq, lora_ga) write to it."""
+_MORE = ("lora_bias", "layer_replication")
+"""Fields that make more of an adapter than B A, beside those that peft marks as variants."""
 ADAPTER = "default"
 """The name that peft gives an adapter, which is in the names of parameters and not in those of files."""
 
@@ -88,13 +93,48 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
 
 
 def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
-    """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head."""
+    """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head.
+
+    Raises ModelError where the folder's adapter_config.json is of something else than B A added to the weights of a model.
+    """
+    _check_is_plain(path)
     config = peft.LoraConfig.from_pretrained(path)
     head = "value" if config.task_type == "SEQ_CLS" else "lm"
     config.modules_to_save = None  # the head, which is no adapter
+    config.init_lora_weights = False  # the values are in the file
     model = _meta_model(model_folder, head)
-    inject(model, config)
+    try:
+        inject(model, config)
+    except ValueError as error:
+        raise ModelError(
+            f"{path}: its {CONFIG} does not fit the model in {model_folder} ({' '.join(str(error).split())}); "
+            "give the model that it was trained over"
+        ) from None
     return _shapes(model), head
+
+
+def _check_is_plain(path: str) -> None:
+    """Refuses adapters that are more than B A over the base as it is published.
+
+    An init that takes B A out of the base, or quantises it, leaves an adapter that is right over that other base alone; a folder that
+    peft converted (`path_initial_model_for_weight_conversion`) says true.
+    """
+    file = Path(path) / CONFIG
+    about = json.loads(file.read_text(encoding="utf-8"))
+    kind, init = about.get("peft_type", "LORA"), about.get("init_lora_weights")
+    if kind != "LORA":
+        raise ModelError(f"{file}: peft_type {kind!r} is not supported; give an adapter of peft_type 'LORA'")
+    if init not in _INITS:
+        raise ModelError(
+            f"{file}: init_lora_weights {init!r} changed the base, and B A is right over that other one alone; save the adapter with "
+            "peft's path_initial_model_for_weight_conversion, or the changed base with init_lora_weights true"
+        )
+    variants = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
+    more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]  # it changes gradients
+    if more:
+        raise ModelError(
+            f"{file}: {more[0]} makes more of it than B A, which is not supported; give a plain LoRA adapter"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
 
 import peft
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrl.cli import main
 from mrl.config.schema import LoraConfig
+from mrl.convert import exporting, workspace
 from mrl.convert.opening import open_any
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.trainers import kit as sft_kit
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 STACKED = dataclasses.replace(LORA, target_modules=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
@@ -27,7 +35,10 @@ KINDS = [
     ("qwen3_moe", "lm", "float32", "fsdp"),
     ("gpt_oss", "lm", "float32", "fsdp"),
     ("gpt_oss", "lm", "bfloat16", "fsdp"),
+    ("deepseek_v3", "lm", "bfloat16", "fsdp"),
+    pytest.param("glm4_moe", "lm", "bfloat16", "fsdp", marks=pytest.mark.slow),
     ("llama", "lm", "float32", "megatron"),
+    ("deepseek_v3", "lm", "bfloat16", "megatron"),
     pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.slow),
     pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.slow),
     pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.slow),
@@ -40,12 +51,20 @@ def invoke(*arguments):
 
 def same(a, b):
     ours, theirs = load_file(a), load_file(b)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert ours.keys() == theirs.keys()
+    return all(ours[n].dtype == theirs[n].dtype and torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def config_of_a_run(path, base, dtype, lora, **data):
+    """What `mrl sft` leaves beside the checkpoints in `path`."""
+    model = {"path": base, "dtype": dtype, "lora": dataclasses.asdict(lora)}
+    config = sft_kit.make_config(pathlib.Path(path), path, model=model, data=data)
+    sft_kit.write_config(pathlib.Path(path, "config.yaml"), config)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """(base, folder with a checkpoint of it and both exports) of a kind, saved by two ranks."""
+    """(base, output_dir of a run over it, with a checkpoint and both exports) of a kind, saved by two ranks."""
     found = {}
 
     def of(family="llama", head="lm", dtype="float32", backend="fsdp"):
@@ -56,6 +75,7 @@ def made(tmp_path_factory):
             parallel = {"tp": 2, "ep": 2 if family != "llama" else 1} if backend == "megatron" else {}
             config = tiny.role(base, head=head, dtype=dtype, backend=backend, parallel=parallel, model={"lora": lora})
             run_case(2, "tests.engine.lora:save_and_export", config=config, path=path)
+            config_of_a_run(path, base, dtype, lora)
             found[key] = base, path
         return found[key]
 
@@ -71,14 +91,19 @@ def test_an_export_is_what_the_engine_exports(made, tmp_path, family, head, dtyp
         (["--adapter"], "adapter", "adapter_model.safetensors"),
     ):
         out = tmp_path / name
-        done = invoke("export", f"{path}/checkpoints", out, "--model", base, *flags)
+        done = invoke("export", path, out, *flags)
         assert done.exit_code == 0, done.output
-        if name == "adapter" or (dtype, backend) == ("float32", "fsdp"):
+        if name == "adapter" or backend == "fsdp":
             assert same(out / weights, f"{path}/{name}/{weights}")
-        elif dtype == "float32":  # without the run's config.yaml a model is written in fp32, whatever its dtype was
-            ours, theirs = load_file(out / weights), load_file(f"{path}/{name}/{weights}")
-            assert ours.keys() == theirs.keys()
-            assert max(tiny.relative_l2(ours[n], theirs[n]) for n in ours) < 1e-6
+            continue
+        ours, theirs = load_file(out / weights), load_file(f"{path}/{name}/{weights}")
+        assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+        bound = {"float32": 1e-6, "bfloat16": 1e-3}[dtype]
+        assert max(tiny.relative_l2(ours[n], theirs[n]) for n in ours) < bound
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    biases = [tensor for name, tensor in found.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == (family in ("deepseek_v3", "glm4_moe"))
+    assert all(t.dtype == torch.float32 and not torch.equal(t, t.bfloat16().float()) for t in biases)
 
 
 def test_verify_knows_adapter_folders(made):
@@ -87,6 +112,120 @@ def test_verify_knows_adapter_folders(made):
     for other, code in ((f"{path}/adapter", 0), (f"{path}/merged", 0), (base, 2)):
         done = invoke("verify", f"{path}/checkpoints", other, "--model", base, "--no-logits")
         assert done.exit_code == code, done.output
+
+
+def flipped(out):
+    """The lowest bit of one entry, which no merged bf16 weight would show."""
+    file = out / "adapter_model.safetensors"
+    held = load_file(file)
+    held[sorted(held)[-1]].view(torch.int32)[0, 0] ^= 1
+    save_file(held, file, {"format": "pt"})
+
+
+def edited(**fields):
+    def edit(out):
+        about = json.loads((out / "adapter_config.json").read_text())
+        (out / "adapter_config.json").write_text(json.dumps(about | fields))
+
+    return edit
+
+
+def exported_then(monkeypatch, change):
+    """The adapter folder changes between its export and its comparison."""
+    real = exporting.export_adapter
+
+    def then_changes(checkpoint, out, **options):
+        done = real(checkpoint, out, **options)
+        change(pathlib.Path(out))
+        return done
+
+    monkeypatch.setattr(exporting, "export_adapter", then_changes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_folder_is_verified_by_what_it_says(made, tmp_path, monkeypatch, dtype):
+    """In any dtype of the run, over a base whose files are fp32: tensors, scales and the base that the folder names."""
+    base, path = made(dtype=dtype)
+    done = invoke("export", path, tmp_path / "right", "--adapter", "--verify")
+    assert done.exit_code == 0 and done.stdout.endswith("the same\n"), done.output
+    held = load_file(tmp_path / "right/adapter_model.safetensors")
+    assert f"tensors  {len(held)} of {len(held)} the same, bit for bit" in done.stdout
+    copied, other = tmp_path / "copied", tiny.make_model(str(tmp_path / "other"), "llama", seed=5)
+    shutil.copytree(base, copied)
+    wrong = {
+        "1 entries differ": flipped,
+        "scale 1.5 and 1.75": edited(lora_alpha=7.0),
+        "base model.embed_tokens.weight: ": edited(base_model_name_or_path=other),
+    }
+    for n, (says, change) in enumerate(wrong.items()):
+        with monkeypatch.context() as patched:
+            exported_then(patched, change)
+            done = invoke("export", path, tmp_path / str(n), "--adapter", "--verify", "--no-logits")
+        assert done.exit_code == 2 and says in done.stdout and "not to be used" in str(done.stderr), (says, done.output)
+        assert not (tmp_path / str(n)).exists() and (tmp_path / f"{n}.different").is_dir()
+    edited(base_model_name_or_path=str(copied))(tmp_path / "right")  # the same weights in another place
+    done = invoke("verify", path, tmp_path / "right", "--no-logits")
+    assert done.exit_code == 0, done.output
+
+
+def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):
+    """With the run's chat template in it, and every file on disk before the folder has its name."""
+    base, path = made()
+    run, out, synced = tmp_path / "run", tmp_path / "out", []
+    shutil.copytree(path, run)
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    config_of_a_run(run, base, "float32", LORA, chat_template=str(tmp_path / "template.jinja"))
+    sync = workspace.sync
+    monkeypatch.setattr(workspace, "sync", lambda file: (synced.append((file.name, out.exists())), sync(file)))
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting, "write_chat_template", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            exporting.export_adapter(run, out)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "template.jinja"] and not synced
+    exporting.export_adapter(run, out)
+    names = ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
+    assert sorted(file.name for file in out.iterdir()) == names
+    assert {(name, False) for name in names} <= set(synced)
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+FULL = """
+import pathlib, sys
+from mrl.convert.exporting import export_adapter
+from mrl.errors import UserError
+
+run, base, disk = map(pathlib.Path, sys.argv[1:])
+for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are left; less than the tokenizer; enough
+    (disk / "filler").write_bytes(bytes(filled))
+    try:
+        export_adapter(run, disk / "out", model=str(base))
+    except UserError as error:
+        print("REFUSED", error)
+    print("LEFT", sorted(path.name for path in disk.iterdir() if path.name != "filler"))
+"""
+
+
+def test_a_disk_that_fills_up(made, tmp_path):
+    """On a real, small file system in a mount namespace of its own."""
+    base, path = made()
+    disk, script = tmp_path / "disk", tmp_path / "full.py"
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base/tokenizer.json").write_text(json.dumps({"padding": "x" * 400_000}))
+    disk.mkdir()
+    script.write_text(FULL)
+    command = f"mount -t tmpfs -o size=1m none {disk} && {sys.executable} {script} {path} {tmp_path / 'base'} {disk}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    early, first, late, second, third = done.stdout.splitlines()
+    assert early.startswith(f"REFUSED {disk}/out: needs ") and " free; make room, or give another folder" in early
+    assert late.startswith(f"REFUSED {disk}/out: the disk is full (") and "nothing of it is left" in late
+    assert [first, second, third] == ["LEFT []", "LEFT []", "LEFT ['out']"]
 
 
 def test_a_folder_that_peft_wrote(made, tmp_path):

@@ -118,6 +118,29 @@ def test_what_is_no_size(imported, tmp_path, size):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/latest"])
+def test_a_result_is_compared_with_the_checkpoint_that_it_is_of(imported, tmp_path, monkeypatch, given):
+    """A run that goes on saves a newer one in between."""
+    checkpoints, newer = tmp_path / "run/checkpoints", tmp_path / "newer"
+    shutil.copytree(imported, checkpoints / "step_00000001")
+    (checkpoints / "latest").write_text("step_00000001\n")
+    import_hf(kit.make_hf(tmp_path / "other", "llama", shard="30KB", seed=5), newer)
+    from mrl.convert import exporting
+
+    real = exporting.export_hf
+
+    def then_saves(*args, **kwargs):
+        done = real(*args, **kwargs)
+        newer.rename(checkpoints / "step_00000002")
+        (checkpoints / "latest").write_text("step_00000002\n")
+        return done
+
+    monkeypatch.setattr(exporting, "export_hf", then_saves)
+    done = invoke("export", tmp_path / given, tmp_path / "out", "--verify", "--no-logits")
+    assert done.exit_code == 0 and done.stdout.endswith("the same\n"), done.output
+    assert f"A  {checkpoints / 'step_00000001'} (" in done.stdout
+
+
 def test_verify_at_once_without_logits(hf, tmp_path):
     source = hf("llama", shard="30KB")
     done = invoke("import", source, tmp_path / "mcore", "--verify", "--no-logits")

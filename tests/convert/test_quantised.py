@@ -53,7 +53,7 @@ def test_import_and_export(quantised, tmp_path):
     del before["quantization_config"]
     assert after == before
     code, found = verify(tmp_path / "mcore", tmp_path / "back")  # transformers on what was written
-    assert code == 0 and found["same"] and len(found["logits"]) == 4
+    assert code == 0 and found["same"] and len(found["logits"]) == 5
 
 
 def test_a_run_that_starts_from_quantised_weights_exports_plain_ones(quantised, tmp_path):

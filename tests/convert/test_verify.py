@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.convert.importing import import_hf
+from mrl.convert.verifying import LogitsRow
 from tests.convert.test_refused import run
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -34,7 +35,13 @@ def test_an_import_computes_what_transformers_does(hf, tmp_path, family):
     import_hf(source, tmp_path / "mcore")
     code, found = verify(source, tmp_path / "mcore")
     assert code == 0 and found["same"] and found["differences"] == []
-    assert len(found["logits"]) == 4
+    assert [row["tokens"] for row in found["logits"]] == [
+        24,
+        24,
+        24,
+        24,
+        128,
+    ]  # all the positions that these models have
     for row in found["logits"]:
         assert row["max_difference"] < 5e-6 and row["top1_agreement"] == 1.0 and abs(row["kl"]) < 1e-9, row
 
@@ -102,6 +109,12 @@ def test_verify_of_a_result_that_differs_takes_its_name_away(hf, tmp_path, monke
     code, said = run("import", hf("llama"), tmp_path / "out", "--verify")
     assert code == 2 and "differs from" in said and "out.different" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("spread", "alike"), [(2.0, True), (0.6, True), (0.4, False), (0.0, False)])
+def test_logits_are_alike_by_their_own_spread(spread, alike):
+    """However small: logits of a model that hardly tells tokens apart have to agree more closely."""
+    assert LogitsRow("text", 8, 5e-4, 1e-4, 1.0, 0.0, spread).alike is alike
 
 
 def test_prompts_need_a_tokenizer(hf, tmp_path):

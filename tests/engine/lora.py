@@ -25,7 +25,7 @@ from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
 from mrl.engine.lora import SCORE, adapter_shapes, adapters, initial_a, read_adapter, write_adapter
 from mrl.engine.registry import build_engine
-from mrl.errors import CheckpointError
+from mrl.errors import CheckpointError, ModelError
 from tests.engine import contract, tiny
 from tests.engine.tiny import HEADS
 
@@ -308,6 +308,24 @@ def generates_with_adapters(config: RoleConfig) -> None:
     assert [c.tokens for c in mine] == [c.tokens for c in others]
     for a, b in zip(mine, others, strict=True):
         assert max(abs(x - y) for x, y in zip(a.log_probs, b.log_probs, strict=True)) < 1e-4
+
+
+def only_its_own_scale_is_loaded(config: RoleConfig, right: str, wrong: dict[str, str]) -> None:
+    """The adapter in the folder `right` is loaded, to the bit. wrong: folders of the same shapes by what is said of them."""
+    engine = make_engine(config)
+    before = dict(engine.adapter_weights())
+    for says, path in wrong.items():
+        try:
+            engine.load_adapter(path)
+        except ModelError as error:
+            assert says in str(error) and "\n" not in str(error), (says, str(error))
+        else:
+            raise AssertionError(f"{says}: it was loaded")
+        contract.assert_equal(dict(engine.adapter_weights()), before)
+    engine.load_adapter(right)
+    found = dict(engine.adapter_weights())
+    if engine.is_main:
+        contract.assert_equal(found, read_adapter(right)[1])
 
 
 def dropout_trains_and_evaluates_without(config: RoleConfig) -> None:

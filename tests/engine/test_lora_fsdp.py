@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -126,6 +127,24 @@ def test_export(folder, tmp_path, world, family, head):
 
 def test_generates_with_adapters(folder):
     run(2, "generates_with_adapters", folder(), ALL)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_an_adapter_of_another_scale_is_refused(folder, tmp_path, backend):
+    """Its tensors have the shapes of ours."""
+    changes = {
+        "the scale 1.75 and this config's model.lora 1.5 (14 adapters differ)": {"lora_alpha": 7.0},
+        "the scale 3.0 and this config's model.lora 1.5 (14 adapters differ)": {"use_rslora": True},
+        "model.layers.1.self_attn.q_proj the scale 2.0 and": {"alpha_pattern": {r"layers\.1\..*q_proj": 8.0}},
+    }
+    right, wrong = tiny.make_adapter(str(tmp_path / "right"), folder(), ALL), {}
+    for n, (says, fields) in enumerate(changes.items()):
+        path = tmp_path / str(n)
+        shutil.copytree(right, path)
+        about = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(about | fields))
+        wrong[says] = str(path)
+    run(1, "only_its_own_scale_is_loaded", folder(), ALL, role={"backend": backend}, right=right, wrong=wrong)
 
 
 def test_dropout(folder):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
 from mrl.engine.lora import adapters, initial_a, read_adapter, write_adapter
+from mrl.engine.lora_selection import shapes_of_folder
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 
@@ -156,3 +157,53 @@ def test_a_folder_is_whole_or_no_folder(folder, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(about)[:-5])
     with pytest.raises(ModelError, match="not a readable adapter"):
         read_adapter(tmp_path)
+
+
+KEPT, CHANGED = (True, False, "gaussian", "orthogonal", "mica"), ("pissa", "pissa_niter_2", "olora")
+
+
+@pytest.mark.parametrize("init", [*KEPT, *CHANGED])
+def test_an_adapter_whose_base_was_changed_is_refused(folder, tmp_path, init):
+    """B A of some inits is right over weights that peft took it out of, and those are nowhere: its own injection shows which."""
+    base = AutoModelForCausalLM.from_pretrained(folder("llama"), dtype=torch.float32)
+    before = {name: p.clone() for name, p in base.named_parameters()}
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    )
+    after = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
+    changed = any(not torch.equal(p, after[name]) for name, p in before.items())
+    assert changed == (init in CHANGED)
+    model.save_pretrained(tmp_path)
+    if not changed:
+        assert len(shapes_of_folder(str(tmp_path), folder("llama"))[0]) == 4
+        return
+    with pytest.raises(ModelError) as caught:
+        shapes_of_folder(str(tmp_path), folder("llama"))
+    assert f"init_lora_weights '{init}' changed the base" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq' changed the base"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights 'corda' changed the base"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' changed the base"),
+        ({"use_dora": True}, "use_dora makes more of it"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens makes more of it"),
+        ({"lora_bias": True}, "lora_bias makes more of it"),
+        ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"target_modules": ["nothing"]}, "does not fit the model in"),
+        ({"init_lora_weights": "eva"}, None),
+    ],
+)
+def test_what_is_no_plain_adapter(folder, tmp_path, fields, says):
+    lora = LoraConfig(rank=2, target_modules=("q_proj",))
+    write_adapter(tmp_path, lora, folder("llama"), cases.random_adapter(folder("llama"), lora).items())
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | fields))
+    if says is None:
+        assert len(shapes_of_folder(str(tmp_path), folder("llama"))[0]) == 2
+        return
+    with pytest.raises(ModelError) as caught:
+        shapes_of_folder(str(tmp_path), folder("llama"))
+    assert says in str(caught.value) and "\n" not in str(caught.value), caught.value

@@ -342,7 +342,8 @@ def sharded(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dic
     result: dict[str, dict[str, Any]] = {}
     for index, (model, of_chunk) in enumerate(zip(models, rules, strict=True)):
         parameters = dict(model.named_parameters())
-        trained = {name: rule for name, rule in of_chunk.items() if parameters[name].requires_grad}
+        trained = {name: rule for name, rule in of_chunk.items() if name in parameters}  # a router's bias is a buffer
+        trained = {name: rule for name, rule in trained.items() if parameters[name].requires_grad}
         result[f"model{index}"] = {
             name: _entry(rule, parameters[name], _replica(rule)) for name, rule in trained.items()
         }
