@@ -10,11 +10,15 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mrl import cli
+from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
+from mrl.convert.opening import open_any
+from mrl.engine.lora import adapters, read_adapter
 from tests.convert import kit
 from tests.convert.cases import load_folder
 from tests.convert.test_verify import verify
+from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.test_quantized import CASES
 
@@ -90,3 +94,22 @@ def test_stacked_experts_are_sliced_as_files_have_them(hf, tmp_path, asked):
         assert torch.equal(opened.reader(name)[asked], held[name][asked])
         biases = opened.reader(name + "_bias")[asked[0], asked[2]]
         assert torch.equal(biases, held[name + "_bias"][asked[0], asked[2]])
+
+
+def test_adapters_over_it(quantised, tmp_path):
+    """What the engines add them to: bf16 weights, of a stack of experts, too."""
+    folder, plain = quantised
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    lora = LoraConfig(rank=2, target_modules=("o_proj", *experts))
+    tiny.make_adapter(str(tmp_path / "adapter"), str(folder), lora)
+    shapes, held = adapters(str(folder), lora, "lm"), read_adapter(tmp_path / "adapter")[1]
+    with open_any(tmp_path / "adapter") as source:
+        assert source.reader.tensors.keys() == plain.keys()
+        found = {name: source.reader.tensor(name) for name in plain}
+    changed = {name for name in plain if not torch.equal(found[name], plain[name])}
+    assert changed and all("o_proj" in name or "experts." in name for name in changed)
+    for shape in shapes.values():
+        name = shape.name if shape.name in plain else f"{shape.name}.weight"
+        if name in plain:
+            delta = shape.delta(held[shape.a_name], held[shape.b_name])
+            assert torch.equal(found[name], (plain[name].float() + delta).to(plain[name].dtype)), name

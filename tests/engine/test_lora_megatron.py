@@ -197,10 +197,15 @@ def test_another_layout_goes_on(model, tmp_path, family, saved_by, read_by):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "saved_by", "read_by"),
-    [("llama", "tp4", ("tp2", "dp1")), ("llama", "pp2", ("tp4",)), ("qwen3_moe", "tp2 ep2 etp2", ("dp1", "ep2"))],
+    [
+        ("llama", "tp4", ("tp2", "dp1")),
+        ("llama", "pp2", ("tp4",)),
+        ("qwen3_moe", "tp2 ep2 etp2", ("dp1", "ep2")),
+        ("deepseek_v3", "tp2+sp", ("dp1",)),
+    ],
 )
 def test_layouts_that_split_oddly_go_on(model, tmp_path, family, saved_by, read_by):
-    """tp4 cuts each of two key heads in two; etp cuts gate and up of an expert's one adapter."""
+    """tp4 cuts each of two key heads in two; etp cuts gate and up of an expert's one adapter; a router's bias is saved by none."""
     test_another_layout_goes_on(model, tmp_path, family, saved_by, read_by)
 
 
