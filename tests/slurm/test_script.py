@@ -367,7 +367,7 @@ def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, works
         "until_signal() if restart == 0 else None; save(sys.argv[-1]); ended(75, 'stopped') if restart == 0 else None"
     )
     args = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", server, "--servers-port", port)
-    args = (*args, f"--env=FAKE_RUN={fake}", "--sbatch=--export=NONE")
+    args = (f"--env=FAKE_RUN={fake}", "--sbatch=--export=NONE", *args)
     job = site.submit("ppo", "ppo.yaml", *ONE, "rollout.backend=vllm", *args)
     run_dir = workspace.root / "run"
     signal_when_waiting(site, run_dir, job)
