@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.batch import Batch, make_batch
+from mrl.config.schema import FSDPConfig, LoraConfig
 from mrl.engine.base import GenerateRequest
 from mrl.engine.sampling import SamplingKey, SamplingParams
-from mrl.errors import ModelError
+from mrl.errors import ConfigError, ModelError
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, gradients, make_engine, train
 from tests.engine.harness import run_case
@@ -86,6 +87,19 @@ def test_what_cannot_be_kept_in_fp32_is_refused(tmp_path):
     message = r"model.dtype: value bfloat16 is not supported for model_type 'flint' .* \S+sinks in fp32 .*; set it to float32$"
     with pytest.raises(ModelError, match=message):
         make_engine(config)
+
+
+def test_what_is_kept_in_fp32_is_not_compiled(folder):
+    message = "engine.fsdp.compile: value true is not supported for model_type 'ernie4_5_moe' with model.dtype bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        make_engine(bf16(folder("ernie4_5_moe"), fsdp=FSDPConfig(compile=True)))
+
+
+def test_a_base_under_adapters_keeps_it_too(folder):
+    engine = make_engine(bf16(folder("ernie4_5_moe"), model={"lora": LoraConfig(rank=4)}))
+    kept = {name for name, p in engine.model.parameters().items() if p.dtype == torch.float32}
+    assert kept == engine.model.kept_in_fp32 and len(kept) == 2
+    train(engine, 2)
 
 
 @pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gemma2", {}), ("granite", {"logits_scaling": 3.0})])

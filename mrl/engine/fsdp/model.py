@@ -80,7 +80,8 @@ class Model:
         self.adapters = Adapters(hf, config, kept.values()) if config.model.lora is not None else None
         self.activations = wrap_blocks(hf, config.engine)
         self.reshard_after_forward = config.engine.fsdp.reshard_after_forward
-        self.module = _sharded(hf, config, mesh.weights, precision.modules_of(hf, kept.values()))
+        in_fp32 = precision.modules_of(hf, kept, compiled=config.engine.fsdp.compile)
+        self.module = _sharded(hf, config, mesh.weights, in_fp32)
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)

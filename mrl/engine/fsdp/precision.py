@@ -7,14 +7,14 @@ fp32, which a cast at a block's entry would round in silence.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from mrl.engine.fsdp.blocks import blocks_of
-from mrl.errors import ModelError
+from mrl.errors import ConfigError, ModelError
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -35,19 +35,28 @@ def kept_in_fp32(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
     return {name: p for name, p in hf.named_parameters() if found.search(name)}
 
 
-def modules_of(hf: nn.Module, kept: Collection[nn.Parameter]) -> list[nn.Module]:
-    """The modules that hold the parameters `kept` and no others, each as large as can be.
+def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: bool) -> list[nn.Module]:
+    """The modules that hold the parameters `kept` and no others but adapters, each as large as can be.
 
-    Raises ModelError where a module holds others beside them, or is a block: FSDP gathers a module's weights in one dtype.
+    Raises ModelError where a module holds others beside them: FSDP gathers a module's weights in one dtype. And ConfigError where
+    blocks are compiled: no test shows that what FSDP gathers inside of a compiled block is right.
     """
-    ids, blocks = {id(p) for p in kept}, {id(block) for block in blocks_of(hf)}
-    return list(_outermost(hf, "", ids, blocks, hf.config.model_type)) if ids else []
+    if not kept:
+        return []
+    if compiled:
+        raise ConfigError(
+            f"engine.fsdp.compile: value true is not supported for model_type {hf.config.model_type!r} with model.dtype bfloat16, of "
+            f"which transformers keeps {next(iter(kept))} in fp32; set it to false, or model.dtype to float32"
+        )
+    ids, blocks = {id(p) for p in kept.values()}, {id(block) for block in blocks_of(hf)}
+    return list(_outermost(hf, "", ids, blocks, hf.config.model_type))
 
 
 def _outermost(
     module: nn.Module, name: str, kept: Collection[int], blocks: Collection[int], model_type: str
 ) -> Iterator[nn.Module]:
-    held = {id(p) for p in module.parameters()}
+    # adapters go with what they adapt: peft adds those of a router to its weight before the router's own forward
+    held = {id(p) for parameter, p in module.named_parameters() if "lora_" not in parameter}
     if not held & kept:
         return
     has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
