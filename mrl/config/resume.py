@@ -89,6 +89,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     }
     breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}
     if breaking:
+        _check_adapters(breaking)
         (key, before, after), *others = (_innermost(key, *pair) for key, pair in breaking.items())
         rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
         raise ConfigError(
@@ -96,6 +97,18 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             "set the saved values again, or start anew with another output_dir"
         )
     return [_note(key, *pair) for key, pair in differing.items()]
+
+
+def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
+    """A run that trains adapters, or none, where what was saved is of the other kind: nothing else that differs matters."""
+    for key, pair in breaking.items():
+        if key.endswith("model.lora") and None in pair:
+            was, now, fix = ("with", "without", "give it as config.yaml of output_dir has it") if pair[1] is None else (
+                "without", "with", "set it to null"
+            )  # fmt: skip
+            raise ConfigError(
+                f"{key}: the checkpoint was saved {was} adapters, and this run is {now}; {fix}, or start anew with another output_dir"
+            )
 
 
 def _innermost(key: str, before: Any, after: Any) -> tuple[str, Any, Any]:

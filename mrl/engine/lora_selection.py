@@ -225,7 +225,16 @@ class Selection:
         )
 
     def _unknown(self, key: str, entry: str) -> ConfigError:
-        leaves = sorted({name.rpartition(".")[2] for name in (*self.names, *self.stacks)} - {"model"})
+        names = (*self.names, *self.stacks)
+        if entry in (self.lora.target_modules, self.lora.exclude_modules) and any(
+            _is_end(entry, name) for name in names
+        ):
+            raise ConfigError(
+                f"model.lora.{key}: value {_show(entry)} is a regular expression on whole names, and matches none of {self.model}; "
+                f"for the modules whose names end so give a list: [{entry}]"
+            )
+        within = {name.rpartition(".")[0] for name in names}
+        leaves = sorted({name.rpartition(".")[2] for name in names if name not in within})
         near = difflib.get_close_matches(entry.rpartition(".")[2], leaves, n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"name {self._some()}"
         return ConfigError(f"model.lora.{key}: value {_show(entry)} matches no module of {self.model}; {advice}")

@@ -99,9 +99,11 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
                 dims = parallel_dims(part.engine.parallel, world_size)
                 check_replicas(config, part.role, dims)
             check_replicate(part.engine, world_size)
+            if "num_hidden_layers" not in part.hf:  # another family's spelling of it: which family is said first
+                _check_architecture(config, part, dims)
             check_model(part.engine, dims, part.hf)
             check_positions(part.engine, part.hf, *_longest(config))
-            _check_architecture(part, dims)
+            _check_architecture(config, part, dims)
         made.append(dims)
     return made
 
@@ -114,9 +116,9 @@ def _longest(config: Config) -> tuple[int, str]:
     return config.max_length, f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}: value {prompt + new}"
 
 
-def _check_architecture(part: Part, dims: ParallelDims) -> None:
+def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
     """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split,
-    adapters that match none of its modules.
+    sequences that are longer than a model has positions, adapters that match none of its modules.
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
@@ -129,9 +131,9 @@ def _check_architecture(part: Part, dims: ParallelDims) -> None:
         if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
         if part.engine.backend == "fsdp" and hf["model_type"] not in FAMILIES:
-            from mrl.engine.fsdp.build import check_known
+            from mrl.engine.fsdp.build import check_sequences
 
-            check_known(hf["model_type"])
+            check_sequences(part.hf, *_longest(config), packed=config.data.packing)
         if part.engine.backend not in OWN:
             from mrl.engine.registry import engine_class
 
@@ -179,7 +181,11 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
                 "it, or make a model of its checkpoint with `mrl convert export`"
             )
         if not path.is_file():
-            raise ModelError(f"{key}.path: value {model.path!r} has no config.json; give a Hugging Face model folder")
+            hf = folder / "hf"
+            of_run = f"; it is the folder of a run: give {hf}" if (hf / "config.json").is_file() else ""
+            raise ModelError(
+                f"{key}.path: value {model.path!r} has no config.json{of_run or '; give a Hugging Face model folder'}"
+            )
         _check_weights(model, folder, key)
         return _read_json(path)
     if folder.exists():

@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 from mrl import metrics
 from mrl.config.ppo import PPOConfig
-from mrl.config.schema import ModelConfig, RoleConfig, SFTConfig
+from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig, SFTConfig
 from mrl.converters.accounting import further_layers
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
+from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.data.tokenizer_files import write_chat_template
@@ -60,9 +61,13 @@ class Ranks(Protocol):
 
 
 def already_done(
-    ranks: Ranks, directory: RunDirectory, console: Console, start: Start, *, total_steps: int, export_hf: bool
-) -> bool:
-    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found."""
+    ranks: Ranks, directory: RunDirectory, console: Console, start: Start, *, total_steps: int, export_hf: bool,
+    lora: LoraConfig | None,
+) -> bool:  # fmt: skip
+    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found.
+
+    lora: whose `export` says what kind of files.
+    """
     last_is_logged = ranks.on_main(lambda: metrics.last_step(directory.path / "metrics.jsonl") != start.step - 1)
     if start.step < total_steps or not last_is_logged:
         console.say(start.message)
@@ -73,6 +78,9 @@ def already_done(
     done = f"the run in {directory.path} is complete: {steps}"
     if export_hf and not ranks.on_main(directory.hf.exists):
         console.say(f"{done}, but not its export; exporting")
+        return False
+    if export_hf and lora is not None and not ranks.on_main(lambda: directory.is_exported_as(lora.export)):
+        console.say(f"{done}, and its export is not as model.lora.export {lora.export} says; exporting")
         return False
     console.say(f"{done}; raise train.steps or train.epochs to train on, or give another output_dir")
     for note in start.moved:
@@ -164,12 +172,23 @@ def export(
         ranks.on_main(lambda: write_chat_template(directory.partial_hf, chat_template))
     ranks.on_main(directory.publish_export)
     if adapter:
-        console.say(f"adapter: {directory.hf} (peft loads it over {model.path}; `mrl convert export` merges it)")
+        console.say(f"adapter: {directory.hf} ({ranks.on_main(lambda: _use_of_adapter(folder, model.path))})")
         return
     without = ""
     if ranks.on_main(lambda: further_layers_of(folder)):
         without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
     console.say(f"model: {directory.hf} (loadable with transformers{without})")
+
+
+def _use_of_adapter(folder: str, path: str) -> str:
+    """folder: of the base. path: how the user names it."""
+    if read_hf_config(folder)["model_type"] not in FAMILIES:
+        return f"peft loads it over {path}; model.lora.export=merged writes the merged model"
+    if is_imported(folder):
+        return (
+            f"peft loads it over what `mrl convert export {path} OUT` writes; `mrl convert export` of the run merges it"
+        )
+    return f"peft loads it over {path}; `mrl convert export` merges it"
 
 
 def stopped(ranks: Ranks, stop: StopSignal, *, where: str, saved: str) -> Stopped:

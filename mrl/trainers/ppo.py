@@ -38,7 +38,8 @@ def run(config: PPOConfig, command_line: str = "") -> None:
         dispatch.on_main(lambda: check_outside(config))
         start = dispatch.on_main(lambda: choose_start(directory, config))
         wanted = config.checkpoint.export_hf
-        if already_done(dispatch, directory, trainer.console, start, total_steps=trainer.total_steps, export_hf=wanted):
+        lora, total = config.actor.model.lora, trainer.total_steps
+        if already_done(dispatch, directory, trainer.console, start, total_steps=total, export_hf=wanted, lora=lora):
             dispatch.on_main(lambda: copy_missed(directory, start, config.checkpoint))
         else:
             train(trainer, start, command_line)

@@ -25,6 +25,7 @@ from mrl.config.resume import MOVED, check_resume
 from mrl.config.roots import Config, command_of
 from mrl.config.schema import CheckpointConfig
 from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine.lora import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
@@ -105,6 +106,10 @@ class RunDirectory:
         for folder in (self.hf, self.partial_hf):
             if folder.exists():
                 shutil.rmtree(folder)
+
+    def is_exported_as(self, kind: str) -> bool:
+        """Whether the export of a run with adapters is of that kind: "adapter" or "merged"."""
+        return (self.hf / ADAPTER_CONFIG).exists() == (kind == "adapter")
 
     def publish_export(self) -> None:
         """Gives a whole export its name."""

@@ -99,7 +99,8 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             engine.on_main(lambda: check_outside(config))
             start = engine.on_main(lambda: choose_start(directory, config))
             wanted = config.checkpoint.export_hf
-            if already_done(engine, directory, console, start, total_steps=total_steps, export_hf=wanted):
+            lora = config.model.lora
+            if already_done(engine, directory, console, start, total_steps=total_steps, export_hf=wanted, lora=lora):
                 engine.on_main(lambda: copy_missed(directory, start, config.checkpoint))
             else:
                 train(trainer, start, command_line)

@@ -104,6 +104,7 @@ def test_a_starts_as_in_peft_and_follows_from_seed_and_name(folder):
 @pytest.mark.parametrize(
     ("lora", "key", "says"),
     [
+        ({"target_modules": "q_proj"}, "target_modules", "end so give a list: [q_proj]"),
         ({"target_modules": ("q_prj",)}, "target_modules", "did you mean q_proj"),
         ({"target_modules": ("q_proj", "zzz")}, "target_modules", '"zzz" matches no module'),
         ({"target_modules": r".*foo"}, "target_modules", "name all-linear or some of"),

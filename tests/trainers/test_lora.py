@@ -120,10 +120,9 @@ def test_a_stopped_run_goes_on_bitwise(inputs, whole, tmp_path, layout):
 
 
 def test_another_export_is_no_other_run(inputs, whole, tmp_path):
-    """A run that is complete but for its export makes the one that is asked for, merged; it is the adapter's model."""
+    """A run that is complete with another export makes the one that is asked for, merged; it is the adapter's model."""
     run = tmp_path / "run"
     shutil.copytree(whole("fsdp"), run)
-    shutil.rmtree(run / "hf")
     changes = {"lora": {"dropout": 0.1, "export": "merged"}, "data": {"eval": f"{inputs}/eval.jsonl"}}
     assert sft(sft_config(inputs, run, "fsdp", **changes), "fsdp")[:2] == ("done", "")
     with torch.no_grad():
@@ -141,6 +140,9 @@ def test_another_selection_is_another_run(inputs, whole, tmp_path):
         config = sft_config(inputs, run, "fsdp", lora={"dropout": 0.1, **lora}, train={"steps": 9})
         kind, message, _ = sft(config, "fsdp")
         assert kind in ("CheckpointError", "ConfigError") and key in message and "\n" not in message
+    config = sft_config(inputs, run, "fsdp", train={"steps": 9})
+    config["model"]["lora"] = None
+    assert "model.lora: the checkpoint was saved with adapters, and this run is without" in sft(config, "fsdp")[1]
 
 
 def test_another_base_is_refused(inputs, whole, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,9 @@ from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
 from mrl.engine.fsdp import attention
 from mrl.errors import ModelError
 
+_POSITIONS = re.compile(r"(^|\.)(wpe|(embed_)?positions?(_embeddings?|_embed)?)$")
+"""Names of learned positions in transformers' models."""
+
 
 def check_known(model_type: str) -> None:
     """Raises ModelError where transformers builds no language model of that type."""
@@ -33,6 +37,40 @@ def check_known(model_type: str) -> None:
             f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
             "transformers"
         )
+
+
+def check_sequences(raw: Mapping[str, Any], longest: int, key: str, *, packed: bool) -> None:
+    """Raises ModelError where transformers builds no language model of the config.json `raw`, or one that cannot take a run's sequences.
+
+    longest: tokens of one sequence. key: the keys that set it, with their values. packed: sequences end to end. For models that mrl has
+    no table of; the model is built without memory.
+    """
+    model_type = raw["model_type"]
+    check_known(model_type)
+    if model_type in VISION_LANGUAGE:
+        return
+    config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if packed and not hf._supports_attention_backend:
+        raise ModelError(_not_packed(model_type))
+    learned = [
+        name
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and _POSITIONS.search(name)
+    ]
+    limit = getattr(config, "max_position_embeddings", None)  # of any class of transformers: some have none
+    if learned and limit is not None and longest > limit:
+        raise ModelError(
+            f"{key} is above the {limit} positions that {learned[0]} of a {model_type!r} model has; give at most {limit}, or use another model"
+        )
+
+
+def _not_packed(model_type: str) -> str:
+    return (
+        f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "
+        "for it on backend fsdp; set data.packing to false"
+    )
 
 
 def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
@@ -60,10 +98,7 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
             {"": ours, "text_config": ours, "vision_config": "sdpa"} if reads_images(hf_config) else ours
         )
     elif config.packing:
-        raise ModelError(
-            f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "
-            "for it on backend fsdp; set data.packing to false"
-        )
+        raise ModelError(_not_packed(model_type))
     return hf
 
 
