@@ -30,8 +30,9 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
+# In the order of tests/conftest.py, and not the files with most tests first.
 test-slow: $(STAMP)
-	$(BIN)/python $(PYTEST) -m slow $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m slow $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
