@@ -1,5 +1,6 @@
 # make quickstart   a venv, the install, and first training runs: about ten minutes
-# make test         the tests that run on every change (the long tier is `make test-slow`)
+# make test         the tests that run on every change
+# make test-slow    what CI runs beside them; `make test-nightly` runs every kill, layout, seed and mutant (docs/testing.md)
 # make lint         ruff, as CI runs it
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
@@ -22,17 +23,20 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-slow lint parity docs venv vllm-venv clean
+.PHONY: quickstart test test-slow test-nightly lint parity docs venv vllm-venv clean
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
 
 # In the order of tests/conftest.py, and not the files with most tests first.
 test-slow: $(STAMP)
-	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m slow $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
+
+test-nightly: $(STAMP)
+	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
