@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrl.algorithms.ragged import from_trained_columns, sum_per_sequence, to_tokens, trained_columns
+from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_sequence, to_tokens, trained_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,16 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, 
     return gae(rewards_T, torch.zeros_like(rewards_T), mask_T, lengths_S, gamma=gamma, lam=1.0)[1]
 
 
-def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: the rewards from each action on, minus the reward of the greedy answer (ReMax, Li 2023, Algorithm 1)."""
-    returns_T = discounted_returns(rewards_T, mask_T, lengths_S, gamma=1.0)
-    return (returns_T - to_tokens(baselines_S, lengths_S)).masked_fill(mask_T == 0, 0.0)
+def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
+    """[T]: the returns of the rewards, less the reward of the greedy answer at the last action (ReMax, Li 2023, Algorithm 1).
+
+    So what is discounted is the difference of the two rewards, as in the authors' code (liziniu/ReMax,
+    step3_rlhf_finetuning/remax_trainer.py, compute_returns); there the last action is discounted once already.
+    """
+    above_T = rewards_T.clone()
+    last_S = last_trained(mask_T, lengths_S)
+    above_T[last_S[last_S >= 0]] -= baselines_S[last_S >= 0].to(rewards_T.dtype)
+    return discounted_returns(above_T, mask_T, lengths_S, gamma=gamma)
 
 
 # -- without a critic: a sample against its group -----------------------------------------------------------------------
@@ -167,7 +173,8 @@ ESTIMATORS: Mapping[str, Estimator] = {
         lambda r, gamma, lam: (discounted_returns(r.rewards_T, r.mask_T, r.lengths_S, gamma=gamma), None)
     ),
     "remax": Estimator(
-        lambda r, gamma, lam: (remax(r.rewards_T, r.baselines_S, r.mask_T, r.lengths_S), None), "baselines_S"
+        lambda r, gamma, lam: (remax(r.rewards_T, r.baselines_S, r.mask_T, r.lengths_S, gamma=gamma), None),
+        "baselines_S",
     ),
     "grpo": _of_group(grpo),
     "group_mean": _of_group(group_mean),

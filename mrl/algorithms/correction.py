@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from mrl.algorithms.log_ratio import bounded
 from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 
 
@@ -57,7 +58,7 @@ def importance_weights(
     gap_T = (trainer_log_probs_T - rollout_log_probs_T).detach().masked_fill(mask_T == 0, 0.0)
     if correction.level == "sequence":
         gap_T = to_tokens(sum_per_sequence(gap_T, lengths_S), lengths_S)
-    ratio_T = gap_T.exp()
+    ratio_T = bounded(gap_T).exp()
     if correction.mode == "truncate":
         return Weights(ratio_T.clamp(max=correction.cap), ratio_T > correction.cap)
     rejected_T = (ratio_T > correction.cap) | (ratio_T < correction.floor)

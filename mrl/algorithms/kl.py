@@ -14,6 +14,10 @@ and the policy gradient of its sum over a sequence is the gradient of KL(p || q)
 that of KL(p || q); k3 (what GRPO uses) has that of the other direction, equal near `p = q`, and grows exponentially where
 the policy has left a token that the reference likes; k1 as a loss is noise around nothing. *As a metric*: k3.
 The expectations are over tokens of the present policy: they hold for the first update of a rollout, and nearly for the next.
+
+In k3 alone d is exponentiated, and there it is bounded (`log_ratio.bounded`); k1 and k2 keep their gradient however far a token
+is. k3 can be capped too: verl (kl_penalty_forward) and ROLL (compute_approx_kl) cap it at 10, which takes the gradient of a
+token whose d is below -2.6. TRL and the paper cap nothing, and so does mrl where `algorithm.kl_cap` is 0.
 """
 
 from __future__ import annotations
@@ -23,24 +27,25 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from mrl.algorithms.log_ratio import bounded
 from mrl.algorithms.ragged import sum_per_sequence
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d_T: d_T,
     "k2": lambda d_T: d_T.square() / 2,
-    "k3": lambda d_T: torch.expm1(-d_T) + d_T,
+    "k3": lambda d_T: torch.expm1(-bounded(d_T)) + bounded(d_T),
 }
 """`algorithm.kl_estimator` -> the estimate, from `log p - log q`."""
 
 
-def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, estimator: str) -> Tensor:
+def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, estimator: str, *, cap: float = 0.0) -> Tensor:
     """[T]: KL(policy || reference) at each token; the gradient, where there is one, flows to `log_probs_T`.
 
-    Exactly 0 where both are equal. Neither argument is clamped: a clamp would take the gradient away where it is needed
-    most.
+    Exactly 0 where both are equal. cap: the largest value of an estimate, above which it has no gradient; 0 for none.
     """
     assert log_probs_T.shape == ref_log_probs_T.shape, f"{tuple(log_probs_T.shape)}, {tuple(ref_log_probs_T.shape)}"
-    return KL_ESTIMATORS[estimator](log_probs_T - ref_log_probs_T.detach())
+    estimate_T = KL_ESTIMATORS[estimator](log_probs_T - ref_log_probs_T.detach())
+    return estimate_T.clamp(max=cap) if cap else estimate_T
 
 
 def sequence_kl(kl_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> float:

@@ -59,8 +59,8 @@ class _Aggregated:
 class ActorLoss(_Aggregated):
     """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy bonus.
 
-    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator: see `kl`; a
-    controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must hold an entropy
+    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator, kl_cap: see `kl`;
+    a controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must hold an entropy
     with gradient (`ctx["entropy"] = "differentiable"`). Reports, as means over tokens:
 
         actor/ratio    r                                     actor/clip_fraction        where it was clipped
@@ -74,6 +74,7 @@ class ActorLoss(_Aggregated):
     clip: Clip = Clip(0.2, 0.2)
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_cap: float = 0.0
     entropy_coef: float = 0.0
     correction: Correction | None = None
 
@@ -85,7 +86,8 @@ class ActorLoss(_Aggregated):
         if "entropy" in predictions:
             report["actor/entropy"] = _trained(predictions["entropy"], data)
         if self.kl_coef:
-            kl_T = kl_estimate(log_probs_T, _field(data, "ref_log_probs"), self.kl_estimator)
+            ref_T = _field(data, "ref_log_probs")
+            kl_T = kl_estimate(log_probs_T, ref_T, self.kl_estimator, cap=self.kl_cap)
             loss_T = loss_T + self.kl_coef * kl_T
         if self.entropy_coef:
             loss_T = loss_T - self.entropy_coef * _differentiable_entropy(predictions, data)

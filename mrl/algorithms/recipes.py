@@ -30,8 +30,8 @@ class Recipe:
 
     advantage: of `ESTIMATORS`. whiten: advantages over the whole rollout. gamma, lam: discount and GAE's lambda.
     objective, ratio, clip_low, clip_high, dual_clip (0: none): see `policy`. value_clip (0: none): see `value`.
-    aggregation: see `aggregation`; the critic's is the same. kl_in: what the KL penalty is taken from, with kl_estimator and
-    kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is fixed). entropy_coef: of
+    aggregation: see `aggregation`; the critic's is the same. kl_in: what the KL penalty is taken from, with kl_estimator,
+    kl_cap (0: none) and kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is fixed). entropy_coef: of
     the bonus. correction, with correction_level, correction_cap, correction_floor: see `correction`.
     dynamic_sampling: whether groups without differences are sampled anew. overlong_fraction: the last part of the length
     limit, over which the punishment grows (0: none).
@@ -50,6 +50,7 @@ class Recipe:
     value_clip: float = 0.2
     kl_in: str = "none"
     kl_estimator: str = "k3"
+    kl_cap: float = 0.0
     kl_coef: float = 0.0
     kl_target: float = 0.0
     kl_gain: float = 0.1
@@ -79,27 +80,37 @@ class Recipe:
         return self.kl_in != "none"
 
 
+# Each number's source stands beside it: a paper, or a trainer with the file in which it was read; docs/rl.md has the list. Those
+# that no row sets (clips, gamma, lambda, the value's clip) are of openai/lm-human-preferences, lm_human_preferences/train_policy.py,
+# PpoHParams. No row has a dual clip: no paper below has one, and it is off in TRL (`delta`) and OpenRLHF (`--actor.dual_clip`).
 RECIPES: Mapping[str, Recipe] = {
-    # Schulman 2017; for language models Ziegler 2019, Ouyang 2022 (gamma, lambda, coefficient, KL in the reward).
+    # Schulman 2017; for language models Ziegler 2019, Ouyang 2022 (appendix C.4: the coefficient; KL in the reward).
     "ppo": Recipe(advantage="gae", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.02),
-    # Shao 2024, section 4.1: the KL in the loss with coefficient 0.04.
+    # Shao 2024, section 4.2: the KL in the loss with coefficient 0.04.
     "grpo": Recipe(advantage="grpo", aggregation="sequence_mean", kl_in="loss", kl_estimator="k3", kl_coef=0.04),
     # Liu 2025: neither std nor length in the denominators, no KL.
     "dr_grpo": Recipe(advantage="group_mean", aggregation="fixed_length"),
     # Ahmadian 2024: REINFORCE on whole sequences. Of the first update after a rollout the clipped surrogate has the same
-    # gradient; in later ones it bounds how far a rollout that is no longer the policy's own can lead.
-    "rloo": Recipe(advantage="rloo", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.03),
-    # Hu 2025: returns with the KL in the reward, whitened over the global batch, PPO's clip.
+    # gradient; in later ones it bounds how far a rollout that is no longer the policy's own can lead. The coefficient: TRL,
+    # trl/trainer/rloo_config.py, beta.
+    "rloo": Recipe(advantage="rloo", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.05),
+    # Hu 2025: returns with the KL in the reward, whitened over the global batch, PPO's clip. The coefficient: the authors'
+    # OpenRLHF, openrlhf/cli/train_ppo_ray.py, --algo.kl.init_coef.
     "reinforce_pp": Recipe(advantage="returns", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.01),
-    # Hu 2025, with baseline: the group's mean, then the global batch; the KL in the loss, by k2.
-    "reinforce_pp_baseline": Recipe(advantage="group_mean", whiten=True, kl_in="loss", kl_estimator="k2", kl_coef=0.01),
-    # Li 2023: REINFORCE on whole sequences against the greedy answer; the clip as for rloo.
-    "remax": Recipe(advantage="remax", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.05),
-    # Yu 2025: clip-higher, token mean, dynamic sampling, overlong punishment (4096 of 20480 tokens), no KL.
+    # Hu 2025, with baseline: the group's mean, then the global batch; the KL in the loss, by k2. The coefficient: OpenRLHF,
+    # examples/scripts/train_reinforce_baseline_hybrid_engine.sh.
+    "reinforce_pp_baseline": Recipe(advantage="group_mean", whiten=True, kl_in="loss", kl_estimator="k2", kl_coef=1e-5),
+    # Li 2023: REINFORCE on whole sequences against the greedy answer; the clip as for rloo. Discount and coefficient: the
+    # authors' step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh (liziniu/ReMax).
+    "remax": Recipe(
+        advantage="remax", aggregation="fixed_length", gamma=0.99, kl_in="reward", kl_estimator="k1", kl_coef=0.05
+    ),
+    # Yu 2025, section 4.1: clip-higher, token mean, dynamic sampling, overlong punishment (4096 of 20480 tokens), no KL.
     "dapo": Recipe(advantage="grpo", clip_low=0.2, clip_high=0.28, dynamic_sampling=True, overlong_fraction=0.2),
     # Zheng 2025, section 5.1: ratios of whole sequences stay far closer to 1.
     "gspo": Recipe(advantage="grpo", ratio="sequence", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
-    # MiniMax 2025, eq. 4-5: no lower bound. The paper gives no upper one; weights up to 5 are in the range of Khatri 2025.
+    # MiniMax 2025, eq. 4-5: no lower bound, and no number for the upper one. Weights up to 5: Khatri 2025, and TRL,
+    # trl/trainer/grpo_config.py, epsilon_high for cispo.
     "cispo": Recipe(advantage="grpo", objective="cispo", clip_low=1.0, clip_high=4.0),
 }
 
@@ -116,13 +127,17 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 """What each named part may be."""
 
 READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
-    "gamma": ("algorithm.advantage: gae or returns", lambda r: r.advantage in ("gae", "returns")),
+    "gamma": ("algorithm.advantage: gae, returns or remax", lambda r: r.advantage in ("gae", "returns", "remax")),
     "lam": ("algorithm.advantage: gae", lambda r: r.advantage == "gae"),
     "clip_low": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
     "clip_high": ("algorithm.objective: clip or cispo", lambda r: r.objective in ("clip", "cispo")),
     "dual_clip": ("algorithm.objective: clip", lambda r: r.objective == "clip"),
     "value_clip": ("algorithm.advantage: gae", lambda r: r.needs_critic),
     "kl_estimator": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
+    "kl_cap": (
+        "algorithm.kl_in: reward or loss and algorithm.kl_estimator: k3",
+        lambda r: r.kl_in != "none" and r.kl_estimator == "k3",
+    ),
     "kl_coef": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
     "kl_target": ("algorithm.kl_in: reward or loss", lambda r: r.kl_in != "none"),
     "kl_gain": ("algorithm.kl_target above 0", lambda r: r.kl_in != "none" and r.kl_target > 0),
@@ -193,6 +208,7 @@ def actor_loss(recipe: Recipe, *, max_response_length: int) -> ActorLoss:
         clip=Clip(recipe.clip_low, recipe.clip_high, recipe.dual_clip),
         kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0,
         kl_estimator=recipe.kl_estimator,
+        kl_cap=recipe.kl_cap,
         entropy_coef=recipe.entropy_coef,
         correction=correction,
     )

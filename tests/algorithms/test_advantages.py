@@ -86,9 +86,9 @@ def test_discounted_returns_and_remax(case, gamma):
     kept = [actions(r, m) for r, m in zip(rewards, case.masks, strict=True)]
     assert close(got, [put_back(returns_oracle(r, gamma), m) for r, m in zip(kept, case.masks, strict=True)])
     baselines_S = torch.tensor(baselines, dtype=torch.float64)
-    got = adv.remax(flat(rewards), baselines_S, case.mask_T, case.lengths_S)
+    got = adv.remax(flat(rewards), baselines_S, case.mask_T, case.lengths_S, gamma=gamma)
     expected = [
-        put_back([x - b for x in returns_oracle(r, 1.0)], m)
+        put_back(returns_oracle([*r[:-1], r[-1] - b] if r else r, gamma), m)
         for r, b, m in zip(kept, baselines, case.masks, strict=True)
     ]
     assert close(got, expected)
@@ -214,7 +214,7 @@ def test_every_estimator_by_its_name_is_zero_outside_the_mask(name, case):
     expected = {
         "gae": lambda: adv.gae(args[0], values_T, args[1], args[2], gamma=0.9, lam=0.8)[0],
         "returns": lambda: adv.discounted_returns(*args, gamma=0.9),
-        "remax": lambda: adv.remax(args[0], baselines_S, args[1], args[2]),
+        "remax": lambda: adv.remax(args[0], baselines_S, args[1], args[2], gamma=0.9),
     }
     assert oracle or torch.equal(got, expected[name]())
 

@@ -96,6 +96,22 @@ def test_gradient_flows_to_the_policy_alone(name):
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, name), policy)
 
 
+def test_k3_is_bounded_where_it_would_overflow_and_capped_where_asked():
+    """A log-ratio counts as at most 20 either way (verl, core_algos.kl_penalty_forward); `cap` bounds the estimate."""
+    policy = torch.tensor([-1000.0, -21.0, -19.0, -2.0, -1.0, 0.0], requires_grad=True)
+    reference = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -1000.0])
+    exact = [math.exp(20) - 21, math.exp(20) - 21, math.exp(19) - 20, math.exp(2) - 3, math.e - 2, 19.0]
+    estimate = kl_estimate(policy, reference, "k3")
+    estimate.sum().backward()
+    assert estimate.tolist() == pytest.approx(exact, rel=1e-6)
+    assert policy.grad.tolist() == pytest.approx([0, 0, 1 - math.exp(19), 1 - math.exp(2), 1 - math.e, 0], rel=1e-6)
+    policy.grad = None
+    capped = kl_estimate(policy, reference, "k3", cap=4.0)
+    capped.sum().backward()
+    assert capped.tolist() == pytest.approx([min(x, 4.0) for x in exact], rel=1e-6)
+    assert policy.grad.tolist() == pytest.approx([0, 0, 0, 0, 1 - math.e, 0], rel=1e-6)
+
+
 @examples
 @given(ragged(trained=False))
 def test_sequence_kl(case):

@@ -9,6 +9,7 @@ nor logits, and only compare log-probs with each other. Trap 20 (logits written 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -17,8 +18,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mrl.algorithms.correction import Correction
+from mrl.algorithms.kl import KL_ESTIMATORS
 from mrl.algorithms.losses import ActorLoss, CriticLoss
-from mrl.algorithms.policy import Clip
+from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
 from mrl.batch import Batch, make_batch
 from tests.algorithms import test_aggregation, test_correction, test_kl, test_policy, test_value
 from tests.algorithms.kit import Ragged, close, examples, flat, ragged
@@ -275,3 +277,20 @@ def test_what_would_be_missing_in_silence_is_refused(loss, predictions, message)
     batch = one_sequence(advantages=[1.0] * 4, old_log_probs=[-1.0] * 4)
     with pytest.raises(AssertionError, match=message):
         loss(batch, {"log_probs": torch.zeros(4, requires_grad=True)} | predictions, {})
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("far", [-3e4, -100.0, 100.0, 3e4])
+def test_a_far_token_makes_neither_loss_nor_gradient_nor_metric_nan_or_infinite(far, advantage):
+    """In fp32 exp(89) is infinite, and what is clipped of it has the gradient 0 * inf. far: log-ratio to all others."""
+    others = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+    batch = one_sequence(advantages=[advantage] * 4, **{name: [-4e4 - far] * 4 for name in others})
+    narrow = dataclasses.replace(batch, token_fields={k: v.float() for k, v in batch.token_fields.items()})
+    corrections = (None, Correction("truncate", "sequence"), Correction("mask"))
+    for objective, ratio, estimator, correction in itertools.product(OBJECTIVES, RATIOS, KL_ESTIMATORS, corrections):
+        parts = {"objective": objective, "ratio": ratio, "kl_estimator": estimator, "correction": correction}
+        log_probs_T = torch.full((4,), -4e4, requires_grad=True)
+        loss_sum, ctx = ActorLoss(kl_coef=0.1, **parts)(narrow, {"log_probs": log_probs_T}, {})
+        loss_sum.backward()
+        found = [float(loss_sum.detach()), *log_probs_T.grad.tolist(), *map(float, ctx["metrics"].values())]
+        assert all(map(math.isfinite, found)), (parts, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mrl.algorithms.advantages import Rollout
 from mrl.errors import ConfigError
 from tests.algorithms.kit import close, examples, flat, ragged
 from tests.algorithms.test_advantages import put_back, returns_oracle
+from tests.trainers.kit import REPO
 
 NAMES = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo"]
 
@@ -40,9 +42,25 @@ def test_what_the_papers_say():
     assert parts("grpo", "kl_in", "kl_estimator", "aggregation") == ("loss", "k3", "sequence_mean")
     assert parts("dapo", "clip_low", "clip_high", "aggregation", "kl_in") == (0.2, 0.28, "token_mean", "none")
     assert parts("gspo", "ratio", "clip_low", "clip_high", "aggregation") == ("sequence", 3e-4, 4e-4, "sequence_mean")
+    assert parts("remax", "gamma", "kl_coef") == (0.99, 0.05) and parts("rloo", "kl_coef") == (0.05,)
+    assert parts("reinforce_pp_baseline", "kl_in", "kl_estimator", "kl_coef") == ("loss", "k2", 1e-5)
+    assert parts("cispo", "clip_low", "clip_high") == (1.0, 4.0)  # weights from 0 to 5
+    assert {made.dual_clip for made in recipes.RECIPES.values()} == {0.0}
     assert parts("dr_grpo", "advantage", "aggregation") == ("group_mean", "fixed_length")
     assert recipes.overlong_cache(recipes.recipe("dapo"), max_response_length=20480) == 4096
     assert recipes.overlong_cache(recipes.recipe("grpo"), max_response_length=20480) == 0
+
+
+def test_the_docs_name_a_source_for_every_number():
+    """docs/rl.md: each number of each recipe stands in a line with a source, and is the one in the code."""
+    text = (REPO / "docs" / "rl.md").read_text()
+    lines = re.findall(r"^\| (?:`(\w+)`|others) \| (`[^|]*\d) \| ([^|]{9,}) \|$", text, re.MULTILINE)
+    stated: dict[str, dict[str, float]] = {}
+    for name, defaults, _ in lines:
+        stated.setdefault(name, {}).update({k: float(v) for k, v in re.findall(r"`(\w+)` ([\d.e-]+)", defaults)})
+    for name, made in recipes.RECIPES.items():
+        numbers = {k: v for k, v in dataclasses.asdict(made).items() if isinstance(v, float)}
+        assert {k: stated.get(name, {}).get(k, stated[""].get(k)) for k in numbers} == numbers, name
 
 
 OVERRIDES = {
@@ -56,6 +74,7 @@ OVERRIDES = {
     "dual_clip": 3.0,
     "kl_in": "reward",
     "kl_estimator": "k2",
+    "kl_cap": 10.0,
     "kl_coef": 0.7,
     "kl_target": 6.0,
     "entropy_coef": 0.01,
@@ -99,6 +118,12 @@ def test_parts_reach_the_losses():
         ("cispo", {"dual_clip": 3.0}, "it goes with algorithm.objective: clip"),
         ("ppo", {"correction_cap": 3.0}, "it goes with algorithm.correction: truncate or mask"),
         ("ppo", {"correction": "truncate", "correction_floor": 0.1}, "it goes with algorithm.correction: mask"),
+        (
+            "ppo",
+            {"kl_cap": 10.0},
+            "it goes with algorithm.kl_in: reward or loss and algorithm.kl_estimator: k3; leave it out",
+        ),
+        ("rloo", {"gamma": 0.9}, "it goes with algorithm.advantage: gae, returns or remax; leave it out"),
         ("ppo", {"kl_gain": 0.2}, "it goes with algorithm.kl_target above 0; leave it out"),
         ("dapo", {"kl_in": "loss"}, "algorithm.kl_in: 'loss' has no coefficient in dapo; set algorithm.kl_coef"),
     ],

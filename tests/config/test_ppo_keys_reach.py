@@ -81,6 +81,7 @@ ALGORITHM = [
     Row("algorithm.kl_in", looks.steps_with("actor/kl_coef"), [(DEFAULT, [1]), ("none", [])]),
     moves("algorithm.kl_in", "reward", loss, AGAIN | {"algorithm.kl_coef": 0.5}, "reward"),
     moves("algorithm.kl_estimator", "k1", loss, AGAIN),
+    moves("algorithm.kl_cap", 1e-9, loss, AGAIN),
     Row("algorithm.kl_coef", kl_coef, [(DEFAULT, [0.04]), (0.5, [0.5])]),
     moves("algorithm.kl_target", 0.5, kl_coef, TWICE),
     moves("algorithm.kl_gain", 0.7, kl_coef, TWICE | {"algorithm.kl_target": 0.5}),

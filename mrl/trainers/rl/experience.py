@@ -133,7 +133,7 @@ def make_experience(
         fields["ref_log_probs"] = forward(dispatch, "reference", batch, name="log_probs", size=mini_batch_size, ctx=ctx)
     if recipe.kl_in == "reward":
         old_T, reference_T = fields["old_log_probs"].double(), fields["ref_log_probs"].double()
-        kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator)
+        kl_T = kl_estimate(old_T, reference_T, recipe.kl_estimator, cap=recipe.kl_cap)
     if recipe.needs_critic:
         fields["old_values"] = forward(dispatch, "critic", batch, name="values", size=mini_batch_size)
     if cache := overlong_cache(recipe, max_response_length=max_response_length):

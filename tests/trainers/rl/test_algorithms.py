@@ -193,8 +193,10 @@ def test_remax_compares_with_the_greedy_answer(inputs, tmp_path):
     assert [len(group) for group in baselines] == [1] * 4
     for group, (greedy,) in zip(answers(folder), baselines, strict=True):
         assert group[0]["row"] == greedy["row"]
-        expected = [row["reward"] - greedy["reward"] for row in group]
-        assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-6)
+        for row in group:
+            discounts = [0.99**k for k in range(row["response_length"])]
+            mean = (row["reward"] - greedy["reward"]) * sum(discounts) / len(discounts)
+            assert row["advantage"] == pytest.approx(mean, abs=1e-6)
 
 
 # -- roles, replay, checkpoints --------------------------------------------------------------------------------------------
