@@ -34,6 +34,13 @@ SFT_METRICS: dict[str, str] = {
 }
 """Name -> meaning of what `mrl sft` writes."""
 
+CONVERSATION_METRICS: dict[str, str] = {
+    "rollout/turns": "mean number of turns of the policy in a conversation (written where `rollout.environment` is set, as the next four)",
+    "rollout/tool_calls": "mean number of messages of role tool that the environment answered with in a conversation",
+    "rollout/turn_length": "mean number of tokens that the policy sampled in a turn",
+    "rollout/turn_length_max": "most tokens of a turn",
+    "rollout/observation_length": "mean number of tokens in a conversation that the environment said, the chat template's around them included",
+}
 PPO_METRICS: dict[str, str] = {
     "iteration": "the rollout that the step is trained on, from 1; what follows is of it, where it is not of the step",
     "reward/mean": "mean over the rollout's sequences of what they are rewarded with: rewards times their weights, without KL and length penalties",
@@ -43,6 +50,7 @@ PPO_METRICS: dict[str, str] = {
     "reward/faults": "calls of reward functions that failed and counted as 0 (`rewards.on_error: zero`)",
     "rollout/response_length": "mean number of tokens that the policy sampled of a sequence",
     "rollout/finished": "fraction of the sequences that ended by themselves, not at a length or turn limit",
+    **CONVERSATION_METRICS,
     "rollout/tokens_per_s": "sampled tokens per second of sampling, over all ranks",
     "rollout/logprob_gap": "mean over sampled tokens of the absolute difference of their log-probs, of sampler and trainer",
     "rollout/logprob_gap_max": "the largest of these differences",

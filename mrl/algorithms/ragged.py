@@ -32,6 +32,12 @@ def last_trained(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
     return torch.stack([part.max() for part in parts]) if parts else places_T.new_zeros(0)
 
 
+def tokens_after_prompt(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S] int64: each sequence's tokens from the first with a mask other than 0 on, those with mask 0 after it included."""
+    parts = (mask_T != 0).long().split(lengths_S.tolist())
+    return torch.stack([part.cummax(0).values.sum() for part in parts]) if parts else lengths_S.new_zeros(0)
+
+
 def trained_columns(values_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
     """[N, S]: the trained tokens of each sequence, one after another from the top; zeros below the last.
 

@@ -39,14 +39,14 @@ def token_rewards(
     return rewards_T
 
 
-def overlong_penalty(response_lengths_S: Tensor, *, max_length: int, cache: int) -> Tensor:
+def overlong_penalty(new_tokens_S: Tensor, *, max_length: int, cache: int) -> Tensor:
     """[S], to be added to the score: DAPO's soft overlong punishment (Yu 2025, eq. 13).
 
-    0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, -1 above. response_lengths_S: tokens that
-    the policy wrote.
+    0 up to `max_length - cache` tokens, falling linearly to -1 at `max_length`, -1 above. new_tokens_S: tokens
+    after the prompt, as max_length counts them: in a conversation what an environment said too.
     """
     assert 0 < cache <= max_length, f"cache {cache} is not within 1 to max_length ({max_length})"
-    beyond_S = response_lengths_S.double() - (max_length - cache)
+    beyond_S = new_tokens_S.double() - (max_length - cache)
     return -(beyond_S / cache).clamp(0.0, 1.0)
 
 

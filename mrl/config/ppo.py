@@ -100,6 +100,9 @@ class RolloutConfig:
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)
+    max_turn_tokens: int | None = key(
+        None, "tokens of one such turn at most; null is as many as max_new_tokens leaves", minimum=1
+    )
     environment_timeout_s: float = key(60.0, "longest wait for one reset or step of an environment", above=0)
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang")
 
@@ -141,7 +144,10 @@ class AlgorithmConfig:
     dynamic_sampling: bool | None = key(None, "sample prompts anew whose completions all have one reward")
     max_sampling_rounds: int = key(10, "rounds of dynamic sampling before the run stops", minimum=1)
     overlong_fraction: float | None = key(
-        None, "last part of max_new_tokens over which a punishment of length grows; 0 for none", minimum=0, maximum=1
+        None,
+        "last part of max_new_tokens, counted as there, over which a punishment of length grows; 0 for none",
+        minimum=0,
+        maximum=1,
     )
 
 

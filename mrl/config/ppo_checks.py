@@ -15,13 +15,14 @@ from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
-from mrl.metrics import PPO_METRICS
+from mrl.metrics import CONVERSATION_METRICS, PPO_METRICS
 from mrl.parallel import ParallelDims
 
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction",)
 SERVERS_ONLY = ("weights_dir", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
+OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
 
@@ -230,10 +231,13 @@ def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, 
 def _check_environment(config: PPOConfig) -> None:
     rollout = config.rollout
     if rollout.environment is None:
-        _refuse(
-            rollout, ("max_turns", "environment_timeout_s"), "without rollout.environment", "set rollout.environment"
-        )
+        _refuse(rollout, OF_ENVIRONMENTS, "without rollout.environment", "set rollout.environment")
         return
+    if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.max_turn_tokens: value {rollout.max_turn_tokens} is more than rollout.max_new_tokens "
+            f"{rollout.max_new_tokens}, which all turns have together; give at most that, or leave it out"
+        )
     check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
     if rollout.backend == "recorded":
         raise ConfigError(
@@ -276,6 +280,8 @@ def written_metrics(config: PPOConfig) -> list[str]:
     labels += [ENVIRONMENT] if config.rollout.environment is not None else []
     kinds = ("eval/", "reward/", "rollout/", "actor/", "critic/")
     names = [name for name in PPO_METRICS if name.startswith(kinds if config.data.eval is not None else kinds[1:])]
+    if config.rollout.environment is None:
+        names = [name for name in names if name not in CONVERSATION_METRICS]
     plain = [name for name in names if "<label>" not in name]
     return plain + [name.replace("<label>", label) for name in names if "<label>" in name for label in labels]
 

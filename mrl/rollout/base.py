@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ from mrl.engine.sampling import SamplingKey, SamplingParams
 if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets
     from mrl.data.prompts import Prompt
     from mrl.rollout.samples import Series
+
+
+Limit = Literal["tokens", "turns"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,9 @@ class Trajectory:
     policy sampled, 0 for the prompt and for what an environment said; as long as tokens. log_probs: of the sampler, 0.0
     where mask is 0. text: what the policy said, without special tokens; the turns of a conversation are joined by a blank
     line. finished: it ended by itself and not at a length or turn limit. turns: of the policy. reward: what the environment
-    gave, in all, where there is one.
+    gave, in all, where there is one. conversation: where there is one, the messages after the prompt in their order, as
+    {"role", "content"}: the policy's turns ("assistant") and what the environment answered, its last answer too, which no turn
+    of the policy follows. cut_by: the limit at which it ended, of tokens or of turns; None where it is finished.
     """
 
     prompt: Prompt
@@ -58,11 +64,28 @@ class Trajectory:
     finished: bool
     turns: int = 1
     reward: float | None = None
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    cut_by: Limit | None = None
 
     @property
     def response_length(self) -> int:
         """Tokens that the policy sampled."""
         return sum(self.mask)
+
+    @property
+    def turn_lengths(self) -> list[int]:
+        """Tokens that the policy sampled in each of its turns; turns with no token between them count as one."""
+        return [sum(run) for mask, run in itertools.groupby(self.mask) if mask]
+
+    @property
+    def observation_length(self) -> int:
+        """Tokens after the prompt that the environment said, with what the chat template puts around them."""
+        return len(self.mask) - self.mask.index(1) - self.response_length
+
+    @property
+    def tool_calls(self) -> int:
+        """Tool results that the environment answered with: its messages of role "tool"."""
+        return sum(message["role"] == "tool" for message in self.conversation or ())
 
 
 class Sampler(abc.ABC):

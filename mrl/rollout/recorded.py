@@ -127,4 +127,6 @@ class RecordedRollouts(TrajectorySource):
             finished=record.finished,
             turns=record.turns,
             reward=record.environment,
+            conversation=record.conversation,
+            cut_by=record.cut_by,
         )

@@ -21,7 +21,7 @@ from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
-from mrl.rollout.base import Sampler, SampleRequest, Trajectory, TrajectorySource
+from mrl.rollout.base import Limit, Sampler, SampleRequest, Trajectory, TrajectorySource
 from mrl.rollout.environment import KEY, Environments, Said, Step, load_environment
 from mrl.rollout.samples import SERIES_NAMES, Series
 
@@ -34,8 +34,10 @@ ROUND, SERIES = 2**32, 2**48
 
 
 @dataclasses.dataclass(eq=False)
-class _Talk:
-    """A trajectory in the making. chat: the first prompt as a conversation, for its tools and template arguments."""
+class _Conversation:
+    """A trajectory in the making, of one turn or several. chat: the prompt as a conversation, for its tools and template
+    arguments. turns: what the policy said. messages: the same with what the environment answered, where there is one. full: the next
+    observation leaves no room for a turn."""
 
     number: int
     prompt: Prompt
@@ -44,10 +46,12 @@ class _Talk:
     tokens: list[int] = dataclasses.field(default_factory=list)
     mask: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    said: list[str] = dataclasses.field(default_factory=list)
+    turns: list[str] = dataclasses.field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
     chat: Chat | None = None
     completed: bool = False
     done: bool = True
+    full: bool = False
     reward: float | None = None
 
     def append(self, tokens: Sequence[int], *, mask: int, log_probs: Sequence[float] | None = None) -> None:
@@ -60,6 +64,12 @@ class _Talk:
         """What followed the prompt, the environment's part included."""
         return len(self.tokens) - len(self.prompt.tokens)
 
+    @property
+    def cut_by(self) -> Limit | None:
+        if self.completed and self.done:
+            return None
+        return "turns" if self.completed and not self.full else "tokens"
+
     def trajectory(self) -> Trajectory:
         return Trajectory(
             prompt=self.prompt,
@@ -67,10 +77,12 @@ class _Talk:
             tokens=self.tokens,
             mask=self.mask,
             log_probs=self.log_probs,
-            text="\n\n".join(self.said),
-            finished=self.completed and self.done,
-            turns=len(self.said),
+            text="\n\n".join(self.turns),
+            finished=self.cut_by is None,
+            turns=len(self.turns),
             reward=self.reward,
+            conversation=self.messages,
+            cut_by=self.cut_by,
         )
 
 
@@ -131,53 +143,59 @@ class Rollouts(TrajectorySource):
         dynamic sampling, in which a prompt may come again. A prompt that is there twice gets other samples each time.
         Raises RewardError for what an environment does wrong.
         """
-        talks = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
-        live = talks
+        conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
+        live = conversations
         while live:
-            completions = self._sampler.sample([self._request(talk, greedy) for talk in live])
-            for talk, completion in zip(live, completions, strict=True):
-                self._hear(talk, completion)
+            completions = self._sampler.sample([self._request(conversation, greedy) for conversation in live])
+            for conversation, completion in zip(live, completions, strict=True):
+                self._add_turn(conversation, completion)
             live = self._answer(live) if self._converses else []
-        return [talk.trajectory() for talk in talks]
+        return [conversation.trajectory() for conversation in conversations]
 
-    def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Talk]:
+    def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
         """offset: of the sample numbers in the keys."""
-        talks, seen = [], collections.Counter[int]()
+        conversations, seen = [], collections.Counter[int]()
         for prompt in prompts:
             first = offset + samples * seen[prompt.index]
             seen[prompt.index] += 1
             for i in range(samples):
                 key = SamplingKey(self._seed, step, prompt.index, first + i)
-                talks.append(_Talk(len(talks), prompt, i, key))
+                conversations.append(_Conversation(len(conversations), prompt, i, key))
         if self._converses:
-            given = self._on_main(lambda: self._environments.reset([talk.prompt for talk in talks]))
-            for talk, said in zip(talks, given, strict=True):
-                self._set_prompt(talk, said)
-        for talk in talks:
-            talk.append(talk.prompt.tokens, mask=0)
-        return talks
+            given = self._on_main(
+                lambda: self._environments.reset([conversation.prompt for conversation in conversations])
+            )
+            for conversation, said in zip(conversations, given, strict=True):
+                self._set_prompt(conversation, said)
+                conversation.messages = []
+        for conversation in conversations:
+            conversation.append(conversation.prompt.tokens, mask=0)
+        return conversations
 
-    def _request(self, talk: _Talk, greedy: bool) -> SampleRequest:
+    def _request(self, conversation: _Conversation, greedy: bool) -> SampleRequest:
         config = self._config
         sampling = SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
+        left = config.max_new_tokens - conversation.new_tokens
         return SampleRequest(
-            tokens=list(talk.tokens),
-            max_new_tokens=config.max_new_tokens - talk.new_tokens,
+            tokens=list(conversation.tokens),
+            max_new_tokens=min(left, left if config.max_turn_tokens is None else config.max_turn_tokens),
             sampling=GREEDY if greedy else sampling,
-            key=talk.key,
+            key=conversation.key,
             stop_tokens=sorted(self._end_tokens | set(config.stop_tokens)),
             stop=config.stop,
         )
 
-    def _hear(self, talk: _Talk, completion: Completion) -> None:
+    def _add_turn(self, conversation: _Conversation, completion: Completion) -> None:
         """A turn of the policy."""
-        assert completion.tokens, f"row {talk.prompt.where}: the sampler gave a completion without tokens"
-        talk.append(completion.tokens, mask=1, log_probs=completion.log_probs)
-        talk.completed = completion.finished
+        assert completion.tokens, f"row {conversation.prompt.where}: the sampler gave a completion without tokens"
+        conversation.append(completion.tokens, mask=1, log_probs=completion.log_probs)
+        conversation.completed = completion.finished
         ends = completion.tokens[-1] in self._end_tokens
         words = completion.tokens[: -1 if ends else None]
         text = self._tokenizer.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        talk.said.append(text)
+        conversation.turns.append(text)
+        if conversation.messages is not None:
+            conversation.messages.append({"role": "assistant", "content": text})
 
     # --------------------------------------------------------------------------------------- with an environment
 
@@ -185,45 +203,49 @@ class Rollouts(TrajectorySource):
         environment = load_environment(self._config.environment) if environment is None else environment
         self._environments = Environments(environment, self._name, timeout_s=self._config.environment_timeout_s)
 
-    def _set_prompt(self, talk: _Talk, said: Said | None) -> None:
+    def _set_prompt(self, conversation: _Conversation, said: Said | None) -> None:
         """The conversation's first prompt: the row's, or what the environment gave instead."""
         try:
-            content = talk.prompt.content if said is None else said
-            asked = parse_prompt({**talk.prompt.row, "prompt": content}, "prompt")
-            talk.chat = asked if isinstance(asked, Chat) else asked.chat
+            content = conversation.prompt.content if said is None else said
+            asked = parse_prompt({**conversation.prompt.row, "prompt": content}, "prompt")
+            conversation.chat = asked if isinstance(asked, Chat) else asked.chat
             if said is None:
                 return
             tokens = self._encoder.prompt(asked)
         except DataError as error:
-            raise self._error(talk, f"reset gave a prompt that cannot be used: {error}") from None
+            raise self._error(conversation, f"reset gave a prompt that cannot be used: {error}") from None
         if self._max_prompt_length is not None and len(tokens) > self._max_prompt_length:
             raise self._error(
-                talk,
+                conversation,
                 f"reset gave a prompt of {len(tokens)} tokens, and data.max_prompt_length is {self._max_prompt_length}; "
                 "raise it, or give a shorter one",
             )
-        talk.prompt = dataclasses.replace(talk.prompt, content=content, tokens=tokens, truncated=False)
+        conversation.prompt = dataclasses.replace(conversation.prompt, content=content, tokens=tokens, truncated=False)
 
-    def _answer(self, live: list[_Talk]) -> list[_Talk]:
+    def _answer(self, live: list[_Conversation]) -> list[_Conversation]:
         """Lets the environments answer; the conversations that go on."""
-        said = [(talk.number, talk.said[-1]) for talk in live]
+        said = [(conversation.number, conversation.turns[-1]) for conversation in live]
         steps = self._on_main(lambda: self._environments.step(said))
-        return [talk for talk, step in zip(live, steps, strict=True) if self._goes_on(talk, step)]
+        return [
+            conversation for conversation, step in zip(live, steps, strict=True) if self._goes_on(conversation, step)
+        ]
 
-    def _goes_on(self, talk: _Talk, step: Step) -> bool:
+    def _goes_on(self, conversation: _Conversation, step: Step) -> bool:
         """Takes the reward, and the observation where there is a turn of the policy after it."""
-        talk.reward = (talk.reward or 0.0) + step.reward
-        talk.done = step.done
-        if step.done or len(talk.said) >= self._config.max_turns:
+        conversation.reward = (conversation.reward or 0.0) + step.reward
+        conversation.done, answer = step.done, step.observation
+        conversation.messages += [{"role": "user", "content": answer}] if isinstance(answer, str) else answer or []
+        if step.done or len(conversation.turns) >= self._config.max_turns:
             return False
         try:
-            heard = self._encoder.observation(step.observation, talk.chat, talk.tokens[-1])
+            observation = self._encoder.observation(answer, conversation.chat, conversation.tokens[-1])
         except DataError as error:
-            raise self._error(talk, f"step gave an observation that cannot be used: {error}") from None
-        if talk.new_tokens + len(heard) >= self._config.max_new_tokens:
+            raise self._error(conversation, f"step gave an observation that cannot be used: {error}") from None
+        conversation.full = conversation.new_tokens + len(observation) >= self._config.max_new_tokens
+        if conversation.full:
             return False
-        talk.append(heard, mask=0)
+        conversation.append(observation, mask=0)
         return True
 
-    def _error(self, talk: _Talk, what: str) -> RewardError:
-        return RewardError(f"{KEY}: {self._name}: row {talk.prompt.where}: {what}")
+    def _error(self, conversation: _Conversation, what: str) -> RewardError:
+        return RewardError(f"{KEY}: {self._name}: row {conversation.prompt.where}: {what}")

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from mrl.data.files import one_line
 from mrl.errors import DataError
-from mrl.rollout.base import Trajectory
+from mrl.rollout.base import Limit, Trajectory
 
 Series = Literal["step", "eval", "baseline"]
 SERIES_NAMES: tuple[Series, ...] = get_args(Series)
@@ -25,7 +25,7 @@ SERIES_NAMES: tuple[Series, ...] = get_args(Series)
 class SavedSample:
     """A line. row: file and line of the prompt. reward: in all; rewards: of the functions, by label; environment: the
     environment's. completion: what the policy said. advantage: the mean over its tokens. The rest is as in Trajectory; what
-    is unknown is null."""
+    is unknown is null. Files that were written before conversation and cut_by have neither."""
 
     step: int
     row: str
@@ -43,6 +43,8 @@ class SavedSample:
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
+    conversation: list[dict[str, Any]] | None = None
+    cut_by: Limit | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -92,6 +94,8 @@ def write_samples(
                     tokens=t.tokens,
                     mask=t.mask,
                     log_probs=t.log_probs,
+                    conversation=t.conversation,
+                    cut_by=t.cut_by,
                 )
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
                 out.write(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -162,7 +166,14 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tokens": (_list_of(_count), "a list of token ids"),
     "mask": (_list_of(lambda v: type(v) is int and v in (0, 1)), "a list of 0 and 1"),
     "log_probs": (_list_of(_number), "a list of finite numbers"),
+    "conversation": (
+        lambda v: v is None or _list_of(lambda m: isinstance(m, dict) and _text(m.get("role")))(v),
+        "a list of messages with a role, or null",
+    ),
+    "cut_by": (lambda v: v in (None, *get_args(Limit)), '"tokens", "turns" or null'),
 }
+OPTIONAL = {"conversation": None, "cut_by": None}
+"""What a file that was written before these keys is read as."""
 
 
 def _sample(line: str) -> SavedSample:
@@ -173,6 +184,7 @@ def _sample(line: str) -> SavedSample:
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise ValueError(f"is a JSON {type(fields).__name__} and no object")
+    fields = OPTIONAL | fields
     for name in (*_CHECKS, *fields):
         if name not in fields:
             raise ValueError(f"has no {name}")

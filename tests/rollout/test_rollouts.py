@@ -89,7 +89,7 @@ def test_a_completion_that_fills_the_room_is_not_finished():
     (t,) = make_rollouts(Says(TOKENIZER, "fox " * 9), max_new_tokens=5).sample(
         make_prompts(ROWS[:1], TOKENIZER), step=0, samples=1
     )
-    assert not t.finished and t.response_length == 5
+    assert not t.finished and t.response_length == 5 and (t.cut_by, t.conversation) == ("tokens", None)
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
@@ -107,6 +107,9 @@ def test_trap_7_what_trains_and_counts_is_what_was_sampled(path):
     assert (long.text, long.turns, long.reward, long.finished) == ("quick\n\ndog\n\nlazy", 3, 3.0, False)
     assert parts(short)[1:] == [(1, "quick<|im_end|>"), (0, said.format(5)), (1, "dog<|im_end|>")]
     assert (short.text, short.turns, short.reward, short.finished) == ("quick\n\ndog", 2, 2.0, True)
+    words = [("assistant", "quick"), ("user", "5 fox"), ("assistant", "dog"), ("user", "3 fox"), ("assistant", "lazy"), ("user", "4 fox")]  # fmt: skip
+    spoken = [[(m["role"], m["content"]) for m in t.conversation] for t in (long, short)]
+    assert spoken == [words, words[:4]] and (long.cut_by, short.cut_by) == ("turns", None)
     assert [len(r) for r in sampler.rounds] == [2, 2, 1]  # all live ones together
     assert all(r.tokens == long.tokens[: len(r.tokens)] for r in (requests[0] for requests in sampler.rounds))
     batch = trajectories_to_batch([long, short])
@@ -139,6 +142,8 @@ def test_a_reset_gives_the_prompt_and_a_message_is_the_observation(path):
     tool = "\n<|im_start|>tool\nFOX<|im_end|>\n<|im_start|>assistant\n"
     assert parts(t) == [(0, system + ASKED.format("dog hello")), (1, "fox<|im_end|>"), (0, tool), (1, "fox<|im_end|>")]
     assert t.prompt.content == [{"role": "user", "content": "dog hello"}] and t.reward == 0.75
+    assert [m["role"] for m in t.conversation] == ["assistant", "tool"] * 2 and t.tool_calls == 2
+    assert t.turn_lengths == [3, 3] and t.observation_length == len(ids(tool))
     assert t.prompt.row == ROWS[0] and t.tokens[: len(t.prompt.tokens)] == t.prompt.tokens
     with pytest.raises(RewardError, match=r"Guess: row train.jsonl:1: reset gave a prompt of \d+ tokens, and data.max_prompt_length is 9"):  # fmt: skip
         make_rollouts(sampler, environment=f"{path}:Guess", max_prompt_length=9).sample(
@@ -162,6 +167,19 @@ def test_a_turn_that_a_stop_text_ended_gets_its_end_token_with_mask_0(path):
     )
 
 
+def test_a_turn_has_max_turn_tokens_at_most_and_the_next_one_as_many(path):
+    sampler = Says(TOKENIZER, "quick quick quick quick")
+    keys = {"environment": f"{path}:Count", "max_turns": 3, "max_turn_tokens": 3}
+    (t,) = make_rollouts(sampler, **keys).sample(make_prompts(ROWS[:1], TOKENIZER), step=0, samples=1)
+    assert [r[0].max_new_tokens for r in sampler.rounds] == [3, 3, 3] and t.turn_lengths == [3, 3, 3]
+    assert parts(t)[2][1].startswith("<|im_end|>\n<|im_start|>user"), (
+        "a turn that was cut gets its end, which trains not"
+    )
+    assert (t.turns, t.finished, t.cut_by) == (3, False, "tokens")
+    make_rollouts(sampler, **keys | {"max_new_tokens": 2}).sample(make_prompts(ROWS[:1], TOKENIZER), step=0, samples=1)
+    assert sampler.rounds[-1][0].max_new_tokens == 2, "max_new_tokens bounds all of it"
+
+
 @pytest.mark.parametrize("room", range(1, 40))
 def test_no_trajectory_is_longer_than_max_new_tokens_and_none_ends_with_an_observation(path, room):
     turn, answer = len(ids("quick<|im_end|>")), len(ids("\n<|im_start|>user\n5 fox<|im_end|>\n<|im_start|>assistant\n"))
@@ -169,7 +187,7 @@ def test_no_trajectory_is_longer_than_max_new_tokens_and_none_ends_with_an_obser
     (t,) = rollouts.sample(make_prompts(ROWS[:1], TOKENIZER), step=0, samples=1)
     rollouts.close()
     new = len(t.tokens) - len(t.prompt.tokens)
-    assert t.mask[-1] == 1 and new <= room and not t.finished
+    assert t.mask[-1] == 1 and new <= room and not t.finished and t.cut_by == "tokens"
     whole, rest = divmod(room, turn + answer)
     assert t.turns == t.reward == whole + (rest > 0)
     assert new == room if 0 < rest <= turn else new == whole * (turn + answer) + (turn if rest else -answer)

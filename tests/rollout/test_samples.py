@@ -52,7 +52,7 @@ def test_a_line_is_what_a_person_wants_to_know_first(saved):
         ("step", 12), ("row", "train.jsonl:2"), ("index", 1), ("sample", 1), ("reward", 0.1 * 3), ("rewards", {"gsm8k": 1.0}),
         ("environment", None), ("prompt", ROWS[1]["prompt"]), ("completion", "lazy é dog"), ("finished", True), ("turns", 1),
         ("response_length", t.response_length), ("advantage", -0.1 * 3), ("tokens", t.tokens), ("mask", t.mask),
-        ("log_probs", t.log_probs),
+        ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None),
     ]  # fmt: skip
 
 
@@ -71,7 +71,18 @@ def test_conversations_are_replayed_without_their_environment(tmp_path, prompts)
         trajectories = sampled(prompts[:1], "fox", "dog", environment=f"{path}:{name}", max_turns=2)
         write_samples(str(tmp_path), 12, trajectories)
         assert trajectories[0].turns == 2 and trajectories[0].reward
+        saved = read_samples(f"{tmp_path}/step_00000012.jsonl")[0]
+        assert saved.conversation == trajectories[0].conversation and saved.cut_by == "turns"
         assert replayed(str(tmp_path), prompts[:1], environment="gone.py:Env") == trajectories
+
+
+def test_files_from_before_conversations_were_written_are_read(saved, prompts):
+    folder, trajectories = saved
+    file = Path(folder, "step_00000012.jsonl")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    old = [{k: v for k, v in line.items() if k not in ("conversation", "cut_by")} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in old), encoding="utf-8")
+    assert replayed(folder, prompts) == trajectories
 
 
 def test_a_prompt_that_comes_twice_and_other_series(tmp_path, prompts):

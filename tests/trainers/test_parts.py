@@ -14,10 +14,14 @@ import torch
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
+from mrl.data.prompts import Prompt
 from mrl.engine import checkpoint
 from mrl.engine.lora import AdapterShape
 from mrl.errors import CheckpointError, ConfigError, ModelError
+from mrl.rewards.scorer import Scores
+from mrl.rollout.base import Trajectory
 from mrl.trainers import console, hub, sft, throughput
+from mrl.trainers.rl.show import table
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 from tests.config.test_load import BASE, PPO_BASE
@@ -44,6 +48,15 @@ def test_reinforcement_learning_shows_what_it_is_about(capsys):
     line = capsys.readouterr().out
     shown = "reward 0.250  accuracy 25.0%  loss 1.2346  kl 0.25  explained 0.25  lr 1e-05  length 0  tok/s 12,346  mfu 42.1%"
     assert line.startswith(f"step 5/10  {shown}  eta "), line
+
+
+def test_a_conversation_is_shown_with_who_said_what(capsys):
+    words = [("assistant", "4+4?"), ("tool", "8"), ("assistant", "It is 8.")]
+    talk = [{"role": role, "content": text} for role, text in words]
+    prompt = Prompt(0, "train.jsonl:1", {}, "2*4", [1])
+    made = Trajectory(prompt, 0, [1, 2], [0, 1], [0.0, -1.0], "4+4?\n\nIt is 8.", True, 2, 1.0, talk)
+    console.open_console("plain", enabled=True).samples(1, table([made], Scores((1.0,), {}), 1))
+    assert "'2*4' -> 'assistant: 4+4?\\ntool: 8\\nassistant: It is 8.'" in capsys.readouterr().out
 
 
 def test_a_long_generation_says_how_far_it_is(capsys, monkeypatch):

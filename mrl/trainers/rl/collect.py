@@ -65,9 +65,24 @@ class Collected:
             **scoring.metrics(self.scores),
             "rollout/response_length": sum(lengths) / len(lengths),
             "rollout/finished": sum(t.finished for t in self.trajectories) / len(lengths),
+            **conversation_metrics(self.trajectories),
             "rollout/tokens_per_s": (sum(lengths) + sum(beside)) / self.rollout_s,
             "rollout/prompts_rejected": len(self.rejected[0]) / (len(lengths) // len(self.groups_S.unique())),
         }
+
+
+def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, tool calls and lengths of turns; nothing where the trajectories are no conversations."""
+    if any(t.conversation is None for t in trajectories):
+        return {}
+    count, turns = len(trajectories), sum(t.turns for t in trajectories)
+    return {
+        "rollout/turns": turns / count,
+        "rollout/tool_calls": sum(t.tool_calls for t in trajectories) / count,
+        "rollout/turn_length": sum(t.response_length for t in trajectories) / turns,
+        "rollout/turn_length_max": float(max(max(t.turn_lengths) for t in trajectories)),
+        "rollout/observation_length": sum(t.observation_length for t in trajectories) / count,
+    }
 
 
 class Collector:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.algorithms.advantages import Rollout
 from mrl.algorithms.kl import KLController, kl_estimate, sequence_kl
-from mrl.algorithms.ragged import sum_per_sequence
+from mrl.algorithms.ragged import tokens_after_prompt
 from mrl.algorithms.recipes import Recipe, advantages, overlong_cache
 from mrl.algorithms.shaping import overlong_penalty, token_rewards
 from mrl.batch import Batch
@@ -137,7 +137,7 @@ def make_experience(
     if recipe.needs_critic:
         fields["old_values"] = forward(dispatch, "critic", batch, name="values", size=mini_batch_size)
     if cache := overlong_cache(recipe, max_response_length=max_response_length):
-        lengths_S = sum_per_sequence((batch.loss_mask != 0).long(), batch.lengths)
+        lengths_S = tokens_after_prompt(batch.loss_mask, batch.lengths)
         scores_S = scores_S + overlong_penalty(lengths_S, max_length=max_response_length, cache=cache)
     rewards_T = token_rewards(scores_S, batch.loss_mask, batch.lengths, kl_T=kl_T, kl_coef=kl.coef)
     rollout = Rollout(

@@ -35,6 +35,7 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.hub import model_folder
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
+from mrl.trainers.rl.guards import TokenLimit
 from mrl.trainers.rl.samplers import make_sampler
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
@@ -97,6 +98,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
             directory=directory, console=console, stop=stop, exact_sampler=rollouts.exact,
             same_reference=_same_reference(config, folders),
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
+            token_limit=TokenLimit(max_new_tokens=config.rollout.max_new_tokens),
         )  # fmt: skip
 
 

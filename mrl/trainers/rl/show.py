@@ -80,9 +80,16 @@ def table(
         return []
     places = range(0, len(trajectories), max(1, len(trajectories) // rows))
     return [
-        (last_words(trajectories[i]), trajectories[i].text, scores.totals[i], scoring.by_sample(scores, i))
+        (last_words(trajectories[i]), spoken(trajectories[i]), scores.totals[i], scoring.by_sample(scores, i))
         for i in list(places)[:rows]
     ]
+
+
+def spoken(trajectory: Trajectory) -> str:
+    """What was said after the prompt: the completion, or of a conversation a line for each message, with its role."""
+    if trajectory.conversation is None:
+        return trajectory.text
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in trajectory.conversation)
 
 
 def last_words(trajectory: Trajectory) -> str:

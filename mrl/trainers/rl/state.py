@@ -24,7 +24,7 @@ from mrl.trainers.hub import check_same_model, model_fingerprint
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
-from mrl.trainers.rl.guards import EqualRewards
+from mrl.trainers.rl.guards import EqualRewards, TokenLimit
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
 from mrl.trainers.signals import StopSignal
 
@@ -71,6 +71,7 @@ class Trainer:
     exact_sampler: bool
     same_reference: bool | None
     chat_template: str | None
+    token_limit: TokenLimit
     equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
 
     def position(self, step: int) -> tuple[int, int]:

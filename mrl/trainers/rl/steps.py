@@ -50,6 +50,8 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple
         check_first(trainer, experience.batch, scores_S)
     if note := trainer.equal_rewards.note(experience.batch, scores_S, recipe):
         trainer.console.say(f"step {progress.step + 1}: {note}")
+    if note := trainer.token_limit.note(collected.trajectories):
+        trainer.console.say(f"step {progress.step + 1}: {note}")
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
     row = {
         **collected.metrics(),

@@ -8,7 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from mrl.algorithms.recipes import RECIPES
+from mrl.algorithms.kl import KLController
+from mrl.algorithms.recipes import RECIPES, recipe
+from mrl.batch import make_batch
+from mrl.trainers.rl.experience import make_experience
 from tests.engine.harness import run_case
 from tests.trainers.rl import kit
 from tests.trainers.rl.kit import engine
@@ -184,6 +187,18 @@ def test_overlong_punishment(inputs, tmp_path):
         assert [row["advantage"] for row in group] == pytest.approx(expected.tolist(), abs=1e-5)
         lengths |= {row["response_length"] for row in group}
     assert 8 in lengths and min(lengths) <= 6
+
+
+def test_overlong_punishment_counts_observations_as_the_limit_does():
+    """Of 8 tokens at most, all that follows the prompt counts: one sequence has 4 of the policy and 4 of an environment."""
+    masks = [[0, 0, 1, 1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 1]]
+    batch = make_batch([list(range(len(mask))) for mask in masks], masks, sequence_fields={"groups": torch.zeros(2)})
+    made = make_experience(
+        batch, torch.ones(2, dtype=torch.float64), dispatch=None, recipe=recipe("dapo"), kl=KLController(0.0), iteration=0,
+        mini_batch_size=2, temperature=1.0, max_response_length=8, baselines_S=None, old_log_probs=False,
+    )  # fmt: skip
+    advantages = [float(row[-1]) for row in made.batch.token_fields["advantages"].split(batch.lengths.tolist())]
+    assert advantages == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)  # rewards 1 - 1 and 1
 
 
 def test_remax_compares_with_the_greedy_answer(inputs, tmp_path):

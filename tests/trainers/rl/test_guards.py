@@ -15,7 +15,8 @@ import torch
 
 from mrl.algorithms.recipes import RECIPES
 from mrl.batch import Batch
-from mrl.trainers.rl.guards import EqualRewards
+from mrl.rollout.base import Trajectory
+from mrl.trainers.rl.guards import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
 from tests.trainers.kit import write_config
 from tests.trainers.rl import kit
@@ -198,6 +199,24 @@ def test_equal_rewards_are_said_once_and_of_every_tenth_rollout_in_a_row():
     assert notices.note(batch, torch.tensor([0.1, 0.2]), RECIPES["dr_grpo"]) is None
     assert not any(notices.note(batch, scores_S, RECIPES["dr_grpo"]) for _ in range(9)), "ten in a row begin anew"
     assert "(10 rollouts in a row)" in notices.note(batch, scores_S, RECIPES["dr_grpo"])
+
+
+def test_conversations_that_end_by_the_limit_of_tokens_are_told_of():
+    def conversations(*cut_by):
+        words = [{"role": "assistant", "content": "x"}]
+        return [Trajectory(None, 0, [1, 2], [0, 1], [0.0, -1.0], "x", c is None, 1, 0.0, words, c) for c in cut_by]
+
+    notices = TokenLimit(max_new_tokens=64)
+    most, half = conversations("tokens", "tokens", None), conversations("tokens", "tokens", None, "turns")
+    assert notices.note(half) is None
+    assert notices.note(most) == (
+        "2 of 3 conversations ended by the limit of tokens: rollout.max_new_tokens 64 counts observations too; raise it, or "
+        "make turns and observations shorter (rollout.max_turn_tokens, max_turns)"
+    )
+    assert [i for i in range(2, 21) if notices.note(most)] == [10, 20]
+    assert "(10 rollouts in a row)" not in (notices.note(half) or "")
+    alone = [Trajectory(None, 0, [1, 2], [0, 1], [0.0, -1.0], "x", False, cut_by="tokens")]
+    assert TokenLimit(max_new_tokens=1).note(alone) is None, "it is of conversations"
 
 
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):

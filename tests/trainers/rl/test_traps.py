@@ -53,7 +53,16 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
     after_prompt = [len(row["tokens"]) - row["mask"].index(1) for row in rows]
     assert any(row["turns"] == 2 for row in rows) and sum(said) < sum(after_prompt)
     assert runs["one"][-1]["train/tokens"] == sum(said)
-    assert runs["one"][0]["rollout/response_length"] == sum(said) / len(said)
+    first, turns = runs["one"][0], sum(row["turns"] for row in rows)
+    assert first["rollout/response_length"] == sum(said) / len(said)
+    assert (first["rollout/turns"], first["rollout/tool_calls"]) == (turns / len(rows), 0.0)
+    assert first["rollout/turn_length"] == sum(said) / turns <= first["rollout/turn_length_max"] <= 24
+    assert first["rollout/observation_length"] == (sum(after_prompt) - sum(said)) / len(rows) > 0
+    for row in rows:
+        roles = [message["role"] for message in row["conversation"]]
+        assert roles == (["assistant", "user"] * row["turns"])[: len(roles)]
+        spoken = [message["content"] for message in row["conversation"] if message["role"] == "assistant"]
+        assert "\n\n".join(spoken) == row["completion"]
     kit.assert_close_metrics(runs["two"], runs["one"], 1e-5)
     for row in rows:  # what the environment said has no log-prob
         assert all((log_prob < 0) == bool(mask) for log_prob, mask in zip(row["log_probs"], row["mask"], strict=True))
