@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 2**22
+from mrl.engine import splitmix
+
+CHUNK = {"cpu": 2**16, "cuda": 2**22}
+"""Elements that are looked at together: few on a CPU, whose caches they stay in."""
 ROUNDING_MARGIN = 8.0
 """How many roundings of a weight an update must be before it has to show: leaves room for clipping, which makes
 gradients smaller and Adam's eps weigh more."""
@@ -152,20 +155,31 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().reshape(-1)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), CHUNK):
-        chunk = flat[start : start + CHUNK].view(bits).to(torch.int64)
-        position = torch.arange(start, start + chunk.numel(), device=flat.device)
-        total += ((chunk + position * 0x9E3779B1) * (2 * position + 0x2545F491)).sum()  # wraps around, as it may
+    chunk = CHUNK[flat.device.type]
+    for start in range(0, flat.numel(), chunk):
+        total += hashes(flat[start : start + chunk].view(bits), start).sum()  # wraps around, as it may
     return int(total)
+
+
+def hashes(words: Tensor, start: int) -> Tensor:
+    """[.., n] int64: a hash of each of the words [.., n], integers of any size, and its place, which counts from `start`.
+
+    Their sum needs a hash in which every bit counts everywhere: AdamW's first step moves all entries between two powers of
+    two by equally many roundings, so that a sum of linear functions of word and place stays as it was in 13 % of pieces of
+    4 entries (+ - - +).
+    """
+    places = torch.arange(start + 1, start + 1 + words.shape[-1], device=words.device)
+    return splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)
 
 
 def _would_move(weight: Tensor, gradient: Tensor, lr: float, eps: float) -> bool:
     """Whether some element's update is far above the rounding of its weight."""
     w, g = weight.detach().reshape(-1), gradient.detach().reshape(-1)
     rounding = ROUNDING_MARGIN * torch.finfo(w.dtype).eps
-    for start in range(0, w.numel(), CHUNK):
-        size = g[start : start + CHUNK].float().abs()
+    chunk = CHUNK[w.device.type]
+    for start in range(0, w.numel(), chunk):
+        size = g[start : start + chunk].float().abs()
         update = lr * size / (size + eps)
-        if bool((update > rounding * w[start : start + CHUNK].float().abs()).logical_and(update > 0).any()):
+        if bool((update > rounding * w[start : start + chunk].float().abs()).logical_and(update > 0).any()):
             return True
     return False

@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.engine.logprobs import VocabShard
+from mrl.engine.splitmix import GAMMA, WORD, mix, mix_int, signed
 
-_WORD = 2**64 - 1
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 _CANDIDATES = 128
 _NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
 
@@ -72,34 +71,15 @@ def noise_key(key: Sequence[int], position: int) -> int:
     """64 bits for the token at `position` of its sequence (prompt included, so that turns of a conversation differ)."""
     word = 0
     for part in (*key, position):
-        word = _mix_int((word + _GAMMA + part) & _WORD)
+        word = mix_int((word + GAMMA + part) & WORD)
     return word
-
-
-def _mix_int(z: int) -> int:
-    z = ((z ^ (z >> 30)) * _FIRST) & _WORD
-    z = ((z ^ (z >> 27)) * _SECOND) & _WORD
-    return z ^ (z >> 31)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >> 63 else word
-
-
-def _mix(z: Tensor) -> Tensor:
-    """`_mix_int` of int64 words, in place."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-        z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        if factor is not None:
-            z *= _signed(factor)
-    return z
 
 
 def random_bits(keys: Tensor, start: int, count: int) -> Tensor:
     """[S, count] int32 for the vocabulary ids `start, start + 1, ...`; keys [S] int64."""
     first, end = start // 2, (start + count + 1) // 2
-    words = torch.arange(first + 1, end + 1, device=keys.device) * _signed(_GAMMA)
-    return _mix(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
+    words = torch.arange(first + 1, end + 1, device=keys.device) * signed(GAMMA)
+    return mix(keys[:, None] + words).view(torch.int32)[:, start - 2 * first :][:, :count]
 
 
 def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
@@ -141,7 +121,7 @@ class SamplingRows:
             return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
 
         greedy = [p.greedy for p in params]
-        words = None if all(greedy) else torch.tensor([_signed(k) for k in noise_keys], device=device)
+        words = None if all(greedy) else torch.tensor([signed(k) for k in noise_keys], device=device)
         return cls(
             words,
             None if not any(greedy) or all(greedy) else ~torch.tensor(greedy, device=device),

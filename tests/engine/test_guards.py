@@ -71,13 +71,29 @@ def test_a_checksum_sees_one_bit_and_a_swap(dtype):
 def test_a_checksum_does_not_depend_on_the_chunks(monkeypatch):
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = guards.checksum(tensor)
-    monkeypatch.setattr(guards, "CHUNK", 7)
+    monkeypatch.setitem(guards.CHUNK, "cpu", 7)
     assert guards.checksum(tensor) == whole
+
+
+@pytest.mark.parametrize("entries", [4, 16])
+def test_the_first_step_of_adamw_is_never_missed(entries):
+    """10,000 pieces of weights between two powers of two: AdamW moves each entry by the same number of roundings, up or down,
+    so that many pieces keep the sum of their entries, and that of their entries times their places (+ - - +)."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = 0.009 + 0.006 * torch.rand(10_000, entries, generator=generator)
+    parameter = torch.nn.Parameter(pieces.clone())
+    parameter.grad = torch.randn(pieces.shape, generator=generator)
+    torch.optim.AdamW([parameter], lr=1e-5, weight_decay=0.0).step()
+    moved = parameter.detach()
+    before, after = (guards.hashes(t.view(torch.int32), 0).sum(1) for t in (pieces, moved))
+    assert before[0] == guards.checksum(pieces[0]) and after[-1] == guards.checksum(moved[-1])
+    assert (pieces != moved).all() and (before == after).sum() == 0
+    assert before.unique().numel() == len(before)
 
 
 def over_ranks():
     """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "half" stays on rank 1 alone, where it should
-    move too; replicas differ."""
+    move too; replicas differ, those of "balanced" by + - - +."""
     rank = dist.get_rank()
     rows = Watched("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
     own = Watched(f"stage{rank}", torch.ones(1), torch.ones(1))
@@ -85,12 +101,17 @@ def over_ranks():
     found = guards.inspect([rows, own, half], lr=LR, eps=EPS)
     moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
     messages = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("half", moved)])
-    replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank)))]
+    balanced = torch.full((4,), 1.5) + rank * 2.0**-20 * torch.tensor([1.0, -1.0, -1.0, 1.0])
+    replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank))), ("balanced", balanced)]
     messages += guards.replica_problems(replicas, None)
     return messages, guards.union([f"from {rank}", "both"])
 
 
 def test_each_piece_of_a_parameter_is_judged_and_replicas_are_compared():
     messages, union = run_case(2, "tests.engine.test_guards:over_ranks")
-    assert messages == ["half: it has a gradient but the step did not change it", "other: its replicas on ranks [0, 1] differ"]  # fmt: skip
+    assert messages == [
+        "half: it has a gradient but the step did not change it",
+        "other: its replicas on ranks [0, 1] differ",
+        "balanced: its replicas on ranks [0, 1] differ",
+    ]
     assert union == ["both", "from 0", "from 1"]
