@@ -262,31 +262,29 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engin
             f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
             f"its ranks; use one of {fit}"
         )
-    kind, _ = following_positions(model) or (None, None)
-    if kind is not None:
-        raise ConfigError(
-            f'{path}.parallel.cp: value {cp} does not work with the rotary embedding "{kind}" of the model on backend fsdp: it '
-            "follows the longest sequence, of which each rank sees a part; set it to 1"
-        )
 
 
-def check_positions(engine: EngineConfig, model: Mapping[str, Any], max_length: int, key: str) -> None:
-    """Whether backend fsdp can hold sequences of `max_length` tokens together. key: the keys that set it, with their values."""
+def check_positions(
+    engine: EngineConfig, model: Mapping[str, Any], max_length: int, key: str, *, generates: bool
+) -> None:
+    """Whether backend fsdp can take sequences of `max_length` tokens of a model whose rotary embedding follows the length of a
+    sequence. key: the keys that set it, with their values. generates: whether such a model samples them token by token.
+    """
     kind, limit = following_positions(model) or (None, None)
-    if engine.backend != "fsdp" or kind is None:
+    if engine.backend != "fsdp" or kind is None or not (generates or "text_config" in model):
         return
     if limit is None:  # a field of config.json that is not there
         limit = _whole(model.get("text_config") or model, "max_position_embeddings")
     if max_length > limit:
+        why = "what is sampled token by token does not follow it as training does" if generates else "images do not"
         raise ConfigError(
             f'{key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
-            "beyond, transformers lets one long sequence change the numbers of all in its micro-batch; give at most "
-            f"{limit}, or use another model"
+            f"beyond, it follows the length of a sequence, and {why}; give at most {limit}, or use another model"
         )
 
 
 def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """The kind of a rotary embedding that follows the largest position of a forward, and the sequence length up to which it is
+    """The kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
     the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
     """
     model = model.get("text_config") or model

@@ -102,7 +102,7 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
             if "num_hidden_layers" not in part.hf:  # another family's spelling of it: which family is said first
                 _check_architecture(config, part, dims)
             check_model(part.engine, dims, part.hf)
-            check_positions(part.engine, part.hf, *_longest(config))
+            check_positions(part.engine, part.hf, *_longest(config), generates=not isinstance(config, SFTConfig))
             _check_architecture(config, part, dims)
         made.append(dims)
     return made

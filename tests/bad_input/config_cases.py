@@ -78,8 +78,6 @@ CASES = [
     Case("chunks", "engine.parallel", ("pp*vpp (2*4 = 8)",), ("engine.parallel={pp: 2, vpp: 4}",)),
     Case("heads", "engine.parallel.tp", ("8 attention heads", "use one of 1, 2"), ("engine.parallel.tp=3",)),
     Case("heads of fsdp", "engine.parallel.cp", ("8 attention heads", "use one of 1, 2, 4, 8"), ("engine={backend: fsdp, parallel: {cp: 3}}",)),
-    Case("rotary embedding beyond its length", "data.max_length", ('"dynamic"', "give at most 64"), ("engine={backend: fsdp}", "data.max_length=65"), set_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=64)),
-    Case("rotary embedding of fsdp", "engine.parallel.cp", ('"dynamic"', "set it to 1"), ("engine={backend: fsdp, parallel: {cp: 2}}",), set_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
     Case("key-value heads", "engine.parallel.tp", ("3 key-value heads",), ("engine.parallel.tp=2",), set_model(num_key_value_heads=3)),
     Case("experts", "engine.parallel.ep", ("6 experts",), ("engine.parallel.ep=4",), set_model(**MOE)),
     Case("experts of a dense model", "engine.parallel.ep", ("has none",), ("engine.parallel.ep=2",)),

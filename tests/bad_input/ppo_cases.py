@@ -39,6 +39,7 @@ CASES = [
     Case("actor's warm-up", "actor.optimizer.warmup_steps", ("the 2 steps", "algorithm.critic_warmup 2"), ("algorithm.name=ppo", "algorithm.critic_warmup=2", "actor.optimizer.warmup_steps=3")),
     Case("critic's warm-up", "critic.optimizer.warmup_steps", ("train.steps 4",), ("algorithm.name=ppo", "critic.optimizer.warmup_steps=5")),
     Case("the critic alone", "algorithm.critic_warmup", ("leaves the actor none", "at most 3"), ("algorithm.name=ppo", "algorithm.critic_warmup=4")),
+    Case("rotary embedding beyond its length", "data.max_prompt_length 32 + rollout.max_new_tokens 32: value 64", ('"dynamic"', "give at most 63"), ("actor.engine={backend: fsdp}",), set_model(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=63)),
     Case("fsdp with tp", "critic.engine.parallel.tp", ("fsdp", "critic.engine.backend to megatron"), ("algorithm.name=ppo", "critic.engine={backend: fsdp, parallel: {tp: 2}}")),
     Case("two devices", "critic.engine.device", ("same processes",), ("algorithm.name=ppo", "critic.engine.device=cuda")),
     Case("recompute of a reference", "reference.engine.recompute", ("never trains",), ("reference.engine.recompute=full",)),

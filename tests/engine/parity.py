@@ -41,6 +41,8 @@ from tests.engine.layouts import available
 LOSS, GRADIENT, NORM, LOG_PROB, UPDATE = 1e-6, 1e-5, 1e-6, 1e-5, 1e-3
 MEASURE = "tests.engine.parity:measure"
 
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+
 # name -> family of tiny.FAMILIES, and what differs from four layers of it
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama value head": ("llama", {"head": "value"}),
     "llama tied value head": ("llama", {"head": "value", "tied": True}),
     "llama3 rope": ("llama3", {}),
+    "llama dynamic rope": ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 10}),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
@@ -114,7 +117,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 tied": ("gemma2", {"tied": True}),
     "granite": ("granite", {}),
     "gpt2 tied": ("gpt2", {"tied": True}),
+    "gpt2 23 positions tied": ("gpt2", {"tied": True, "max_position_embeddings": 23}),
     "phi": ("phi", {}),
+    "phi3 long rope": ("phi3", {}),
     "granitemoe": ("granitemoe", {}),
     "minimax_m2": ("minimax_m2", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),

@@ -228,6 +228,11 @@ FSDP_ROWS = _fsdp(
     Row("llama", "cp4", size=4, why="two key/value heads on four ranks"),
     Row("qwen2 window", "cp4", size=4, packing=False),
     Row("llama", "cp2xdp2", size=1, sequences=3, why="a group whose two ranks have no sequence"),
+    Row("llama dynamic rope", tokens=64, recompute="full", why="each sequence by the angles of its own length"),
+    Row("llama dynamic rope", "cp2", size=4, packing=False, why="no rank has the end of all sequences"),
+    Row("phi3 long rope", size=4, packing=False, why="no table; sequences of up to 10 tokens, and above"),
+    Row("phi3 long rope", "cp2", size=4),
+    Row("gpt2 23 positions tied", "cp2", size=4, packing=False, why="padded to 24 places"),
 )
 
 FSDP_SLOW_ROWS = _fsdp(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mrl.config.schema import FSDPConfig, LoraConfig
+from mrl.engine.base import GenerateRequest
 from mrl.engine.fsdp import attention
 from mrl.engine.fsdp.blocks import block_lists, embedding_of
 from mrl.engine.fsdp.output import logit_rule
@@ -163,6 +164,15 @@ def test_an_own_attention_generates_nothing(folder):
     engine = make_engine(tiny.role(folder("bloom"), packing=False, optimizer=None))
     with pytest.raises(ModelError, match="'bloom' keeps to attention of its own.*rollout.backend"):
         engine.generate([])
+
+
+def test_what_is_generated_is_as_short_as_angles_stay_the_same(folder):
+    """Kept keys were turned by the angles of a shorter sequence than the one that trains."""
+    engine = make_engine(tiny.role(folder("phi3"), optimizer=None))
+    (completion,) = engine.generate([GenerateRequest([5, 9, 17], 7)])
+    assert len(completion.tokens) == 7
+    with pytest.raises(ModelError, match='of 11 tokens is above the 10 .* embedding "longrope" .*; give at most 10'):
+        engine.generate([GenerateRequest([5, 9, 17], 8)])
 
 
 def test_every_tensor_is_accounted_for(folder, tmp_path):

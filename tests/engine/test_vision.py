@@ -6,6 +6,8 @@ log-probs, and weights after three steps. Sequences have no image, one or severa
 
 import dataclasses
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,15 @@ def test_an_export_gives_equal_log_probs(table, model, tmp_path):
 
 def test_offloaded_state_gives_the_same(table):
     run(table, "offloaded_state_gives_the_same", 1)
+
+
+def test_angles_that_follow_the_length_are_refused_beyond_it(table, tmp_path):
+    folder = shutil.copytree(table.model("qwen2_vl"), tmp_path / "model")
+    batch = image_batch(str(folder), images=(2, 0))
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw["text_config"]
+    text["max_position_embeddings"] = int(batch.lengths[1])
+    text["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(raw))
+    case, config = "tests.engine.vision_cases:a_sequence_beyond_the_same_angles_is_refused", tiny.role(str(folder))
+    run_case(1, case, config=config, batch=batch)

@@ -42,6 +42,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 4.0, 6.0],
+}  # fmt: skip
 
 # model_type, and what makes the family what it is.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -107,6 +111,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "phi": ("phi", {}),
+    "phi3": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 10}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "minimax_m2": (
         "minimax_m2",
@@ -317,6 +322,7 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
     split = (t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask))
     images = batch.multi_modal_inputs or [{}] * batch.num_sequences
     for tokens, labels, mask, of_images in zip(*split, images, strict=True):
+        _forget_lengths(model)
         if head == "lm":
             if of_images:
                 of_images = {**of_images, "mm_token_type_ids": (tokens[None] == model.config.image_token_id).int()}
@@ -331,6 +337,13 @@ def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tenso
         loss.backward()
         total += loss.item()
     return total, torch.cat(log_probs).detach()
+
+
+def _forget_lengths(model: torch.nn.Module) -> None:
+    """A rotary embedding of type "dynamic" keeps the frequencies of the longest sequence that it has met."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
 
 
 def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

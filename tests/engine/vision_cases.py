@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
+from mrl.errors import ModelError
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
 
@@ -153,3 +155,12 @@ def an_export_gives_equal_log_probs(config: RoleConfig, batch: Batch, folder: st
         for path, same in ((folder, True), (config.model.path, False)):
             theirs = tiny.log_probs_of(path, batch)
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-5) == same
+
+
+def a_sequence_beyond_the_same_angles_is_refused(config: RoleConfig, batch: Batch) -> None:
+    engine = make_engine(config)
+    engine.forward_backward_step(batch.select([1]), forward_only=True)
+    with pytest.raises(
+        ModelError, match='above the .* embedding "dynamic" .*a model that reads images does not follow it'
+    ):
+        engine.forward_backward_step(batch, forward_only=True)

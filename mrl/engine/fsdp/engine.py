@@ -171,10 +171,10 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
-        images = self.model.reads_images
         inputs = step.prepare(
-            data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses, reads_images=images
-        )
+            data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses,
+            reads_images=self.model.reads_images, rotary=self.model.rotary,
+        )  # fmt: skip
         self.seen_images |= bool(data.multi_modal_inputs)
         data = data.to(self.device)
         predictions = self.model.module(
@@ -263,7 +263,7 @@ class FSDPEngine(BaseEngine):
         told: Callable[[int, int], None] = tell_nobody,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
-        self.model.check_generates()
+        self.model.check_generates(max((len(r.tokens) + r.max_new_tokens for r in requests), default=0))
         check_room(requests, cache_tokens)
         alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():

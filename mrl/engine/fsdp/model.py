@@ -31,6 +31,7 @@ from mrl.engine.fsdp.initial import InitialWeights
 from mrl.engine.fsdp.mesh import Mesh
 from mrl.engine.fsdp.names import TableFiles
 from mrl.engine.fsdp.output import logit_rule
+from mrl.engine.fsdp.rotary import following_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
@@ -60,7 +61,8 @@ class Model:
 
     family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it computes
     here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters that the model
-    itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to bfloat16.
+    itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to bfloat16. rotary: where its
+    angles follow the length of a sequence.
     """
 
     def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh) -> None:
@@ -74,6 +76,7 @@ class Model:
             self.files = TableFiles(hf, self.family, self.hf_config, config.head)
         else:
             self.files = _files_of_transformers(copy.deepcopy(hf), config.head)
+        self.rotary = following_rotary(hf, self.hf_config)
         self.frozen = {name for name, parameter in hf.named_parameters() if not parameter.requires_grad}
         kept = precision.kept_in_fp32(hf, config.model.dtype)
         self.kept_in_fp32 = kept.keys()
@@ -125,13 +128,16 @@ class Model:
             self.rule = self.module(lambda hf: logit_rule(hf, input_ids=token, position_ids=token - 1))
         self.reshard()
 
-    def check_generates(self) -> None:
-        """Raises where the model's attention is its own, which does not know our keys and values."""
+    def check_generates(self, longest: int) -> None:
+        """Raises where the model's attention is its own, which does not know our keys and values, and where a sequence of `longest`
+        tokens would turn the keys that are kept by other angles than those it ends with."""
         if self.hf.config._attn_implementation != attention.NAME:
             raise ModelError(
                 f"config.json: model_type {self.hf_config['model_type']!r} keeps to attention of its own, and so backend fsdp does not "
                 "generate with it; let an inference server do it (rollout.backend)"
             )
+        if self.rotary is not None:
+            self.rotary.check(longest, "kept keys do not follow it")
 
     @contextlib.contextmanager
     def kept_gathered(self) -> Iterator[None]:

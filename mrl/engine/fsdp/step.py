@@ -6,6 +6,7 @@ share the sequences (Ulysses) have `L/C` each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,6 +17,7 @@ from mrl.batch import Batch
 from mrl.engine.base import Ctx, Predictions
 from mrl.engine.fsdp import vision
 from mrl.engine.fsdp.output import hidden_states, output_weight
+from mrl.engine.fsdp.rotary import FollowingRotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.vision import Images
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
@@ -46,7 +48,8 @@ class ModelInputs:
 
     images: of a model that reads them, whose positions are [3, R, L/C].
     document_lengths: of the documents in the one packed row of L places, None when padded. places: [T] where each real token
-    lies in the R * L places of all ranks, None where one rank has these and no others.
+    lies in the R * L places of all ranks, None where one rank has these and no others. rotary: of a model whose angles follow the
+    length of a sequence, with lengths: [R, L/C], on the host, of the sequence that a place is in, 1 for padding.
     """
 
     tokens: Tensor
@@ -57,6 +60,8 @@ class ModelInputs:
     places: Tensor | None
     ulysses: Ulysses
     images: Images | None = None
+    rotary: FollowingRotary | None = None
+    lengths: Tensor | None = None
 
     def restore(self, outputs: Tensor) -> Tensor:
         """[R * L/C, ..] of this rank -> [T, ..] of the micro-batch, the same on all ranks that share it."""
@@ -66,11 +71,17 @@ class ModelInputs:
 
 
 def prepare(
-    batch: Batch, *, packed: bool, device: torch.device, ulysses: Ulysses, reads_images: nn.Module | None = None
+    batch: Batch,
+    *,
+    packed: bool,
+    device: torch.device,
+    ulysses: Ulysses,
+    reads_images: nn.Module | None = None,
+    rotary: FollowingRotary | None = None,
 ) -> ModelInputs:
     """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing.
 
-    reads_images: the model, if it is one of vision and language.
+    reads_images: the model, if it is one of vision and language. rotary: its angles, where they follow the length of a sequence.
     """
     lengths = batch.lengths.tolist()
     if packed:
@@ -78,13 +89,11 @@ def prepare(
         shape, places = (1, length), torch.arange(batch.num_tokens)
         padding = length - batch.num_tokens
         documents = [*lengths, padding] if padding else lengths  # padding is a document of its own
-        position_ids = torch.cat([torch.arange(n) for n in documents])
     else:
         length = ulysses.padded(batch.max_length)
         shape, documents = (max(len(lengths), 1), length), None
         starts = torch.arange(len(lengths)) * length
         places = batch.position_ids.cpu() + starts.repeat_interleave(batch.lengths.cpu())
-        position_ids = torch.arange(length).repeat(shape[0])
 
     def laid_out(values: Tensor) -> Tensor:
         rows = torch.zeros(*values.shape[:-1], shape[0] * shape[1], dtype=values.dtype)
@@ -94,13 +103,17 @@ def prepare(
     # All that is aligned with tokens, and nothing else, is cut into the ranks' shares: here alone.
     aligned = {
         "tokens": laid_out(batch.tokens),
-        "positions": position_ids,
+        "positions": laid_out(batch.position_ids),  # 0 of padding, which no model is short of
         "labels": laid_out(batch.labels),
         "counts": laid_out(batch.loss_mask) != 0,
     }
     if reads_images is not None:
         aligned["positions"] = laid_out(vision.positions(reads_images, batch))
         aligned["features"] = laid_out(vision.feature_of_token(reads_images, batch))
+    if rotary is not None:
+        aligned["lengths"] = laid_out(batch.lengths.repeat_interleave(batch.lengths)).clamp(min=1)
+        if reads_images is not None:  # whose positions are not those of its tokens
+            rotary.check(batch.max_length, "a model that reads images does not follow it")
     own = {name: ulysses.own(values.view(*values.shape[:-1], *shape)) for name, values in aligned.items()}
     counts = own["counts"].flatten()
     return ModelInputs(
@@ -112,6 +125,8 @@ def prepare(
         places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else places.to(device),
         ulysses=ulysses,
         images=None if reads_images is None else vision.images_of(reads_images, batch, own["features"], device),
+        rotary=rotary if reads_images is None else None,
+        lengths=own.get("lengths"),
     )
 
 
@@ -121,7 +136,9 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
     options |= {} if inputs.document_lengths is None else {"document_lengths": inputs.document_lengths}
     options |= {"ulysses": inputs.ulysses} if inputs.ulysses.size > 1 else {}
     if inputs.images is None:
-        return hidden_states(hf, input_ids=inputs.tokens, **options).flatten(0, 1)
+        by_lengths = contextlib.nullcontext() if inputs.rotary is None else inputs.rotary.by_lengths(inputs.lengths)
+        with by_lengths:
+            return hidden_states(hf, input_ids=inputs.tokens, **options).flatten(0, 1)
     fed = vision.embedded(hf, inputs.tokens, inputs.images)
     return hf.model.language_model(**fed, **options, use_cache=False).last_hidden_state.flatten(0, 1)
 

@@ -1,0 +1,115 @@
+"""Rotary embeddings whose frequencies follow the length of a sequence ("dynamic", "longrope").
+
+transformers takes them from the longest sequence of a forward, and "dynamic" from the longest that it has ever met, so that one
+long sequence would change the numbers of all others. Here each sequence has those of its own length, which is what transformers
+gives it alone.
+
+Dimensions: `R` rows, `L` places of a row, `C` ranks that share them, `D` the angles of a place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from mrl.config.checks import following_positions
+from mrl.engine.fsdp.blocks import blocks_of
+from mrl.errors import ModelError
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowingRotary:
+    """The rotary modules of a model that follow the length of a sequence. limit: the tokens up to which their numbers are the
+    same for all sequences.
+    """
+
+    kind: str
+    limit: int
+    modules: tuple[nn.Module, ...]
+
+    @contextlib.contextmanager
+    def by_lengths(self, lengths: Tensor) -> Iterator[None]:
+        """Inside, the modules give each place the angles of its own sequence. lengths: [R, L/C], on the host, of the sequence that
+        a place belongs to, at least 1.
+        """
+        groups = _groups(lengths, self.limit)
+        for module in self.modules:
+            module.forward = _ByLengths(module, groups)
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                del module.forward
+
+    def check(self, longest: int, what: str) -> None:
+        """Raises ModelError for a sequence that is longer than the limit, where that cannot be honoured. what: does not honour it."""
+        if longest > self.limit:
+            raise ModelError(
+                f'a sequence of {longest} tokens is above the {self.limit} up to which the rotary embedding "{self.kind}" of the model is '
+                f"the same for all, and {what} beyond; give at most {self.limit}, or use another model"
+            )
+
+
+def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary | None:
+    """Those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not known by transformers' marks."""
+    found = following_positions(raw)
+    if found is None:
+        return None
+    kind, limit = found
+    modules = tuple(module for module in hf.modules() if _follows(getattr(module, "rope_type", None)))  # noqa: B009
+    # what a block computes is perhaps computed again in the backward pass, when the lengths are gone
+    inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
+    if not modules or any(id(module) in inside for module in modules):
+        raise ModelError(
+            f'config.json: the rotary embedding "{kind}" of a {hf.config.model_type!r} model is not one that backend fsdp knows; '
+            "use another model"
+        )
+    config = hf.config.get_text_config()
+    return FollowingRotary(kind, config.max_position_embeddings if limit is None else limit, modules)
+
+
+def _follows(rope_type: Any) -> bool:
+    """rope_type: of a module of transformers, one for each type of layer where it is a mapping; None of any other module."""
+    kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
+    return any(kind in ("dynamic", "longrope") for kind in kinds)
+
+
+def _groups(lengths: Tensor, limit: int) -> list[tuple[int, Tensor]]:
+    """(a length, the places [R, L/C] of sequences with its angles): one for all up to `limit`, and each length beyond."""
+    of_place = lengths.clamp(min=min(limit, int(lengths.max())))
+    return [(length, of_place == length) for length in of_place.unique().tolist()]
+
+
+class _ByLengths:
+    """The forward of a rotary module, length by length, each from the state that the module was made with."""
+
+    def __init__(self, module: nn.Module, groups: list[tuple[int, Tensor]]) -> None:
+        self.module, self.plain, self.groups = module, type(module).forward, groups
+
+    def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        """What the module gives, tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
+        result = None
+        for length, places in self.groups:
+            chosen = places.to(position_ids.device)
+            table = self.plain(_fresh(self.module), x, torch.arange(length, device=x.device)[None], **options)
+            at = position_ids.masked_fill(~chosen, 0)
+            angles = tree_map(lambda t, at=at: t[0][at], table)
+            if result is None:
+                result = angles
+            else:
+                result = tree_map(lambda new, old, c=chosen: torch.where(c[..., None], new, old), angles, result)
+        return result
+
+
+def _fresh(module: nn.Module) -> nn.Module:
+    """A copy with the state that the module was made with: its own buffers, which a forward may write."""
+    fresh = copy.copy(module)
+    fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    return fresh
