@@ -7,6 +7,7 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import itertools
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mrl.config.ppo import PPOConfig
     from mrl.config.roots import Config
     from mrl.config.schema import EngineConfig, SFTConfig
+    from mrl.convert.verifying import Comparison
     from mrl.launch.preflight import Part
     from mrl.parallel import ParallelDims
 
@@ -267,7 +269,33 @@ def show_config(command: str) -> None:
     click.echo(text(ROOTS[command]), nl=False)
 
 
-@main.group(cls=_Commands)
+class _Conversions(_Commands):
+    """Commands on files: what the file system refuses is a message, too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE or error.filename is None:
+                raise
+            _say(f"{str(error.filename)[:200]}: {error.strerror}; give another path, or put it right")
+            ctx.exit(EXIT_USER_ERROR)
+
+
+class _Text(click.ParamType):
+    """Text or a path that can be printed and given to a tokenizer: bytes that are no UTF-8 cannot."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{param.opts[0]}: value {value!r} is not UTF-8; give another, or rename it") from None
+        return value
+
+
+@main.group(cls=_Conversions)
 def convert() -> None:
     """Convert weights between Hugging Face folders and mcore checkpoints, and compare them. No GPU is needed."""
     gc.set_threshold(
@@ -287,19 +315,19 @@ _ALLOW_PICKLE = click.option(
 _MODEL = click.option(
     "--model",
     metavar="HF_DIR",
-    type=click.Path(),
+    type=_Text(),
     help="Folder with the config.json and tokenizer of a checkpoint; default: what its run's config.yaml names.",
 )
-_ROLE = click.option("--role", metavar="ROLE", help="Whose weights, of a checkpoint of `mrl ppo`; default: actor.")  # fmt: skip
+_ROLE = click.option("--role", metavar="ROLE", type=_Text(), help="Whose weights, of a checkpoint of `mrl ppo`; default: actor.")  # fmt: skip
 
 
 @convert.command("import")
-@click.argument("source", metavar="HF|GGUF", type=click.Path())
-@click.argument("out", type=click.Path())
+@click.argument("source", metavar="HF|GGUF", type=_Text())
+@click.argument("out", type=_Text())
 @click.option(
     "--tokenizer",
     metavar="HF_DIR",
-    type=click.Path(),
+    type=_Text(),
     help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
 )
 @_ALLOW_PICKLE
@@ -328,13 +356,14 @@ def convert_import(
 
 
 @convert.command("export")
-@click.argument("ckpt", type=click.Path())
-@click.argument("out", type=click.Path())
+@click.argument("ckpt", type=_Text())
+@click.argument("out", type=_Text())
 @_MODEL
 @_ROLE
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
+    type=_Text(),
     help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face folder that the model comes from.",
 )
 @click.option(
@@ -375,12 +404,13 @@ def convert_export(
 
 
 @convert.command("verify")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=_Text())
+@click.argument("b", type=_Text())
 @click.option(
     "--prompt",
     "prompts",
     metavar="TEXT",
+    type=_Text(),
     multiple=True,
     help="Compare logits on this text; may be repeated. Default: five texts of ours.",
 )
@@ -394,31 +424,37 @@ def convert_verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as
 
     Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
     """
-    if not _compare(a, b, prompts=prompts, logits=not no_logits, as_json=as_json, **given):
+    found = _compare(a, b, prompts=prompts, logits=not no_logits, **given)
+    _show(found, as_json=as_json)
+    if not found.same:
         click.get_current_context().exit(EXIT_USER_ERROR)
 
 
 def _compare(
     a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
-    logits: bool = True, as_json: bool = False, own_base: bool = False,
-) -> bool:  # fmt: skip
-    """Prints how two models compare. Returns whether they are the same. own_base: B is adapters over the base that they name, not `model`."""
+    logits: bool = True, own_base: bool = False,
+) -> Comparison:  # fmt: skip
+    """How two models compare. own_base: B is adapters over the base that they name, not `model`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
-    import json
-
     from mrl.launch.preflight import quiet
 
     with quiet():
         from mrl.convert.opening import open_any
         from mrl.convert.progress import ProgressBar
-        from mrl.convert.verifying import compare, table
+        from mrl.convert.verifying import compare
 
         given = {"model": model, "role": role, "allow_pickle": allow_pickle}
         given_b = given | ({"model": None} if own_base else {})
         with open_any(a, **given) as of_a, open_any(b, **given_b) as of_b, ProgressBar("compared") as bar:
-            found = compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+            return compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+
+
+def _show(found: Comparison, *, as_json: bool = False) -> None:
+    import json
+
+    from mrl.convert.verifying import table
+
     click.echo(json.dumps(found.as_json()) if as_json else table(found))
-    return found.same
 
 
 def _check_flags(check: bool, no_logits: bool) -> None:
@@ -427,13 +463,26 @@ def _check_flags(check: bool, no_logits: bool) -> None:
 
 
 def _verify_result(source: str, out: str, **given: Any) -> None:
-    """What `--verify` does: a result that differs loses its name."""
-    if not _compare(source, out, **given):
-        out = out.rstrip("/")
-        names = (f"{out}.different{n}" for n in itertools.chain([""], itertools.count(2)))
-        new = next(name for name in names if not os.path.exists(name))
-        os.rename(out, new)
-        raise UserError(f"{out}: differs from {source}; it is now {new}, and not to be used")
+    """What `--verify` does: a result that differs loses its name, and so does one that could not be compared."""
+    try:
+        found = _compare(source, out, **given)
+    except UserError as error:
+        raise UserError(f"{error}; nothing was compared, and {out} is now {_renamed(out, 'unverified')}") from None
+    except Exception:
+        _say(f"{out}: could not be compared with {source}; it is now {_renamed(out, 'unverified')}")
+        raise
+    _show(found)
+    if not found.same:
+        raise UserError(f"{out}: differs from {source}; it is now {_renamed(out, 'different')}, and not to be used")
+
+
+def _renamed(out: str, why: str) -> str:
+    """The new name of the folder `out`, which ends in `why`."""
+    out = out.rstrip("/")
+    names = (f"{out}.{why}{n}" for n in itertools.chain([""], itertools.count(2)))
+    new = next(name for name in names if not os.path.exists(name))
+    os.rename(out, new)
+    return new
 
 
 @contextlib.contextmanager

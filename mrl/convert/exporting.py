@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.sources import ADAPTERS, HFFiles, Source, open_checkpoint
+from mrl.convert.sources import ADAPTERS, HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
+from mrl.converters.companions import copy_companions
 from mrl.converters.mcore_weights import blocks_of_rows
 from mrl.converters.mtp import COUNT
 from mrl.converters.rules import expected_hf_names, value_head_config
 from mrl.converters.safetensors_io import (
     DTYPES,
     INDEX,
+    Shard,
     TensorInfo,
-    copy_companions,
     cut_shards,
     lay_out,
     main_dtype,
@@ -81,7 +82,9 @@ def export_hf(
 
         with Workspace(out, _plan(source, files), needed) as work:
             makers = {
-                file: functools.partial(_write, held, files.metadata[file], source, told)
+                file: functools.partial(
+                    _write, lay_out(held, files.metadata[file], header=files.headers.get(file)), held, source, told
+                )
                 for file, held in shards.items()
             }
             try:
@@ -142,7 +145,7 @@ def _known(source: Source, files: HFFiles) -> HFFiles:
         for file, held in files.files.items()
     }
     keep = {file: held for file, held in keep.items() if held}
-    kept = HFFiles(keep, files.metadata, files.index)
+    kept = HFFiles(keep, files.metadata, files.index, files.headers)
     if len(kept.tensors) == len(files.tensors) and (files.index is not None or len(keep) == 1):
         return kept
     if len(keep) == 1 and files.index is None:
@@ -150,7 +153,7 @@ def _known(source: Source, files: HFFiles) -> HFFiles:
     weight_map = {name: file for file, held in keep.items() for name, _ in held}
     total = sum(tensor_bytes(info) for info in kept.tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    return HFFiles(keep, files.metadata, index)
+    return HFFiles(keep, files.metadata, index, files.headers)
 
 
 def _account(source: Source, files: HFFiles) -> None:
@@ -163,11 +166,15 @@ def _account(source: Source, files: HFFiles) -> None:
 
 
 def _notes(source: Source) -> list[str]:
+    notes = []
+    if added := added_companions(source.companions):
+        notes.append(f"{some(added)}: copied as found in {source.companions}, where the import did not write it")
     if not source.left:
-        return []
+        return notes
     return [
+        *notes,
         f"{COUNT} is 0 in config.json: the layers of {source.companions} that predict further tokens ({some(source.left, 1)}) "
-        "were not trained, and are not here"
+        "were not trained, and are not here",
     ]
 
 
@@ -183,8 +190,8 @@ def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
 
 
 def _write(
+    shard: Shard,
     tensors: Mapping[str, TensorInfo],
-    metadata: Mapping[str, str],
     source: Source,
     progress: Callable[[int], None],
     path: Path,
@@ -192,7 +199,6 @@ def _write(
     """One safetensors file, from front to back."""
     file = ItemFile(path)
     try:
-        shard = lay_out(tensors, metadata)
         file.write(shard.header)
         for name, info in tensors.items():
             assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
@@ -223,4 +229,4 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     if source.chat_template is not None:
         write_chat_template(folder, source.chat_template)
     if files.index is not None:
-        (folder / INDEX).write_text(files.index, encoding="utf-8")
+        (folder / INDEX).write_bytes(files.index.encode())

@@ -14,11 +14,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mrl.convert.sources import Source
 from mrl.converters.accounting import check_model
+from mrl.converters.companions import copy_companions
 from mrl.converters.families import FAMILIES
 from mrl.converters.gguf_file import PLAIN, TOKENS, GGUFFile, GGUFWeights, read_gguf
 from mrl.converters.gguf_model import config_of, places_of
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.safetensors_io import DTYPES, copy_companions
+from mrl.converters.hf_config import normalize
+from mrl.converters.json_file import read_json
+from mrl.converters.safetensors_io import DTYPES
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ModelError
@@ -40,7 +42,7 @@ def open_gguf(path: Path, *, tokenizer: str | None = None) -> Source:
         config = config_of(file)
         config["dtype"] = str(DTYPES[_embedding(file)]).removeprefix("torch.")
         _write_config(path, companions, config)
-        hf_config = read_hf_config(companions)
+        hf_config = normalize(read_json(companions / "config.json"), where=str(path))
         family = FAMILIES[hf_config["model_type"]]
         reader = GGUFWeights(file, *places_of(file, hf_config))
         ends.callback(reader.close)

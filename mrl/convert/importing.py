@@ -5,7 +5,7 @@
         engine.pt         architecture; no optimizer, no layout
         source.json       how the Hugging Face folder was laid out, for an export that gives the same files
         config.json, tokenizer, chat template, ...   the folder's own, unchanged: OUT can be a model.path
-        COMPLETE          size and checksum of each file
+        COMPLETE          size and checksum of each file, these too
 
 Rows go from file to file in blocks; what a block needs is all that is in memory.
 """
@@ -29,19 +29,20 @@ from mrl.convert.sources import SOURCE, Source, source_as_json
 from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.checksums import crc32_of
+from mrl.converters.companions import copy_companions
 from mrl.converters.families import fields_of
 from mrl.converters.mcore_weights import (
     DESCRIPTION,
     FOLDER,
     architecture,
     row_blocks,
+    stored_dtypes,
     stored_key,
     stored_shapes,
     whole_rules,
 )
 from mrl.converters.rules import Rule, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, copy_companions, some
-from mrl.converters.stacks import place_of
+from mrl.converters.safetensors_io import DTYPES, some
 from mrl.engine import checkpoint
 from mrl.engine.item_file import Item, ItemFile, extra_state_keys
 from mrl.errors import ModelError
@@ -117,13 +118,7 @@ def import_hf(
 
 def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
     """What is written, in model order. All parts of one tensor have one dtype, that holds each of its sources exactly."""
-    dtypes: dict[str, torch.dtype] = {}
-    for rule in rules.values():
-        places = {name: place_of(model.family, name) for name in rule.hf}
-        files = [name if place is None else place.stored for name, place in places.items()]
-        of_rule = [DTYPES[model.reader.tensors[name].dtype] for name in files]
-        key = stored_key(rule)
-        dtypes[key] = functools.reduce(torch.promote_types, of_rule, dtypes.get(key, of_rule[0]))
+    dtypes = stored_dtypes(rules.values(), model.family, model.reader.tensors)
     for rule in rules.values():
         key, shape = stored_key(rule), rule.shape()
         lead = () if rule.expert is None else (rule.expert,)
@@ -189,9 +184,10 @@ def _finish(
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
-    copy_companions(model.companions, folder, changes={"quantization_config": None})  # the weights here are not
+    # the weights here are not quantised
+    beside = copy_companions(model.companions, folder, changes={"quantization_config": None})
     files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
-    for name in [*small, DESCRIPTION, SOURCE, "config.json"]:
+    for name in [*small, DESCRIPTION, SOURCE, *beside]:
         files[name] = {"size": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
     checkpoint.write_marker(str(folder), files, step=0, serial=1, backend="megatron")
 

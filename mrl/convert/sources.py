@@ -24,13 +24,16 @@ from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
 from mrl.convert.adapters import Held, held_by, merged
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
+from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
+from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, open_imported, read_description
 from mrl.converters.mtp import layers_in, tensors_in
 from mrl.converters.quantized import check_readable
-from mrl.converters.safetensors_io import INDEX, LFS_POINTER, SINGLE, HFReader, TensorInfo, companion_files
+from mrl.converters.safetensors_io import DTYPES as KNOWN
+from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, lay_out, read_header_text
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
 from mrl.engine import checkpoint
@@ -39,7 +42,7 @@ from mrl.errors import CheckpointError, ModelError
 
 SOURCE = "source.json"
 """In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
-`metadata` and `index` (null where it was laid out in another way than ours); `copies`, what it held of another tensor again."""
+`metadata` and `index` (null where it was laid out in another way than ours), `headers` as in HFFiles; `copies`, what it held of another tensor again."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ADAPTERS = "adapters"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,11 +50,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class HFFiles:
-    """How a Hugging Face folder spreads its tensors over files. metadata: of each file's header. index: text of the index file."""
+    """How a Hugging Face folder spreads its tensors over files.
+
+    metadata: of each file's header, None where it has none. index: text of the index file. headers: texts of those headers that
+    `lay_out` would write in another way, by file.
+    """
 
     files: dict[str, list[tuple[str, TensorInfo]]]
-    metadata: dict[str, dict[str, str]]
+    metadata: dict[str, dict[str, str] | None]
     index: str | None
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -199,17 +207,29 @@ def _check_is_model(folder: Path) -> None:
         raise ModelError(
             f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint"
         )
-    for file in companion_files(folder):
-        with file.open("rb") as stream:
-            begin, size = stream.read(len(LFS_POINTER)), stream.seek(0, os.SEEK_END)
-            stream.seek(max(size - 64, 0))
-            end = stream.read().rstrip()[-1:]
-        if begin == LFS_POINTER:
-            raise ModelError(
-                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
-            )
-        if file.suffix == ".json" and file.name != "config.json" and end not in (b"}", b"]"):
-            raise ModelError(f"{file}: is cut off or no JSON ({size} bytes); get the file again")
+    check_companions(folder)
+
+
+def _check_beside(companions: Path) -> None:
+    """Refuses files beside the weights of a model that are none or, in a folder of `mrl convert import`, not those of then."""
+    check_companions(companions)
+    if (companions / MARKER).is_file():
+        files = checkpoint.validate(str(companions)).files
+        for file in _companion_names(companions):
+            if file in files and files[file]["size"] > checkpoint.SMALL_BYTES:
+                checkpoint.check_file(str(companions), file, files[file], content=True)
+
+
+def _companion_names(folder: Path) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in companion_files(folder)]
+
+
+def added_companions(folder: Path) -> list[str]:
+    """Files beside the weights that a folder of `mrl convert import` has and its import did not write; none of another folder."""
+    if not (folder / MARKER).is_file():
+        return []
+    files = checkpoint.validate(str(folder)).files
+    return [file for file in _companion_names(folder) if file not in files]
 
 
 def hf_files(reader: HFReader) -> HFFiles:
@@ -217,22 +237,26 @@ def hf_files(reader: HFReader) -> HFFiles:
     files: dict[str, list[tuple[str, TensorInfo]]] = {}
     for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         files.setdefault(info.file, []).append((name, info))
-    metadata = {}
-    for file in files:
-        with (reader.path / file).open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        metadata[file] = dict(header.get("__metadata__") or {"format": "pt"})
+    metadata, headers = {}, {}
+    for file, held in files.items():
+        text = read_header_text(reader.path / file)
+        metadata[file] = json.loads(text).get("__metadata__")
+        known = all(info.dtype in KNOWN for _, info in held)  # others are refused by name, where the tensors are
+        if known and lay_out(dict(held), metadata[file]).header[8:] != text.encode():
+            headers[file] = text
     index = reader.path / INDEX
-    return HFFiles(files, metadata, index.read_text(encoding="utf-8") if index.is_file() else None)
+    # bytes: to read it as a text would change its line breaks
+    return HFFiles(files, metadata, index.read_bytes().decode() if index.is_file() else None, headers)
 
 
 def source_as_json(source: Source) -> dict[str, Any]:
     """What `SOURCE` says of a Hugging Face folder."""
     files, copies = source.files, list(source.copies)
     if files is None:
-        return {"files": None, "metadata": None, "index": None, "copies": copies}
+        return {"files": None, "metadata": None, "index": None, "headers": {}, "copies": copies}
     held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
-    return {"files": held, "metadata": files.metadata, "index": files.index, "copies": copies}
+    about = {"metadata": files.metadata, "index": files.index, "headers": files.headers}
+    return {"files": held, **about, "copies": copies}
 
 
 def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
@@ -242,12 +266,12 @@ def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
         file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
         for file, held in fields["files"].items()
     }
-    return HFFiles(files, fields["metadata"], fields["index"])
+    return HFFiles(files, fields["metadata"], fields["index"], fields.get("headers", {}))  # older ones kept no headers
 
 
 def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
     """What `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
-    fields = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    fields = read_json(folder / SOURCE)
     return _files_from_json(fields), fields["copies"]
 
 
@@ -294,6 +318,7 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
+    _check_beside(companions)
     hf_config = read_hf_config(companions, quick=True)
     if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
@@ -430,4 +455,4 @@ def _files_of(companions: Path, reader: HFReader, hf_config: Mapping[str, Any], 
         ]
         for file, held in found.files.items()
     }
-    return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None)
+    return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None, found.headers)

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from mrl.convert.sources import ADAPTERS, Source
 from mrl.convert.workspace import in_words, no_progress
-from mrl.converters.accounting import SCORE
-from mrl.converters.mcore_weights import architecture, blocks_of_rows, differing
-from mrl.converters.safetensors_io import tensor_bytes
+from mrl.converters.accounting import SCORE, follows_from_config
+from mrl.converters.mcore_weights import (
+    McoreReader,
+    architecture,
+    blocks_of_rows,
+    differing,
+    file_name,
+    stored_dtypes,
+    stored_key,
+)
+from mrl.converters.safetensors_io import DTYPES, some, tensor_bytes
 from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError
 
@@ -60,6 +68,8 @@ class LogitsRow:
     top1_agreement: float
     kl: float
     spread: float
+    not_finite: int = 0
+    """Logits of A that are NaN or infinite. Where they are the same in B, the two are alike in them."""
 
     @property
     def alike(self) -> bool:
@@ -68,7 +78,12 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two models have in common. differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`."""
+    """What two models have in common.
+
+    differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`.
+    widened: tensors whose values are the same, in the dtype of another one that a checkpoint holds them in one tensor with.
+    not_compared: buffers that follow from config.json.
+    """
 
     a: str
     b: str
@@ -78,6 +93,8 @@ class Comparison:
     config: list[str]
     logits: list[LogitsRow]
     no_logits: str | None
+    widened: list[str] = dataclasses.field(default_factory=list)
+    not_compared: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def same(self) -> bool:
@@ -104,12 +121,15 @@ def compare(
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Comparison:
     """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares tensors alone."""
+    widened, not_compared = [], []
     if a.kind == b.kind == ADAPTERS:
         differences, count, total = _adapters(a, b, progress)
         b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
     else:
-        differences, total = _tensors(a, b, progress)
-        count = len(a.reader.tensors.keys() | b.reader.tensors.keys())
+        differences, total, widened = _tensors(a, b, progress)
+        held = a.reader.tensors.keys() | b.reader.tensors.keys()
+        not_compared = sorted(filter(follows_from_config, held))
+        count = len(held) - len(not_compared)
     a.check(), b.check()
     rows, why = [], None
     if not logits:
@@ -123,7 +143,9 @@ def compare(
     else:
         why = _no_room(a)
         rows = [] if why else _logits(a, b, prompts)
-    return Comparison(_name(a), _name(b), count, total, differences, _configs(a, b), rows, why)
+    return Comparison(
+        _name(a), _name(b), count, total, differences, _configs(a, b), rows, why, widened, not_compared
+    )  # fmt: skip
 
 
 def _configs(a: Source, b: Source) -> list[str]:
@@ -148,25 +170,51 @@ def _name(source: Source) -> str:
     return f"{source.folder} ({source.what})"
 
 
-def _tensors(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int]:
-    """(a line for each tensor that differs, bytes compared)."""
+def _tensors(
+    a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]
+) -> tuple[list[str], int, list[str]]:
+    """(a line for each tensor that differs, bytes compared, names of those that are the same in a wider dtype)."""
     ours, theirs = _names(a), _names(b)
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
     both = [name for name in ours if name in theirs]
     total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
     told = progress(total)
+    wider, widened = _wider(a, b) | _wider(b, a), []
     for name in both:
         of_a, of_b = a.reader.tensors[name], b.reader.tensors[name]
         if of_a.shape != of_b.shape:
             differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
             told(tensor_bytes(of_a))
-        elif of_a.dtype != of_b.dtype:
+        elif of_a.dtype != of_b.dtype and name not in wider:
             differences.append(f"{name}: dtype {of_a.dtype} and {of_b.dtype}")
             told(tensor_bytes(of_a))
         else:
-            differences += _bits(name, a.reader(name), b.reader(name), of_a.shape, told)
-    return differences, total
+            line = _bits(name, a.reader(name), b.reader(name), of_a.shape, told, dtype=wider.get(name))
+            differences += line
+            widened += [name] if name in wider and not line else []
+    return differences, total, widened
+
+
+def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
+    """Tensors that `checkpoint` holds in another dtype than `other` only because q, k and v, gate and up, or the experts of a
+    layer are one tensor there, which has one dtype that holds all of them exactly. By name, that dtype.
+    """
+    if not isinstance(checkpoint.reader, McoreReader):
+        return {}
+    family, held, theirs = checkpoint.family, checkpoint.reader.tensors, other.reader.tensors
+    rules = [
+        rule
+        for rule in checkpoint.reader.rules.values()
+        if all(
+            file_name(family, name) in theirs and theirs[file_name(family, name)].dtype in DTYPES for name in rule.hf
+        )
+    ]
+    wanted = stored_dtypes(rules, family, theirs)
+    names = {file_name(family, name): wanted[stored_key(rule)] for rule in rules for name in rule.hf}
+    return {
+        name: dtype for name, dtype in names.items() if DTYPES[held[name].dtype] == dtype != DTYPES[theirs[name].dtype]
+    }
 
 
 def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int, int]:
@@ -201,16 +249,21 @@ def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], No
 
 
 def _names(source: Source) -> list[str]:
-    """Tensors by name, without those that are another one again: opening the folder compared them."""
-    return [name for name in source.reader.tensors if name not in source.copies]
+    """Tensors by name, without those that are another one again, which opening the folder compared, and those that follow from
+    config.json, which a checkpoint has not."""
+    return [n for n in source.reader.tensors if n not in source.copies and not follows_from_config(n)]
 
 
-def _bits(name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int], None]) -> list[str]:
-    """A line with how many entries differ, and by how much at most; none where all bits are the same."""
+def _bits(
+    name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int], None], *, dtype: torch.dtype | None = None
+) -> list[str]:
+    """A line with how many entries differ, and by how much at most; none where all bits are the same. dtype: compare them in it."""
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
     for of_a, of_b in rows:
         told(of_a.numel() * of_a.element_size())
+        if dtype is not None:
+            of_a, of_b = of_a.to(dtype), of_b.to(dtype)
         if of_a.dtype != of_b.dtype:
             return [f"{name}: dtype {of_a.dtype} and {of_b.dtype}"]
         same = torch.equal(of_a.contiguous().view(torch.uint8), of_b.contiguous().view(torch.uint8))
@@ -275,11 +328,15 @@ def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
 
 
 def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
+    """How two sets of logits compare. Those that are NaN, or the same infinity, on both sides do not differ."""
     parts = []
     for of_a, of_b in zip(a.split(ROWS), b.split(ROWS), strict=True):
-        gap = (of_a.double() - of_b.double()).abs()
-        log_a, log_b = of_a.double().log_softmax(-1), of_b.double().log_softmax(-1)
+        same = (of_a == of_b) | (of_a.isnan() & of_b.isnan())
+        gap = (of_a.double() - of_b.double()).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
+        usable = (of_a.isfinite() & of_b.isfinite()).all(-1)
+        log_a, log_b = of_a[usable].double().log_softmax(-1), of_b[usable].double().log_softmax(-1)
         parts.append((gap.max(), gap.sum(), (log_a.exp() * (log_a - log_b)).sum()))
+    finite = a[a.isfinite()]
     largest, total, kl = (torch.stack(part) for part in zip(*parts, strict=True))
     return LogitsRow(
         prompt=name,
@@ -288,7 +345,8 @@ def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
         mean_difference=float(total.sum()) / a.numel(),
         top1_agreement=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
         kl=max(float(kl.sum()) / len(a), 0.0),  # rounding alone makes it negative; NaN stays
-        spread=float(a.std()),
+        spread=float(finite.std()) if len(finite) > 1 else 0.0,
+        not_finite=a.numel() - len(finite),
     )
 
 
@@ -300,6 +358,12 @@ def table(found: Comparison, most: int = 20) -> str:
     lines += [f"  {line}" for line in found.differences[:most]]
     if len(found.differences) > most:
         lines.append(f"  and {len(found.differences) - most} more (--json lists all)")
+    if found.widened:
+        lines.append(
+            f"  of these {len(found.widened)} in the dtype of the tensor that holds them: {some(found.widened)}"
+        )
+    if found.not_compared:
+        lines.append(f"  not compared, as they follow from config.json: {some(found.not_compared)}")
     if found.config:
         lines += ["config   another model:", *(f"  {line}" for line in found.config)]
     if found.no_logits is not None:
@@ -310,6 +374,7 @@ def table(found: Comparison, most: int = 20) -> str:
             shown = row.prompt.replace("\n", " ")
             shown = shown if len(shown) <= 40 else shown[:37] + "..."
             mark = "" if row.alike else "  DIFFERENT"
+            mark += f"  ({row.not_finite} are no numbers)" if row.not_finite else ""
             lines.append(
                 f"         {row.max_difference:14.3g}  {row.mean_difference:15.3g}  {row.top1_agreement:10.1%}  {row.kl:8.2g}  "
                 f"{row.tokens:6d}  {shown}{mark}"

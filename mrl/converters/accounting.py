@@ -36,6 +36,11 @@ _WHY_EQUAL = {
 """Of a tied head, and of what layers that predict further tokens share with the model."""
 
 
+def follows_from_config(name: str) -> bool:
+    """Whether a tensor of a folder is a buffer that config.json decides, and that nobody reads."""
+    return _BUFFERS.search(name) is not None
+
+
 def account(
     found: Mapping[str, TensorInfo],
     expected: Mapping[str, Shape],
@@ -50,7 +55,7 @@ def account(
     may_have: names that the caller leaves unread. Rotary `inv_freq` buffers are always left unread.
     """
     missing = [name for name in expected if name not in found]
-    left = [n for n in found if n not in expected and n not in may_have and not _BUFFERS.search(n)]
+    left = [n for n in found if n not in expected and n not in may_have and not follows_from_config(n)]
     both = [(name, found[name]) for name in expected if name in found]
     shapes = [
         f"{name} is {list(info.shape)}, not {list(expected[name])}"

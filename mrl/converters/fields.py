@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from mrl.converters.json_file import shown
 from mrl.errors import ModelError
 
 NEUTRAL = frozenset(
@@ -142,7 +143,7 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers:
         raise ModelError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; got {unknown or len(types)}"
+            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; got {shown(unknown or len(types))}"
         )
     if not window:
         return {}
@@ -215,6 +216,20 @@ SIGMOID_ROUTER = frozenset(
 """Fields that `sigmoid_router_fields` reads."""
 
 
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Of each type of rotary embedding: keys of `rope_parameters` that it needs, and those that it may have."""
+ROPE_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that any may have: transformers writes the last one beside every scaling."""
+
+
 def rotary_percent(hf: dict[str, Any]) -> float:
     """The part of each head that turns."""
     return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
@@ -227,29 +242,29 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
         raise ModelError(
             f"config.json: partial_rotary_factor = {partial!r} is not supported by the megatron engine; supported: 1"
         )
-    scaling = hf.get("rope_scaling")
-    if scaling is None:
-        return
-    needed = {
-        "linear": ["factor"],
-        "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
-    }
-    if yarn_supported:
-        needed["yarn"] = ["factor", "original_max_position_embeddings"]
-    kind = scaling.get("rope_type")
-    if kind not in needed:
+    found = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
+    kind = found.get("rope_type", "default")
+    supported = [name for name in ROPE_TYPES if name != "yarn" or yarn_supported]
+    if kind not in supported:
         raise ModelError(
-            f"config.json: rope_scaling type {kind!r} is not supported by the megatron engine; supported: default, {', '.join(needed)}"
+            f"config.json: rope_scaling type {shown(kind)} is not supported by the megatron engine; supported: {', '.join(supported)}"
         )
-    missing = [k for k in needed[kind] if k not in scaling]
+    needed, optional = ROPE_TYPES[kind]
+    missing = [name for name in needed if found.get(name) is None]
     if missing:
         raise ModelError(
             f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}; get the model's config.json again"
         )
+    for name, value in found.items():
+        if name not in needed + optional + ROPE_OF_ALL and value is not None:
+            raise ModelError(
+                f"config.json: rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings of type {kind} to the megatron "
+                "engine; remove it if it does not matter, or use engine.backend=fsdp"
+            )
 
 
 def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
     if name in hf and hf[name] not in allowed:
         raise ModelError(
-            f"config.json: {name} = {hf[name]!r} is not supported by the megatron engine; supported: {', '.join(map(repr, allowed))}"
+            f"config.json: {name} = {shown(hf[name])} is not supported by the megatron engine; supported: {', '.join(map(repr, allowed))}"
         )

@@ -142,6 +142,9 @@ def _heads(file: GGUFFile, given: Mapping[str, Any], hf: Mapping[str, Any]) -> d
 
 
 def _rope(file: GGUFFile, given: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    for key in ("rope.freq_base", "rope.scaling.factor"):
+        if key in given and type(given[key]) not in (int, float):
+            raise _unsupported(file, key, given[key], "it is no number")
     theta = _decimal(given.get("rope.freq_base", 10000.0))
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = given.get("rope.scaling.type", "none")

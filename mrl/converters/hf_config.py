@@ -7,13 +7,18 @@ Keys that the file leaves out get the defaults of the installed transformers' co
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
+from mrl.converters.json_file import read_json, shown
 from mrl.converters.plain_config import completed
+from mrl.converters.ranges import check_fields, check_settled
 from mrl.errors import ModelError
 
+MOST_THETA = 1e30
+"""Of what rotary embeddings turn by: fp32, in which frequencies are computed, ends at 3e38."""
+_MOST_WORDS = 250
+"""Characters of what transformers says, which repeats values however long they are."""
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type`s that train on rows with images."""
 
@@ -33,10 +38,7 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{file}: no such file; a Hugging Face model folder has a config.json")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
+    raw = read_json(file)
     if not isinstance(raw, dict):
         raise ModelError(f"{file}: holds a JSON {type(raw).__name__}, not an object; get the file again")
     return normalize(raw, where=str(file), quick=quick)
@@ -49,10 +51,13 @@ def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = 
     num_key_value_heads: int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None.
     tie_word_embeddings: bool. A `model_type` that transformers does not know is returned as it is:
     `family_for` refuses it by name. quick: without transformers where the file is plain; fields that no family reads may then
-    be missing.
+    be missing. A value that is out of its range (mrl.converters.ranges) is refused by the field's name.
     """
     if not isinstance(raw.get("model_type"), str):
-        raise ModelError(f"{where}: model_type {raw.get('model_type')!r} is not a name; it says which family this is")
+        raise ModelError(
+            f"{where}: model_type {shown(raw.get('model_type'))} is not a name; it says which family this is"
+        )
+    check_fields(raw, where)
     config = completed(raw) if quick else None
     if config is None:
         config = _of_transformers(raw, where)
@@ -60,8 +65,10 @@ def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = 
         return dict(raw)
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None)
-    if theta is not None and type(theta) not in (int, float):
-        raise ModelError(f"{where}: rope_theta {theta!r} is not a number; correct the field, or get the file again")
+    if theta is not None and not (type(theta) in (int, float) and abs(theta) < MOST_THETA):
+        raise ModelError(
+            f"{where}: rope_theta {shown(theta)} is not a number below {MOST_THETA:g}; correct the field, or get the file again"
+        )
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
     heads = config.get("num_attention_heads")
@@ -73,6 +80,7 @@ def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = 
     dtype = config.get("dtype") or config.get("torch_dtype")
     config["dtype"] = str(dtype).removeprefix("torch.") if dtype else None
     config["tie_word_embeddings"] = bool(config.get("tie_word_embeddings"))
+    check_settled(config, where)
     return config
 
 
@@ -86,5 +94,5 @@ def _of_transformers(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
         return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
-            f"{where}: transformers refuses it: {' '.join(str(error).split())}; correct the field, or get the file again"
+            f"{where}: transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}; correct the field, or get the file again"
         ) from None

@@ -22,7 +22,7 @@ from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.mtp import announced
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
-from mrl.converters.safetensors_io import NAMES, HFReader, TensorInfo, listed
+from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, listed
 from mrl.converters.stacks import place_of, reads_whole, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
@@ -78,6 +78,26 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
         if rule.expert is not None:
             experts[key] = experts.get(key, 0) + 1
     return {key: (experts[key], *shape) if key in experts else shape for key, shape in shapes.items()}
+
+
+def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.dtype]:
+    """The dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it is made of.
+
+    tensors: of a model, by the names of its files.
+    """
+    found: dict[str, torch.dtype] = {}
+    for rule in rules:
+        key = stored_key(rule)
+        for name in rule.hf:
+            dtype = DTYPES[tensors[file_name(family, name)].dtype]
+            found[key] = torch.promote_types(dtype, found.get(key, dtype))
+    return found
+
+
+def file_name(family: Family, name: str) -> str:
+    """What files call the tensor that the tables call `name`, alone or stacked with those of other experts."""
+    place = place_of(family, name)
+    return name if place is None else place.stored
 
 
 BLOCK_ENTRIES = 2**19

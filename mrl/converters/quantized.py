@@ -10,13 +10,13 @@ OCP Microscaling Formats, version 1.0, section 5.3.3, has the sixteen values of 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import HFReader, TensorInfo
 from mrl.errors import ModelError
 
@@ -132,7 +132,7 @@ class DequantisedReader(HFReader):
 
 
 def _fp8_block(path: Path) -> tuple[int, int]:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = read_json(path / "config.json")
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise ModelError(

@@ -23,34 +23,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
+from mrl.converters.companions import LFS_POINTER, copy_companions
+from mrl.converters.json_file import parse_json, shown
 from mrl.errors import ConfigError, ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_NAME = 255
+"""Bytes that a file's name may have, on every file system that matters."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "*.py",
-    "LICENSE*",
-)
-LFS_POINTER = b"version https://git-lfs"
-"""How a file begins that `git clone` left where Git LFS is not installed."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 DTYPES = {
@@ -80,8 +62,8 @@ class TensorInfo:
     start: int = dataclasses.field(default=0, compare=False)
 
 
-def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
+def read_header_text(file: Path) -> str:
+    """The JSON at the start of a safetensors file; ModelError where it is none."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -92,12 +74,24 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes); get the file again")
-        text = stream.read(length)
+        try:
+            return stream.read(length).decode()
+        except ValueError as error:
+            raise ModelError(
+                f"{file}: truncated or not a safetensors file (its header is no UTF-8: {error}); get the file again"
+            ) from None
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
+    size, text = file.stat().st_size, read_header_text(file)
+    length = len(text.encode())
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         notes = header.pop("__metadata__", None) or {}
         if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
             raise ValueError("__metadata__ is no map of texts")
+        "".join(header).encode()  # an escape can name half of a character, which nobody can print
         for name, entry in header.items():
             if any(type(n) is not int or n < 0 for n in (*entry["shape"], *entry["data_offsets"])):
                 raise ValueError(f"{name} has shape {entry['shape']} and offsets {entry['data_offsets']}")
@@ -125,12 +119,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _read_index(file: Path) -> dict[str, str]:
     """The index's map from tensor to shard."""
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        bad = [str(shard) for shard in weight_map.values() if Path(shard).name != shard]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file}: not a safetensors index ({error!r}); get the file again") from None
+        weight_map = parse_json(file.read_bytes())["weight_map"]
+        shards = set(weight_map.values())
+        bad = [shard for shard in shards if Path(shard).name != shard or len(os.fsencode(shard)) > MOST_NAME]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file}: not a safetensors index ({shown(error, 200)}); get the file again") from None
     if bad:
-        raise ModelError(f"{file}: names {bad[0]!r}, which is not a file of this folder; get the file again")
+        raise ModelError(f"{file}: names {shown(bad[0])}, which is not a file of this folder; get the file again")
     return weight_map
 
 
@@ -265,39 +260,6 @@ def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, T
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
-def companion_files(source: Path) -> list[Path]:
-    """What belongs to a model beside its weights: config, tokenizer, chat template, generation config, code."""
-    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern) if file.is_file()})
-
-
-def copy_companions(
-    source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, changes: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Copy the `companion_files`.
-
-    Files are copied byte for byte. config.json alone is edited, and only where it would be untrue: its dtype
-    (in the spelling it has) when the weights are written in another one, and the keys of `changes`; None removes a key.
-    Returns the names of the files copied.
-    """
-    source, out = Path(source), Path(out)
-    files = companion_files(source)
-    for file in files:
-        target = out / file.relative_to(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not (target.exists() and target.samefile(file)):
-            shutil.copyfile(file, target)
-    config_file = out / "config.json"
-    if config_file.is_file():
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        wanted = dict(changes or {})
-        if dtype is not None:
-            wanted |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in config}
-        if any(config.get(key) != value for key, value in wanted.items()):
-            edited = {k: v for k, v in (config | wanted).items() if v is not None or k not in wanted}
-            config_file.write_text(json.dumps(edited, indent=2) + "\n", encoding="utf-8")
-    return [str(file.relative_to(source)) for file in files]
-
-
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """One file to write: its header, and the byte offset in the file of each tensor."""
@@ -308,10 +270,17 @@ class Shard:
 
 
 def lay_out(
-    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+    tensors: Mapping[str, TensorInfo],
+    metadata: Mapping[str, str] | None = MappingProxyType({"format": "pt"}),
+    *,
+    header: str | None = None,
 ) -> Shard:
-    """Header and offsets of a file of `tensors`, in their order."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    """Header and offsets of a file of `tensors`, in their order.
+
+    metadata: the header's notes, None for a header without any. header: the text of one to take as it is, spaces and all, where
+    it says the same of the tensors.
+    """
+    entries: dict[str, Any] = {}
     at = 0
     spans = {}
     for name, info in tensors.items():
@@ -319,11 +288,22 @@ def lay_out(
         size = tensor_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    notes = {} if metadata is None else {"__metadata__": dict(metadata)}
+    text = json.dumps(notes | entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if header is not None and _entries(header) == entries:
+        text = header.encode()
     start = 8 + len(text)
-    header = len(text).to_bytes(8, "little") + text
-    return Shard(header, {name: start + offset for name, offset in spans.items()}, start + at)
+    return Shard(
+        len(text).to_bytes(8, "little") + text, {name: start + offset for name, offset in spans.items()}, start + at
+    )
+
+
+def _entries(header: str) -> dict[str, Any]:
+    """What the text of a header says of each tensor, as `lay_out` writes it."""
+    found = parse_json(header).items()
+    told = ("dtype", "shape", "data_offsets")
+    return {name: {key: entry[key] for key in told} for name, entry in found if name != "__metadata__"}
 
 
 def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:

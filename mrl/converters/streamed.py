@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.converters.json_file import parse_json, shown
 from mrl.converters.pread import LazySlice, Region, ShortFile, read_region
 from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, some
 from mrl.errors import ModelError
@@ -75,11 +75,13 @@ class PickleReader(HFReader):
         index, single = self.path / PICKLE_INDEX, self.path / PICKLE
         if index.is_file():
             try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                weight_map = parse_json(index.read_bytes())["weight_map"]
                 files = sorted(set(weight_map.values()))
                 lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index}: not an index of weights ({error!r}); get the file again") from None
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index}: not an index of weights ({shown(error, 200)}); get the file again"
+                ) from None
         elif single.is_file():
             files, weight_map, lost = [PICKLE], None, []
         else:

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.safetensors_io import NAMES, TensorInfo, companion_files, lay_out
+from mrl.converters.companions import companion_files
+from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
 from mrl.engine.item_file import as_bytes
 from mrl.errors import ModelError
 

@@ -99,6 +99,7 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
                 dims = parallel_dims(part.engine.parallel, world_size)
                 check_replicas(config, part.role, dims)
             check_replicate(part.engine, world_size)
+            _check_ranges(part)
             if "num_hidden_layers" not in part.hf:  # another family's spelling of it: which family is said first
                 _check_architecture(config, part, dims)
             check_model(part.engine, dims, part.hf)
@@ -106,6 +107,14 @@ def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list
             _check_architecture(config, part, dims)
         made.append(dims)
     return made
+
+
+def _check_ranges(part: Part) -> None:
+    """Refuses fields of config.json that hold what no model has: the checks after this one count with them."""
+    from mrl.converters.ranges import check_fields  # it imports torch
+
+    if isinstance(part.hf.get("model_type"), str):  # `normalize` says what is wrong with another one
+        check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
 def _longest(config: Config) -> tuple[int, str]:
@@ -123,11 +132,14 @@ def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
     with quiet():
+        from mrl.converters.companions import companion_files
         from mrl.converters.families import FAMILIES, fields_of
         from mrl.converters.hf_config import normalize
         from mrl.mcore_models import layout
 
         hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
+        if os.path.isdir(part.model.path):
+            companion_files(pathlib.Path(part.model.path))  # which the run's export copies
         if part.engine.backend == "megatron":
             layout.check_layout(fields_of(hf), dims)
         if part.engine.backend == "fsdp" and hf["model_type"] not in FAMILIES:
@@ -228,7 +240,7 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last of lists inside lists
         raise ModelError(f"{path}: cannot be read as JSON ({error}); restore the model's config.json") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds {type(content).__name__}, not an object; restore the model's config.json")

@@ -52,6 +52,11 @@ def remove(*names: str) -> Callable[[Workspace], None]:
     return lambda workspace: [(workspace.root / "model" / name).unlink() for name in names]
 
 
+def fifo(workspace: Workspace) -> None:
+    remove("chat_template.jinja")(workspace)
+    os.mkfifo(workspace.root / "model/chat_template.jinja")
+
+
 CASES = [
     # config.json.
     Case("no config.json", "model.path", ("has no config.json",), edit=remove("config.json")),
@@ -62,7 +67,10 @@ CASES = [
     Case("unknown field", "config.json", ("logit_scale = 3.0", "engine.backend=fsdp"), edit=fields(logit_scale=3.0)),
     Case("yarn", "config.json", ("'yarn'", "llama3"), edit=fields(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32})),
     Case("layer types", "model/config.json", ("layer_types", "correct the field"), edit=fields(num_hidden_layers=3)),
-    Case("no layers", "config.json", ("num_hidden_layers", "at least 1"), edit=fields(num_hidden_layers=0)),
+    Case("no layers", "model/config.json", ("num_hidden_layers", "at least 1"), edit=fields(num_hidden_layers=0)),
+    Case("no theta", "model/config.json", ("rope_parameters.rope_theta = 0 is not a number above 1", "correct the field"), ("engine.backend=fsdp",), fields(rope_parameters={"rope_type": "default", "rope_theta": 0})),
+    Case("no heads", "model/config.json", ("num_attention_heads = 0 is not a whole number",), edit=fields(num_attention_heads=0)),
+    Case("nested config.json", "model/config.json", ("cannot be read as JSON",), edit=lambda w: w.write("model/config.json", "[" * 30_000 + "]" * 30_000)),
     # Weights.
     Case("no weights", "model.path", ("*.safetensors",), edit=remove("model.safetensors")),
     Case("cut weights", "model/model.safetensors", ("header promises", "get the file again"), edit=lambda w: os.truncate(w.root / "model/model.safetensors", 5000)),
@@ -76,6 +84,7 @@ CASES = [
     Case("weights for fsdp", "model", (f"1 missing ({UP})",), ("engine.backend=fsdp",), tensors(lambda t: t.pop(UP))),
     # Tokenizer.
     Case("no tokenizer", "model", ("holds no tokenizer", "tokenizer.save_pretrained"), edit=remove("tokenizer.json")),
+    Case("a FIFO for a template", "model/chat_template.jinja", ("is a FIFO",), edit=fifo),
     Case("garbled tokenizer", "model", ("the tokenizer cannot be loaded",), edit=file("tokenizer.json", "{")),
     Case("another tokenizer", "rows.jsonl:", ("vocab_size 10", "belongs to the model"), ("model.init=random",), fields(vocab_size=10)),
 ]  # fmt: skip

@@ -28,13 +28,14 @@ def write(
     out: pathlib.Path,
     kind: str = "F32",
     *,
+    kinds: dict[str, str] | None = None,
     lose: str = "",
     tokenizer: dict | None = None,
     **keys: Any,
 ) -> dict[str, torch.Tensor]:
     """Writes the folder `source` as the file `out`, matrices of type `kind`. Returns what its tensors stand for, in fp32.
 
-    lose: a tensor that is left out. keys: metadata of the architecture over what the model says; None leaves one out.
+    kinds: types of those matrices whose name has this part. lose: a tensor that is left out. keys: metadata of the architecture over what the model says; None leaves one out.
     """
     config = json.loads((source / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
@@ -51,7 +52,8 @@ def write(
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     for name, parts in held.items():
         tensor = torch.stack(list(parts.values())) if name not in parts else parts[name]
-        quantised = _write(writer, names, config, name, tensor, kind, lose)
+        own = next((of for part, of in (kinds or {}).items() if part in name), kind)
+        quantised = _write(writer, names, config, name, tensor, own, lose)
         if name in parts:
             stands_for[name] = quantised
         else:

@@ -77,6 +77,16 @@ def test_an_exact_file_is_the_model_that_it_was_made_from(made, tmp_path, family
     )
 
 
+def test_types_that_differ_inside_one_tensor_are_the_same_model(made, tmp_path):
+    """q as Q8_0, which is read as bf16, and k and v as F16: the checkpoint has one tensor of them, in fp32, with the same values."""
+    source, file, stands_for = made("llama", "F16", write={"kinds": {"q_proj": "Q8_0"}})
+    done = CliRunner().invoke(cli.main, ["convert", "import", str(file), str(tmp_path / "mcore"), "--verify"])
+    assert done.exit_code == 0 and (tmp_path / "mcore").is_dir(), done.output
+    assert (
+        "of these 6 in the dtype of the tensor that holds them: model.layers.0.self_attn.q_proj.weight" in done.stdout
+    )
+
+
 CASES = [("llama", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q5_1")]
 CASES += [("mixtral", "Q4_0"), ("qwen2_moe", "F16"), ("qwen3_moe", "Q8_0")]
 

@@ -121,12 +121,28 @@ def pickled(folder: pathlib.Path) -> None:
     torch.save(held, folder / "pytorch_model.bin")
 
 
+def nested(folder: pathlib.Path) -> None:
+    (folder / "config.json").write_text('{"model_type": ' + "[" * 30_000 + "]" * 30_000 + "}")
+
+
 FLIPS = 80
 SOURCES = {
     "unknown field": (config(logit_softcap=30.0), "logit_softcap = 30.0 may change the maths"),
     "unknown family": (config(model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "unsupported value": (config(hidden_act="gelu"), "hidden_act = 'gelu' is not supported"),
-    "more layers than tensors": (config(num_hidden_layers=10**8), "num_hidden_layers 100000000 cannot be"),
+    "more layers than tensors": (config(num_hidden_layers=9_999), "num_hidden_layers 9999 cannot be"),
+    "nested config": (nested, "it nests deeper than 64 levels"),
+    "a size of 400 digits": (config(hidden_size=10**400), f"hidden_size = 1{'0' * 59}... (401 characters) is not"),
+    "no heads": (config(num_attention_heads=-4), "num_attention_heads = -4 is not a whole number of at least 1"),
+    "quantisation in a list": (config(quantization_config=["fp8"]), "quantization_config = ['fp8'] is not an object"),
+    "a shard with a long name": (
+        index(lambda fields: fields["weight_map"].update({"model.norm.weight": "x" * 300})),
+        "is not a file of this folder",
+    ),
+    "a name that is no text": (
+        header(lambda fields: fields.update({"\ud800": fields.pop(sorted(fields)[1])})),
+        "not a safetensors header",
+    ),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "no such file"),
     "unknown tensor": (weights(lambda w: w.update({"model.extra": torch.zeros(2)})), "1 left over (model.extra)"),
@@ -315,9 +331,7 @@ def test_metadata_that_is_a_foreign_pickle_runs_no_code(imported, tmp_path):
 @pytest.mark.parametrize("seed", range(12))
 def test_export_refuses_flipped_and_cut_bytes(imported, tmp_path, seed):
     rng = random.Random(seed)
-    files = sorted(
-        p for p in imported.rglob("*") if p.is_file() and p.suffix != ".jinja" and p.name != "generation_config.json"
-    )
+    files = sorted(p for p in imported.rglob("*") if p.is_file())
     file = files[seed % len(files)]
     data = bytearray(file.read_bytes())
     at = rng.randrange(len(data))
@@ -400,6 +414,32 @@ def test_another_model_and_wrong_uses(imported, hf, tmp_path):
     assert "is not an empty folder" in run("import", hf("llama", shard="30KB"), tmp_path / "out")[1]
     assert "is not an empty folder" in run("export", imported, tmp_path / "out")[1]
     assert os.listdir(tmp_path / "out") == ["precious"]
+
+
+LONG, FOREIGN = "x" * 300, "a\udcffb"
+"""A name that is longer than a file system takes, and one of bytes that are no UTF-8, as Python has them from a command line."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("import", "HF", LONG), "File name too long"),
+        (("import", LONG, "out"), "File name too long"),
+        (("export", LONG, "out"), "File name too long"),
+        (("export", "HF", "x" * 250), "is a Hugging Face folder"),
+        (("import", "HF", "x" * 250), "File name too long"),
+        (("verify", "HF", LONG), "File name too long"),
+        (("import", "HF", FOREIGN), "out: value 'a\\udcffb' is not UTF-8"),
+        (("import", FOREIGN, "out"), "source: value 'a\\udcffb' is not UTF-8"),
+        (("verify", "HF", "HF", "--prompt", FOREIGN), "--prompt: value 'a\\udcffb' is not UTF-8"),
+        (("export", "HF", "out", "--model", FOREIGN), "--model: value 'a\\udcffb' is not UTF-8"),
+    ],
+)
+def test_names_that_no_file_has(source, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, said = run(*(str(source) if argument == "HF" else argument for argument in arguments))
+    assert code == 2 and said.count("\n") == 1 and words in said and len(said) < 400, said
+    assert os.listdir(tmp_path) == ["hf"]
 
 
 def test_too_little_room_is_found_before(source, tmp_path, monkeypatch):

@@ -93,6 +93,45 @@ def test_the_files_come_back_byte_for_byte(hf, tmp_path, family, tied, dtype):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mcore"]
 
 
+def _header(file: pathlib.Path, change) -> None:
+    """Another text of the header that says the same of the tensors."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = change(json.loads(data[8 : 8 + length])).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def without_metadata(fields: dict) -> str:
+    return json.dumps({name: entry for name, entry in fields.items() if name != "__metadata__"}, separators=(",", ":"))
+
+
+HEADERS = {
+    "no metadata": without_metadata,
+    "empty metadata": lambda fields: json.dumps(fields | {"__metadata__": {}}, separators=(",", ":")),
+    "metadata of null": lambda fields: json.dumps(fields | {"__metadata__": None}, separators=(",", ":")),
+    "non-ASCII": lambda fields: json.dumps(fields | {"__metadata__": {"von": "Žofie 模型"}}, ensure_ascii=False),
+    "escaped": lambda fields: json.dumps(fields | {"__metadata__": {"von": "Žofie 模型"}}),
+    "spaced": lambda fields: json.dumps(fields, indent=2) + "   ",
+    "in another order": lambda fields: json.dumps(dict(sorted(fields.items(), reverse=True))),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_come_back_byte_for_byte(hf, tmp_path, name):
+    """However another program has written them; and an index with its own line breaks."""
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="30KB"), source)
+    for file in source.glob("*.safetensors"):
+        _header(file, HEADERS[name])
+    index = source / "model.safetensors.index.json"
+    index.write_bytes(index.read_bytes().replace(b"\n", b"\r\n"))
+    import_hf(source, tmp_path / "mcore")
+    export_hf(tmp_path / "mcore", tmp_path / "back")
+    assert kit.files_of(source) == kit.files_of(tmp_path / "back")
+    export_hf(tmp_path / "mcore", tmp_path / "cut", max_shard_size="1GB")
+    assert kit.differences(source, tmp_path / "cut") == []
+
+
 def test_max_shard_size_and_a_single_file(hf, tmp_path):
     source = hf("qwen2")
     import_hf(source, tmp_path / "mcore")

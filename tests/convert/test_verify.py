@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from mrl import cli
 from mrl.convert.importing import import_hf
 from mrl.convert.verifying import LogitsRow
+from mrl.errors import UserError
 from tests.convert.test_refused import run
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -18,10 +22,6 @@ from tests.engine.harness import run_case
 
 def verify(*arguments):
     """(exit code, its JSON)."""
-    from click.testing import CliRunner
-
-    from mrl import cli
-
     done = CliRunner().invoke(cli.main, ["convert", "verify", *map(str, arguments), "--json"])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
@@ -71,9 +71,70 @@ def test_signs_of_zero_and_nan_count(hf, tmp_path):
     assert verify(tmp_path / "nan", tmp_path / "nan", "--no-logits")[0] == 0
     assert verify(tmp_path / "a", tmp_path / "b", "--no-logits")[0] == 2
     code, found = verify(tmp_path / "nan", tmp_path / "nan")
-    assert code == 2 and found["differences"] == [] and found["logits"][0]["kl"] is None, (
-        "logits that are NaN are alike to none"
-    )
+    assert code == 0 and found["same"] and found["logits"][0]["not_finite"] > 0, "the same bits compute the same NaN"
+    code, found = verify(tmp_path / "a", tmp_path / "nan")
+    assert code == 2 and not any(row["max_difference"] == 0 for row in found["logits"])
+    code, said = run("import", tmp_path / "nan", tmp_path / "mcore", "--verify")
+    assert code == 0 and (tmp_path / "mcore").is_dir(), said
+
+
+INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+def test_buffers_that_follow_from_the_config_are_no_difference(hf, tmp_path):
+    """Old folders have them, imports and exports have not."""
+    source = tmp_path / "hf"
+    shutil.copytree(hf("llama", shard="1GB"), source)
+    held = load_file(source / "model.safetensors")
+    save_file(held | {INV_FREQ: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
+    code, said = run("import", source, tmp_path / "mcore", "--verify", "--no-logits")
+    assert code == 0 and sorted(os.listdir(tmp_path)) == ["hf", "mcore"], said
+    code, found = verify(source, hf("llama", shard="1GB"), "--no-logits")
+    assert code == 0 and found["tensors"] == len(held) and found["not_compared"] == [INV_FREQ]
+
+
+def test_dtypes_that_differ_inside_one_tensor_are_the_same_model(hf, tmp_path):
+    """An import holds q, k and v in one tensor, whose dtype holds all three exactly. Elsewhere, another dtype is a difference."""
+    source, wrong = tmp_path / "hf", tmp_path / "wrong"
+    shutil.copytree(hf("llama", shard="1GB"), source)
+    held, name = load_file(source / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
+    save_file(held | {name: held[name].bfloat16()}, source / "model.safetensors", {"format": "pt"})
+    code, said = run("import", source, tmp_path / "mcore", "--verify")
+    assert code == 0 and sorted(os.listdir(tmp_path)) == ["hf", "mcore"], said
+    code, found = verify(tmp_path / "mcore", source, "--no-logits")
+    assert code == 0 and found["widened"] == [name] and found["differences"] == []
+    shutil.copytree(source, wrong)
+    changed = held[name].bfloat16()
+    changed.view(torch.int16)[3, 4] ^= 1
+    save_file(held | {name: changed}, wrong / "model.safetensors", {"format": "pt"})
+    code, found = verify(tmp_path / "mcore", wrong, "--no-logits")
+    assert code == 2 and found["differences"][0].startswith(f"{name}: 1 entries differ") and found["widened"] == []
+    code, found = verify(hf("llama", shard="1GB"), source, "--no-logits")
+    assert code == 2 and found["differences"] == [f"{name}: dtype F32 and BF16"]
+    save_file({n: t.bfloat16() for n, t in held.items()}, wrong / "model.safetensors", {"format": "pt"})
+    code, found = verify(tmp_path / "mcore", wrong, "--no-logits")
+    assert code == 2 and len(found["differences"]) == len(held), "all of fp32 is another model than all of bf16"
+
+
+def test_experts_of_an_odd_width(hf, tmp_path):
+    """torch's grouped matrices want rows of 16 bytes; logits do not."""
+    source = hf("qwen3_moe", moe_intermediate_size=23, shard="1GB")
+    code, said = run("import", source, tmp_path / "mcore", "--verify")
+    assert code == 0 and os.listdir(tmp_path) == ["mcore"], said
+
+
+@pytest.mark.parametrize("error", [UserError("too large"), RuntimeError("a fault of ours")], ids=["refused", "fault"])
+def test_a_result_that_could_not_be_compared_loses_its_name(hf, tmp_path, monkeypatch, error):
+    import mrl.convert.verifying as verifying
+
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(verifying, "compare", fails)
+    done = CliRunner().invoke(cli.main, ["convert", "import", str(hf("llama")), str(tmp_path / "out"), "--verify"])
+    assert os.listdir(tmp_path) == ["out.unverified"] and f"is now {tmp_path / 'out.unverified'}" in done.stderr
+    assert (done.exit_code == 2) == isinstance(error, UserError) and done.stderr.count("mrl: ") == 1
+    assert isinstance(error, UserError) or done.exception is error
 
 
 def test_models_of_the_same_weights_that_compute_otherwise_are_different(hf, tmp_path):

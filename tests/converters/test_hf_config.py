@@ -50,7 +50,7 @@ def test_old_and_new_spelling_mean_the_same():
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_experts_in_either_spelling(key, model_type):
-    assert normalize({"model_type": model_type, key: 6})["num_experts"] == 6
+    assert normalize({"model_type": model_type, key: 12})["num_experts"] == 12
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
@@ -69,7 +69,8 @@ def test_a_missing_key_means_transformers_default(model_type):
         ("{", "not readable as JSON"),
         ("[]", "holds a JSON list"),
         ("{}", "model_type None is not a name"),
-        ('{"model_type": "llama", "hidden_size": "big"}', "transformers refuses it"),
+        ('{"model_type": "llama", "hidden_size": "big"}', "hidden_size = 'big' is not a whole number"),
+        ('{"model_type": "llama", "pad_token_id": "big"}', "transformers refuses it"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text, message):

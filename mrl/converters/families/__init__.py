@@ -10,6 +10,7 @@ import pkgutil
 from typing import Any
 
 from mrl.converters.fields import NEUTRAL, harmless
+from mrl.converters.json_file import shown
 from mrl.converters.quantized import check_readable
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
@@ -23,7 +24,7 @@ def family_for(hf_config: HFConfig) -> Family:
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(
-            f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"config.json: model_type {shown(model_type)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]
 
@@ -37,7 +38,7 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(hf["model_type"])
     if family is None:
         raise ModelError(
-            f"config.json: model_type {hf['model_type']!r} is not supported by the megatron engine; use one of {', '.join(FAMILIES)}, or engine.backend=fsdp"
+            f"config.json: model_type {shown(hf['model_type'])} is not supported by the megatron engine; use one of {', '.join(FAMILIES)}, or engine.backend=fsdp"
         )
     check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
@@ -45,7 +46,7 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
             continue
         if not (name.startswith("_") or name in NEUTRAL or name in family.reads or harmless(value)):
             raise ModelError(
-                f"config.json: {name} = {value!r} may change the maths and the {hf['model_type']} model of the megatron "
+                f"config.json: {name} = {shown(value)} may change the maths and the {hf['model_type']} model of the megatron "
                 "engine does not know it; remove the field if it does not matter, or use engine.backend=fsdp"
             )
     return family.fields(hf)

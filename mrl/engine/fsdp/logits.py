@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
@@ -19,7 +19,7 @@ def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor
     """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the Hugging Face folder `path`."""
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        path, config=_config(path), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
     return _run(model, prompts)
 
@@ -27,15 +27,21 @@ def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor
 @torch.no_grad()
 def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """The same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     family = family_for(read_hf_config(path))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(_config(path), dtype=torch.float32, attn_implementation="eager")
     in_files = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in in_files]
     for name, tensor in (*model.named_parameters(), *buffers):
         of = pieces(name, tensor.shape, family=family, head="lm")
         tensor.copy_(read_rows(of, read, 0, tensor.shape[0]))
     return _run(model, prompts)
+
+
+def _config(path: str) -> PreTrainedConfig:
+    """The config of the folder `path`; experts are computed one by one, as torch's grouped matrices need widths of 16 bytes."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config._experts_implementation = "eager"
+    return config
 
 
 @torch.no_grad()

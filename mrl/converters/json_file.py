@@ -1,0 +1,49 @@
+"""JSON files of a model folder, read with one line for whatever can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ModelError
+
+MOST_LEVELS = 64
+"""Of lists and objects inside one another. Python's own functions end in a RecursionError at some hundreds."""
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file; ModelError where it cannot be read, is no JSON, or nests deeper than MOST_LEVELS."""
+    try:
+        return parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text; ValueError where it is none, or nests deeper than MOST_LEVELS."""
+    try:
+        content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
+    except RecursionError:
+        raise ValueError(f"it nests deeper than {MOST_LEVELS} levels") from None
+    level = [content]
+    for _ in range(MOST_LEVELS):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+        if not level:
+            return content
+    raise ValueError(f"it nests deeper than {MOST_LEVELS} levels")
+
+
+def _inside(outer: dict | list) -> list[Any]:
+    """The lists and objects that a list or object holds."""
+    held = outer.values() if isinstance(outer, dict) else outer
+    return [inner for inner in held if isinstance(inner, dict | list)]
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value for a message: its first characters, where it is a long one."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
