@@ -98,7 +98,10 @@ class CodeReward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionReward:
-    function: str = key(REQUIRED, "path.py:name of your (prompt, completion, row) -> number, plain or async")
+    function: str = key(
+        REQUIRED,
+        "path.py:name of your (prompt, completion, row) -> number, or of one with verl's or TRL's parameters; plain or async",
+    )
     weight: float = _weight()
     label: str | None = _label()
 
@@ -125,6 +128,15 @@ class RewardPoolConfig:
     timeout_s: float = key(10.0, "wall time of one call of one function", above=0)
     workers: int = key(4, "processes that call the functions, on each rank that scores", minimum=1)
     concurrency: int = key(16, "calls of async functions in flight in a process", minimum=1)
+    retries: int = key(
+        0,
+        "how often a call of your own function that failed is made again; for judges that may be busy",
+        minimum=0,
+        maximum=100,
+    )
+    retry_wait_s: float = key(
+        1.0, "wait before the first retry; twice as long before each one after it, at most 60 s", above=0, maximum=60
+    )
     on_error: Literal["stop", "zero"] = key(
         "stop", "an exception, a timeout or a value that is no finite number: stop with function and row, or count as 0"
     )

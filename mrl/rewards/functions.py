@@ -1,25 +1,28 @@
-"""From a config entry to the function that is called: `f(prompt, completion, row) -> number`, named ones and the user's."""
+"""From a config entry to the function that is called: named ones and the user's, and what is said of their errors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
+import mrl
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.answers import gsm8k, math, require_math_verify
+from mrl.rewards.calls import RewardCall, UnknownSignature
 from mrl.rewards.code import code
-from mrl.rewards.text import Prompt, Row, exact_match, length, regex
-
-RewardFunction = Callable[[Prompt, str, Row], Any]
+from mrl.rewards.text import exact_match, length, regex
 
 # Each as f(prompt, completion, row, options), with the options of the same name in `mrl.config.rewards`.
 NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
@@ -32,13 +35,13 @@ NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
 }
 
 
-def load_reward(reward: Reward, key: str) -> RewardFunction:
+def load_reward(reward: Reward, key: str) -> RewardCall:
     """The function of a config entry that was written at `key`. Raises ConfigError naming the key, the file and the function."""
     if isinstance(reward, FunctionReward):
         return load_function(reward.function, f"{key}.function")
     if reward.name == "math":
         require_math_verify(f"{key}.name")
-    return functools.partial(NAMED_FUNCTIONS[reward.name], options=reward)
+    return RewardCall(functools.partial(NAMED_FUNCTIONS[reward.name], options=reward))
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:
@@ -59,24 +62,31 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
     return found
 
 
-def load_function(spec: str, key: str) -> RewardFunction:
-    """The reward function that `path.py:name` names."""
+def load_function(spec: str, key: str) -> RewardCall:
+    """The reward function that `path.py:name` names. Raises ConfigError where its parameters are those of no form."""
     function, name = load_named(spec, key, kind="function"), spec.rpartition(":")[2]
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: it is known when it is called
-        return function
-    try:
-        signature.bind("prompt", "completion", {})
-    except TypeError as error:
+        return RewardCall(function)
+    except UnknownSignature as error:
         raise ConfigError(
-            f"{key}: {spec}: {name}{signature} cannot be called as (prompt, completion, row): {error}; "
-            f"write def {name}(prompt, completion, row)"
+            f"{key}: {spec}: {name}{_signature(function)} {error}; write def {name}(prompt, completion, row), or give "
+            "it the parameters of verl (data_source, solution_str, ground_truth, extra_info) or of TRL (prompts, "
+            "completions, **kwargs)"
         ) from None
-    return function
 
 
-def is_async(function: RewardFunction) -> bool:
+def _signature(function: Callable[..., Any]) -> str:
+    """Without types, as short as it fits in a message."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    text = ", ".join(stars.get(p.kind, "") + p.name for p in parameters)
+    return f"({text if len(text) <= 100 else text[:97] + '...'})"
+
+
+def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine: async functions, and objects whose __call__ is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
@@ -102,10 +112,14 @@ def _load_module(path: pathlib.Path, what: str) -> ModuleType:
 
 
 def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
-    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`, or anywhere without."""
+    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`. Without, the innermost
+    of the user's own lines: json/decoder.py:355 says nothing about a reward function that parses a completion."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [f for f in frames if path is None or pathlib.Path(f.filename) == path]
-    if isinstance(error, SyntaxError):
+    if path is not None:
+        inside = [f for f in frames if pathlib.Path(f.filename) == path]
+    else:
+        inside = [f for f in frames if _is_users(f.filename)] or frames
+    if isinstance(error, SyntaxError) and path is not None:
         place = f"{pathlib.Path(error.filename or '?').name}:{error.lineno}"
         text = error.msg
     else:
@@ -117,3 +131,29 @@ def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
     text = " ".join(text.split())
     text = text if len(text) <= 300 else text[:297] + "..."
     return f"{type(error).__name__}{': ' if text else ''}{text}{f' ({place})' if place else ''}"
+
+
+_MRL = str(pathlib.Path(mrl.__file__).parent)
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (_MRL, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+)
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither Python's, nor a package's, nor ours."""
+    parts = pathlib.PurePath(file).parts
+    return not (
+        file.startswith(("<", *_LIBRARIES)) or "site-packages" in parts or "dist-packages" in parts
+    )  # fmt: skip
+
+
+def whole_traceback(error: BaseException) -> str:
+    """The traceback from the user's function on, at most its last 20,000 characters."""
+    with contextlib.suppress(AttributeError):  # the first frame is ours
+        error = error.with_traceback(error.__traceback__.tb_next or error.__traceback__)
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # an error whose text cannot be made
+        text = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + "\n"
+    return text if len(text) <= 20_000 else "...\n" + text[-20_000:]

@@ -5,39 +5,57 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import heapq
+import math
 import multiprocessing.connection
 import os
+import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
 
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
+from mrl.rewards.calls import START, Position, Sample
 from mrl.rewards.process import Process, in_words, kill, start
-from mrl.rewards.text import Prompt, Row
-from mrl.rewards.worker import Answer, Call, NotReady, Ready, Setup
+from mrl.rewards.worker import Answers, Call, Calls, Kind, NotReady, Ready, Setup
 
 START_TIMEOUT_S = 300.0  # loading the user's file, which may import much
 GRACE_S = 1.0  # an async function ends itself at the time limit; its process is killed this much later
+MESSAGE_S = 0.02  # calls that take less together go to a process in one message
+LONGEST_WAIT_S = 60.0  # between a call and its retry
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One call: of the reward with index `function`."""
+    """One call: of the reward with index `function`, for one sample, those of a prompt, or all (`RewardPool.kinds`)."""
 
     function: int
-    prompt: Prompt
-    completion: str
-    row: Row
+    samples: tuple[Sample, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A finite value, or what went wrong."""
+    """Finite values, one for each sample of the task, or what went wrong; traceback of an exception."""
 
-    value: float | None
+    values: tuple[float, ...] | None
     fault: str | None = None
     timed_out: bool = False
+    traceback: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Retries:
+    """How often a call of a user's function that failed is made again: a judge may be busy. wait_s: before the first retry;
+    twice as long before each one after it, at most LONGEST_WAIT_S."""
+
+    count: int = 0
+    wait_s: float = 1.0
+
+    def pause_s(self, number: int, index: int) -> float:
+        """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one moment."""
+        longest = min(self.wait_s * 2.0 ** min(number, 60), LONGEST_WAIT_S)
+        return longest * random.Random(index).uniform(0.5, 1.0)
 
 
 class RewardPool:
@@ -45,13 +63,22 @@ class RewardPool:
     cannot be loaded. `concurrency`: calls of async functions at a time in a process."""
 
     def __init__(
-        self, rewards: Sequence[tuple[str, Reward]], *, workers: int, timeout_s: float, concurrency: int = 16
+        self,
+        rewards: Sequence[tuple[str, Reward]],
+        *,
+        workers: int,
+        timeout_s: float,
+        concurrency: int = 16,
+        retries: Retries | None = None,
     ) -> None:
         self._setup = Setup(tuple(rewards), timeout_s)
         self._concurrency = concurrency
         self._processes: list[Process] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())
-        self._asynchronous: tuple[bool, ...] = ()
+        self._retries = Retries() if retries is None else retries
+        self.kinds: tuple[Kind, ...] = ()
+        self.made_again: tuple[str, ...] = ()  # faults of the latest run that a retry followed
+        self._call_s: dict[int, float] = {}  # function -> seconds of a call, of late
         self._workers = workers
         self._next_number = 0
         self._fill()
@@ -71,18 +98,23 @@ class RewardPool:
         return [p.process.pid for p in self._processes]
 
     def run(
-        self, tasks: Sequence[Task], *, fatal: Callable[[Task, Outcome], bool] = lambda task, outcome: False
+        self,
+        tasks: Sequence[Task],
+        *,
+        position: Position = START,
+        fatal: Callable[[Task, Outcome], bool] = lambda task, outcome: False,
     ) -> list[Outcome | None]:
         """The outcomes, in the order of `tasks`.
 
         fatal: asked of each fault, whether it ends the run. No task after it is started then, and outcomes after it may be
         None; all tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
 
-        A call that shares a process with others when it hangs or dies is called a second time, alone.
+        An async call that shares a process with others when it hangs or dies is made a second time, alone.
         """
         if not self._finalizer.alive:
             raise RuntimeError("the reward pool is closed")
-        run = _Run(tasks, fatal, self._next_number)
+        users = [isinstance(reward, FunctionReward) for _, reward in self._setup.rewards]
+        run = _Run(tasks, position, fatal, self._next_number, [self._retries if own else Retries() for own in users])
         self._next_number += len(tasks)
         try:
             while run.unfinished:
@@ -90,6 +122,7 @@ class RewardPool:
                 self._dispatch(run)
                 self._collect(run)
         finally:
+            self.made_again = tuple(run.made_again)
             for process in [p for p in self._processes if p.running]:
                 self._drop(process)
         return run.outcomes
@@ -120,7 +153,11 @@ class RewardPool:
             raise ConfigError(reply.config_error)
         if not isinstance(reply, Ready):
             raise ConfigError(self._not_loaded(process, ended))
-        self._asynchronous = reply.asynchronous
+        if self.kinds and self.kinds != reply.kinds:
+            raise ConfigError(
+                "rewards: a file with functions was changed under the run; start it again to use the new one"
+            )
+        self.kinds = reply.kinds
 
     def _not_loaded(self, process: Process, ended: bool) -> str:
         """The message for a process that went, or took too long, before it was ready."""
@@ -139,22 +176,41 @@ class RewardPool:
     def _dispatch(self, run: _Run) -> None:
         """Gives tasks to processes until all have what they can take."""
         while (index := run.peek()) is not None:
-            task = run.tasks[index]
-            waits = self._asynchronous[task.function]
+            waits = self.kinds[run.tasks[index].function].asynchronous
             shared = waits and index not in run.alone
             process = self._process_for(shared)
             if process is None:
                 return
-            run.take()
-            number = run.first + index
-            process.running[number] = time.monotonic() + self._setup.timeout_s + (GRACE_S if waits else 0.0)
+            indices = [run.take()] if waits else self._take_several(run)
+            now = time.monotonic()
+            limit_s = self._setup.timeout_s + (GRACE_S if waits else 0.0)
+            # calls that are not async are made one after another: each message of answers moves the limit on
+            process.running |= {run.first + i: now + limit_s for i in indices}
             process.exclusive = not shared
+            calls = tuple(Call(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices)
             try:
-                process.connection.send(Call(number, task.function, task.prompt, task.completion, task.row))
+                process.connection.send(Calls(calls, run.position))
             except OSError:  # it died since its last call, or does not read
                 blamed = index in run.alone and len(process.running) == 1
                 self._fail(run, process, "does not take calls" if blamed else None, again=not blamed)
                 return
+
+    def _take_several(self, run: _Run) -> list[int]:
+        """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have some
+        that are worth a message."""
+        indices, most, seconds = [], math.ceil(run.waiting / self._workers), 0.0
+        while len(indices) < most or seconds < MESSAGE_S / 10:
+            index = run.peek()
+            function = None if index is None else run.tasks[index].function
+            if function is None or self.kinds[function].asynchronous or (indices and index in run.alone):
+                break
+            seconds += self._call_s.get(function, MESSAGE_S)
+            if indices and seconds > MESSAGE_S:
+                break
+            indices.append(run.take())
+            if index in run.alone:
+                break
+        return indices
 
     def _process_for(self, shared: bool) -> Process | None:
         """The process with the fewest calls that can take one more."""
@@ -166,44 +222,70 @@ class RewardPool:
         """Waits for answers, deaths or the next deadline, and takes what there is."""
         busy = {p.connection: p for p in self._processes if p.running}
         if not busy:
+            run.wait_for_retry()
             return
-        soonest = min(deadline for p in busy.values() for deadline in p.running.values())
+        soonest = min((*run.retry_times(), *(deadline for p in busy.values() for deadline in p.running.values())))
         ready = multiprocessing.connection.wait(list(busy), max(0.0, soonest - time.monotonic()))
         for connection in ready:
             process = busy[connection]
             try:
-                answer: Answer = connection.recv()
+                self._take(run, process, connection.recv())
             except (EOFError, OSError):
                 self._fail(run, process, None)
-                continue
-            del process.running[answer.number]
-            run.finish(answer.number, Outcome(answer.value, answer.fault, answer.timed_out))
         now = time.monotonic()
         for connection, process in busy.items():
             if connection not in ready and min(process.running.values()) <= now:
                 self._fail(run, process, f"took longer than {self._setup.timeout_s:g} s", timed_out=True)
 
+    def _take(self, run: _Run, process: Process, answers: Answers) -> None:
+        """Answers; of calls that are made one after another the next one begins."""
+        for answer in answers:
+            del process.running[answer.number]
+            function = run.tasks[answer.number - run.first].function
+            before_s = self._call_s.get(function, answer.seconds)
+            self._call_s[function] = 0.8 * before_s + 0.2 * answer.seconds
+            run.finish(answer.number, Outcome(answer.values, answer.fault, answer.timed_out, answer.traceback))
+        if not self.kinds[function].asynchronous:
+            process.running = dict.fromkeys(process.running, time.monotonic() + self._setup.timeout_s)
+
     def _fail(
         self, run: _Run, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
     ) -> None:
-        """A process hung, or died (fault: None). Of several calls that it ran, each is tried again alone."""
-        numbers = list(process.running)
+        """A process hung, or died (fault: None). The call that it had begun is at fault, and others are made again; where
+        several were running, or none that is known, each is made again alone."""
+        numbers, blamed = sorted(process.running), process.begun_last
         status = self._drop(process)
-        if again or len(numbers) > 1:
-            run.again(numbers)
-        else:
-            run.finish(numbers[0], Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
+        if blamed not in numbers:  # async, or it died before the first one
+            first = numbers[0] - run.first
+            waits = self.kinds[run.tasks[first].function].asynchronous
+            blamed = numbers[0] if len(numbers) == 1 and (waits or first in run.alone) else None
+        if again or blamed is None:
+            run.again(numbers, alone=True)
+            return
+        run.again([number for number in numbers if number != blamed], alone=False)
+        run.finish(blamed, Outcome(None, fault or f"ended its process ({in_words(status)})", timed_out))
 
 
 class _Run:
     """The tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them. Processes know a task
     as the number `first + index`, so an answer is never taken for another run's."""
 
-    def __init__(self, tasks: Sequence[Task], fatal: Callable[[Task, Outcome], bool], first: int) -> None:
-        self.tasks, self.fatal, self.first = tasks, fatal, first
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        position: Position,
+        fatal: Callable[[Task, Outcome], bool],
+        first: int,
+        retries: Sequence[Retries],
+    ) -> None:
+        self.tasks, self.position, self.fatal, self.first = tasks, position, fatal, first
         self.outcomes: list[Outcome | None] = [None] * len(tasks)
         self.alone: set[int] = set()
-        self._retries: collections.deque[int] = collections.deque()
+        self._retries = retries  # of each function
+        self._retried: dict[int, int] = {}  # task -> how often
+        self._later: list[tuple[float, int]] = []  # a heap: (when, task)
+        self.made_again: list[str] = []  # the fault of each call that is, or will be
+        self._ready: collections.deque[int] = collections.deque()  # tasks to make again at once
         self._next = 0
         self._end = self._missing = len(tasks)  # tasks from _end on are not wanted; _missing counts those before
 
@@ -211,32 +293,61 @@ class _Run:
     def unfinished(self) -> bool:
         return self._missing > 0
 
+    @property
+    def waiting(self) -> int:
+        """Tasks that could be started now."""
+        return len(self._ready) + max(0, self._end - self._next)
+
     def peek(self) -> int | None:
         """Index of the task to start next."""
-        while self._retries and self._retries[0] >= self._end:
-            self._retries.popleft()
-        if self._retries:
-            return self._retries[0]
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._ready.append(heapq.heappop(self._later)[1])
+        while self._ready and self._ready[0] >= self._end:
+            self._ready.popleft()
+        if self._ready:
+            return self._ready[0]
         return self._next if self._next < self._end else None
 
     def take(self) -> int:
-        if self._retries:
-            return self._retries.popleft()
+        if self._ready:
+            return self._ready.popleft()
         self._next += 1
         return self._next - 1
 
-    def again(self, numbers: Sequence[int]) -> None:
+    def retry_times(self) -> list[float]:
+        """When the next retry is due, if any is."""
+        return [when for when, _ in self._later[:1]]
+
+    def wait_for_retry(self) -> None:
+        """Until it is due; nothing else is running."""
+        for when in self.retry_times():
+            time.sleep(max(0.0, when - time.monotonic()))
+
+    def again(self, numbers: Sequence[int], *, alone: bool) -> None:
         indices = sorted(number - self.first for number in numbers)
-        self.alone.update(indices)
-        self._retries.extend(indices)
+        if alone:
+            self.alone.update(indices)
+        self._ready.extend(indices)
 
     def finish(self, number: int, outcome: Outcome) -> None:
         index = number - self.first
+        if outcome.fault is not None and index < self._end and self._retry(index):
+            self.made_again.append(outcome.fault)
+            return
         self.outcomes[index] = outcome
         self._missing -= index < self._end
         if outcome.fault is not None and index < self._end and self.fatal(self.tasks[index], outcome):
             self._end = index
             self._missing = sum(o is None for o in self.outcomes[:index])
+
+    def _retry(self, index: int) -> bool:
+        """Whether a task that failed is made again, later."""
+        retries, made = self._retries[self.tasks[index].function], self._retried.get(index, 0)
+        if made >= retries.count:
+            return False
+        self._retried[index] = made + 1
+        heapq.heappush(self._later, (time.monotonic() + retries.pause_s(made, index), index))
+        return True
 
 
 def _kill_all(processes: list[Process], owner: int) -> None:

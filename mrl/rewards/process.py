@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -16,16 +17,17 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
 
-from mrl.rewards.worker import Setup
+from mrl.rewards.worker import NUMBER_BYTES, Setup
 
 START = (
     # srun sends what stops a run to every process of the job: scoring goes on until the trainer has saved
     "import signal, sys; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGUSR1)]; "
-    "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline})"
+    "sys.path[:] = {path!r}; from mrl.rewards.worker import main; main({connection}, {lifeline}, {begun})"
 )
 
 WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, is left after this
@@ -33,21 +35,34 @@ WAIT_S = 5.0  # a process that the kernel cannot end, in a hanging file system, 
 
 @dataclasses.dataclass(eq=False)
 class Process:
-    """running: what it was given and has not answered. lifeline: our end of the pipe at whose closing it dies."""
+    """A process that calls functions, and what it is at."""
 
     process: subprocess.Popen[bytes]
     connection: multiprocessing.connection.Connection
-    lifeline: int
-    running: dict[int, float] = dataclasses.field(default_factory=dict)  # call number -> deadline
+    lifeline: int  # our end of the pipe at whose closing it dies
+    begun: mmap.mmap  # it writes the number of the call that it makes there, but for async ones
+    running: dict[int, float] = dataclasses.field(
+        default_factory=dict
+    )  # call number -> deadline, of those not answered
     exclusive: bool = False  # takes no second call beside the one that runs
+
+    @property
+    def begun_last(self) -> int:
+        """The number of the latest call that it began."""
+        return int.from_bytes(self.begun[:NUMBER_BYTES], "little")
 
 
 def start(setup: Setup, send_timeout_s: float) -> Process:
     """A new process that was sent `setup`; it answers Ready or NotReady."""
     ours, theirs = multiprocessing.Pipe()
     read_end, write_end = os.pipe()
-    fds = (theirs.fileno(), read_end)
-    program = START.format(path=sys.path, connection=fds[0], lifeline=fds[1])
+    memory, path = tempfile.mkstemp()
+    os.unlink(path)
+    os.ftruncate(memory, NUMBER_BYTES)
+    begun = mmap.mmap(memory, NUMBER_BYTES)
+    begun[:] = b"\xff" * NUMBER_BYTES  # no call's number
+    fds = (theirs.fileno(), read_end, memory)
+    program = START.format(path=sys.path, connection=fds[0], lifeline=fds[1], begun=fds[2])
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -55,12 +70,14 @@ def start(setup: Setup, send_timeout_s: float) -> Process:
         )  # fmt: skip
     except BaseException:
         ours.close()
+        begun.close()
         os.close(write_end)
         raise
     finally:
         theirs.close()
+        os.close(memory)
         os.close(read_end)
-    process = Process(child, ours, write_end)
+    process = Process(child, ours, write_end, begun)
     _limit_sends(ours, send_timeout_s)
     with contextlib.suppress(OSError):  # it is gone already, which reading from it will say
         ours.send(setup)
@@ -86,6 +103,7 @@ def kill(process: Process) -> int:
         with contextlib.suppress(psutil.Error):
             descendant.kill()
     process.connection.close()
+    process.begun.close()
     os.close(process.lifeline)
     status = process.process.wait()
     _wait_for(descendants)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 
 from mrl.config.rewards import FunctionReward, MathReward, RegexReward, Reward, RewardsConfig, label_of
 from mrl.errors import RewardError
-from mrl.rewards.pool import Outcome, RewardPool, Task
-from mrl.rewards.text import Prompt, Row
+from mrl.rewards.calls import START, Position, Sample, Scope
+from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """What is scored. prompt: text or messages. where: the row's file and line, `train.jsonl:17`, for errors."""
-
-    prompt: Prompt
-    completion: str
-    row: Row
-    where: str
+REPORTED = 3  # faults of one step that are written to a file
+REPORTS = 20  # files of faults that count as 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +28,17 @@ class Scores:
 
 
 class Scorer:
-    """Holds the pool of processes that score. `path`: where in the config `config` was written. Raises ConfigError where a
-    function cannot be loaded."""
+    """Holds the pool of processes that score. `path`: where in the config `config` was written. reports: the folder that
+    faults are written to, with completion and traceback; None: they are not. Raises ConfigError where a function cannot be
+    loaded."""
 
-    def __init__(self, config: RewardsConfig, path: str = "rewards") -> None:
-        self.config = config
-        self.path = path
+    def __init__(self, config: RewardsConfig, path: str = "rewards", reports: pathlib.Path | None = None) -> None:
+        self.config, self.path, self.reports = config, path, reports
         self.labels = tuple(label_of(reward) for reward in config.functions)
         self._pool = RewardPool(
             [(f"{path}.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
             workers=config.workers, timeout_s=config.timeout_s, concurrency=config.concurrency,
+            retries=Retries(config.retries, config.retry_wait_s),
         )  # fmt: skip
 
     def __enter__(self) -> Scorer:
@@ -54,23 +51,61 @@ class Scorer:
         """Ends the processes."""
         self._pool.close()
 
-    def score(self, samples: Sequence[Sample]) -> Scores:
+    @property
+    def made_again(self) -> tuple[str, ...]:
+        """Faults in the latest `score` that a retry followed."""
+        return self._pool.made_again
+
+    def score(self, samples: Sequence[Sample], position: Position = START) -> Scores:
         """The rewards of `samples`, in their order. Raises RewardError for the first fault (by sample, then function), unless
         `on_error` is zero."""
-        count = len(self.config.functions)
-        tasks = [Task(f, s.prompt, s.completion, s.row) for s in samples for f in range(count)]
-        outcomes = self._pool.run(tasks, fatal=self._is_fatal)
+        places, tasks = self._tasks(samples)
+        outcomes = self._pool.run(tasks, position=position, fatal=self._is_fatal)
         faults: list[str] = []
-        values: list[list[float]] = [[] for _ in range(count)]
-        for i, (task, outcome) in enumerate(zip(tasks, outcomes, strict=True)):
-            assert outcome is not None, f"task {i} of {len(tasks)} has no outcome and no fault came before it"
+        reports: list[str] = []
+        values = [[0.0] * len(samples) for _ in self.config.functions]
+        for place, task, outcome in zip(places, tasks, outcomes, strict=True):
+            assert outcome is not None, f"task {len(faults)} of {len(tasks)} has no outcome and no fault came before it"
             if outcome.fault is not None:
-                line = self._in_words(task.function, samples[i // count].where, outcome.fault)
-                if self._is_fatal(task, outcome):
-                    raise RewardError(f"{line}; correct it, or set {self.path}.on_error: zero")
+                line = self._in_words(task, outcome.fault)
+                fatal = self._is_fatal(task, outcome)
+                if fatal or len(reports) < REPORTED:
+                    reports.append(_report(line, task, outcome))
+                if fatal:
+                    raise RewardError(self._advice(line, outcome, self._write(reports, position, fatal=True)))
                 faults.append(f"{line}; counts as 0")
-            values[task.function].append(0.0 if outcome.value is None else outcome.value)
+            else:
+                values[task.function][place : place + len(task.samples)] = outcome.values
+        if reports:
+            self._write(reports, position, fatal=False)
         return Scores(self._totals(values), dict(zip(self.labels, map(tuple, values), strict=True)), tuple(faults))
+
+    def _tasks(self, samples: Sequence[Sample]) -> tuple[list[int], list[Task]]:
+        """The calls, by the sample that each begins with and then by function; where each begins."""
+        bare = [dataclasses.replace(sample, tokens=()) if sample.tokens else sample for sample in samples]
+        found: list[tuple[int, Task]] = []
+        for function, kind in enumerate(self._pool.kinds):
+            given, place = samples if kind.needs_tokens else bare, 0
+            for part in _parts(given, kind.scope):
+                found.append((place, Task(function, part)))
+                place += len(part)
+        found.sort(key=lambda item: (item[0], item[1].function))
+        return [place for place, _ in found], [task for _, task in found]
+
+    def _advice(self, line: str, outcome: Outcome, report: pathlib.Path | None) -> str:
+        raised = "its traceback and the completion are" if outcome.traceback else "the completion is"
+        kept = "" if report is None else f"; {raised} in {report}"
+        time_too = f"raise {self.path}.timeout_s, " if outcome.timed_out else ""
+        return f"{line}; correct it, {time_too}or set {self.path}.on_error: zero{kept}"
+
+    def _write(self, reports: Sequence[str], position: Position, *, fatal: bool) -> pathlib.Path | None:
+        """The file of a step's faults; None where there is to be none."""
+        if self.reports is None or not (fatal or len(list(self.reports.glob("reward_step_*.txt"))) < REPORTS):
+            return None
+        self.reports.mkdir(parents=True, exist_ok=True)
+        path = self.reports / f"reward_step_{position.step}.txt"
+        path.write_text("\n\n".join(reports), encoding="utf-8", errors="backslashreplace")
+        return path
 
     def _totals(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
         weights = [reward.weight for reward in self.config.functions]
@@ -81,11 +116,31 @@ class Scorer:
             outcome.timed_out and _completion_decides_time(self.config.functions[task.function])
         )
 
-    def _in_words(self, function: int, where: str, fault: str) -> str:
-        reward = self.config.functions[function]
-        key = f"{self.path}.functions[{function}]"
+    def _in_words(self, task: Task, fault: str) -> str:
+        reward = self.config.functions[task.function]
+        key = f"{self.path}.functions[{task.function}]"
         name = f"{key}.function: {reward.function}" if isinstance(reward, FunctionReward) else f"{key}: {reward.name}"
-        return f"{name}: row {where}: {fault}"
+        where, others = task.samples[0].where, len(task.samples) - 1
+        return f"{name}: row {where}{f' and {others} more samples' if others else ''}: {fault}"
+
+
+def _parts(samples: Sequence[Sample], scope: Scope) -> list[tuple[Sample, ...]]:
+    """The samples of each call."""
+    if scope == "sample":
+        return [(sample,) for sample in samples]
+    if scope == "batch":
+        return [tuple(samples)] if samples else []
+    return [tuple(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group)]
+
+
+def _report(line: str, task: Task, outcome: Outcome) -> str:
+    """What a person needs to see why a call failed: of a call for many samples the first ones."""
+    shown = [
+        f"row: {json.dumps(s.row, ensure_ascii=False, default=repr)[:10_000]}\n"
+        f"prompt: {json.dumps(s.prompt, ensure_ascii=False, default=repr)[:10_000]}\ncompletion:\n{s.completion}"
+        for s in task.samples[:8]
+    ]
+    return "\n\n".join([line, *([outcome.traceback] if outcome.traceback else []), *shown])
 
 
 def _completion_decides_time(reward: Reward) -> bool:

@@ -1,7 +1,9 @@
 """The process that calls reward functions. `mrl.rewards.pool` starts it and speaks with it through a pipe.
 
-From the pool: first a Setup; then a Call at a time, more at a time only while all that are running are async.
-To the pool: first Ready or NotReady; then an Answer per call, in the order they end.
+From the pool: first a Setup; then Calls, which are made in their order, each after the one before; more while those before
+are running only where all are of async functions.
+To the pool: first Ready or NotReady; then Answers, in the order that the calls end. Those of calls that are made one after
+another wait for each other up to FLUSH_S; so that the pool knows which call hung or crashed, its number is in shared memory.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import math
-import numbers
+import mmap
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl.config.rewards import Reward
 from mrl.errors import ConfigError
-from mrl.rewards.functions import RewardFunction, describe, is_async, load_reward
-from mrl.rewards.text import Prompt, Row
+from mrl.rewards.calls import Missing, Position, RewardCall, Sample, Scope
+from mrl.rewards.functions import describe, is_async, load_reward, whole_traceback
+
+NUMBER_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +38,17 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the pool knows of a function."""
+
+    asynchronous: bool
+    scope: Scope
+    needs_tokens: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Ready:
-    asynchronous: tuple[bool, ...]
+    kinds: tuple[Kind, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,97 +58,104 @@ class NotReady:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """function: index into the Setup's rewards. number: returned with the answer."""
+    number: int  # returned with the answer
+    function: int  # index into the Setup's rewards
+    samples: tuple[Sample, ...]
 
-    number: int
-    function: int
-    prompt: Prompt
-    completion: str
-    row: Row
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """One message: a round trip for each call took longer than most functions do."""
+
+    calls: tuple[Call, ...]
+    position: Position
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Either a finite value or a fault in words; timed_out where the fault is that."""
+    """Either finite values, one for each sample, or a fault in words; timed_out where the fault is that."""
 
     number: int
-    value: float | None
+    values: tuple[float, ...] | None
     fault: str | None = None
     timed_out: bool = False
+    traceback: str | None = None
+    seconds: float = 0.0
 
 
-def as_float(value: Any, what: str = "") -> float:
-    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names others.
-
-    what: said after the value, as " as the reward".
-    """
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise ValueError(f"returned {shown} ({type(value).__name__}){what}, which is no number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}{what}, which is not finite")
-    return number
-
-
-def _answer(number: int, value: Any) -> Answer:
-    try:
-        return Answer(number, as_float(value))
-    except (ValueError, OverflowError) as error:
-        return Answer(number, None, str(error))
-    except Exception as error:  # an object whose repr or float raises
-        return Answer(number, None, f"returned a {type(value).__name__} that is no number: {describe(error)}")
+Answers = tuple[Answer, ...]
+FLUSH_S = 0.005
+LOGGED = 20  # tracebacks that a process writes to its log
 
 
 class Worker:
-    def __init__(self, connection: Connection, functions: list[RewardFunction], timeout_s: float):
+    def __init__(self, connection: Connection, begun: mmap.mmap, functions: list[RewardCall], timeout_s: float):
         self.connection = connection
+        self.begun = begun
         self.functions = functions
         self.timeout_s = timeout_s
         self.loop = asyncio.new_event_loop()  # one for all calls: clients that a user keeps belong to a loop
-        self.waiting: collections.deque[Call] = collections.deque()  # read while async calls were running
+        self.waiting: collections.deque[tuple[Call, Position]] = collections.deque()  # received and not begun
+        self.logged = 0
         asyncio.set_event_loop(self.loop)
 
     def serve(self) -> None:
         """Answers calls until the pool goes away."""
+        answers: list[Answer] = []
+        flushed_s = 0.0
         while True:
-            call = self.waiting.popleft() if self.waiting else self.connection.recv()
-            function = self.functions[call.function]
-            if is_async(function):
-                self.loop.run_until_complete(self.run_async(call))
-            else:
-                self.connection.send(self.run(function, call))
+            if not self.waiting:
+                self.receive()
+                flushed_s = time.perf_counter()
+            call, position = self.waiting.popleft()
+            if is_async(self.functions[call.function].function):
+                self.loop.run_until_complete(self.run_async(call, position))
+                continue
+            self.begun[:NUMBER_BYTES] = call.number.to_bytes(NUMBER_BYTES, "little")
+            answers.append(self.run(call, position))
+            if not self.waiting or time.perf_counter() - flushed_s >= FLUSH_S:
+                self.connection.send(tuple(answers))
+                answers.clear()
+                flushed_s = time.perf_counter()
 
-    def run(self, function: RewardFunction, call: Call) -> Answer:
+    def receive(self) -> None:
+        received: Calls = self.connection.recv()
+        self.waiting.extend((call, received.position) for call in received.calls)
+
+    def run(self, call: Call, position: Position) -> Answer:
+        reward, began_s = self.functions[call.function], time.perf_counter()
         try:
-            value = function(call.prompt, call.completion, call.row)
+            by_place, by_name = reward.arguments(call.samples, position)
+        except Missing as error:
+            return Answer(call.number, None, str(error))
+        try:
+            value = reward.function(*by_place, **by_name)
         except BaseException as error:
-            return Answer(call.number, None, f"raised {describe(error)}")
-        return _answer(call.number, value)
+            return self.failed(call, error)
+        return self.answer(call, value, time.perf_counter() - began_s)
 
-    async def run_async(self, first: Call) -> None:
+    async def run_async(self, first: Call, position: Position) -> None:
         """Runs `first` and the async calls that arrive while any is running."""
         tasks: set[asyncio.Task[None]] = set()
 
-        def start(call: Call) -> None:
-            task = self.loop.create_task(self.one(call))
+        def start(call: Call, position: Position) -> None:
+            task = self.loop.create_task(self.one(call, position))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
+        def start_waiting() -> None:
+            while self.waiting and is_async(self.functions[self.waiting[0][0].function].function):
+                start(*self.waiting.popleft())
+
         def read() -> None:
             try:
-                call = self.connection.recv()
+                self.receive()
             except EOFError:
                 os._exit(0)
-            if is_async(self.functions[call.function]):
-                start(call)
-            else:
-                self.waiting.append(call)
+            start_waiting()
 
-        start(first)
+        start(first, position)
+        start_waiting()
         self.loop.add_reader(self.connection.fileno(), read)
         try:
             while tasks:
@@ -143,16 +163,43 @@ class Worker:
         finally:
             self.loop.remove_reader(self.connection.fileno())
 
-    async def one(self, call: Call) -> None:
+    async def one(self, call: Call, position: Position) -> None:
+        reward = self.functions[call.function]
+        try:
+            by_place, by_name = reward.arguments(call.samples, position)
+        except Missing as error:
+            self.connection.send((Answer(call.number, None, str(error)),))
+            return
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                value = await self.functions[call.function](call.prompt, call.completion, call.row)
-            answer = _answer(call.number, value)
+                value = await reward.function(*by_place, **by_name)
+            answer = self.answer(call, value)
         except BaseException as error:
-            timed_out = isinstance(error, TimeoutError) and limit.expired()
-            fault = f"took longer than {self.timeout_s:g} s" if timed_out else f"raised {describe(error)}"
-            answer = Answer(call.number, None, fault, timed_out)
-        self.connection.send(answer)
+            if isinstance(error, TimeoutError) and limit.expired():
+                answer = Answer(call.number, None, f"took longer than {self.timeout_s:g} s", True)
+            else:
+                answer = self.failed(call, error)
+        self.connection.send((answer,))
+
+    def answer(self, call: Call, value: Any, seconds: float = 0.0) -> Answer:
+        try:
+            values = self.functions[call.function].values(value, len(call.samples))
+            return Answer(call.number, values, seconds=seconds)
+        except (ValueError, OverflowError) as error:
+            return Answer(call.number, None, str(error))
+        except Exception as error:  # an object whose repr or float raises
+            what = f"returned a {type(value).__name__} that is no number: {describe(error)}"
+            return Answer(call.number, None, what, traceback=whole_traceback(error))
+
+    def failed(self, call: Call, error: BaseException) -> Answer:
+        """The answer to a call that raised; its traceback goes to the log too, that is standard error."""
+        what, where = describe(error), whole_traceback(error)
+        self.logged += 1
+        if self.logged <= LOGGED:
+            sample = call.samples[0]
+            print(f"reward of row {sample.where} raised {what}\n{where}completion: {sample.completion[:2000]!r}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        return Answer(call.number, None, f"raised {what}", traceback=where)
 
 
 def die_with(lifeline: int) -> None:
@@ -165,7 +212,7 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def main(connection_fd: int, lifeline: int) -> None:
+def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     """The worker's whole life."""
     die_with(lifeline)
     connection = Connection(connection_fd)
@@ -176,5 +223,5 @@ def main(connection_fd: int, lifeline: int) -> None:
         except ConfigError as error:
             connection.send(NotReady(str(error)))
             return
-        connection.send(Ready(tuple(is_async(f) for f in functions)))
-        Worker(connection, functions, setup.timeout_s).serve()
+        connection.send(Ready(tuple(Kind(is_async(f.function), f.scope, f.needs_tokens) for f in functions)))
+        Worker(connection, mmap.mmap(begun_fd, NUMBER_BYTES), functions, setup.timeout_s).serve()

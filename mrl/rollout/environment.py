@@ -25,8 +25,8 @@ from mrl.data.files import BadRow
 from mrl.data.formats import check_messages
 from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, RewardError
+from mrl.rewards.calls import as_float
 from mrl.rewards.functions import describe, is_async, load_named
-from mrl.rewards.worker import as_float
 
 THREADS = 32
 KEY = "rollout.environment"

@@ -75,6 +75,16 @@ def slow(prompt, completion, row):
     return float(len(completion))
 
 
+CALLS = []
+
+
+def busy(prompt, completion, row):  # fails the first two times
+    CALLS.append(1)
+    if len(CALLS) <= 2:
+        raise ConnectionError
+    return len(completion)
+
+
 def fewer(prompt, completion, row):
     return -sum(c.isdigit() for c in completion) / 8
 """
@@ -114,7 +124,7 @@ class Seen:
     def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, *, told: Any, **limits: int) -> None:
         self.limits = limits
 
-    def note_score(self, scorer: Scorer, samples: Any) -> None:
+    def note_score(self, scorer: Scorer, *_: Any) -> None:
         self.scorers = len(scorer._pool.pids)
 
     def note_move(self, engine: BaseEngine, device: str, **_: Any) -> None:

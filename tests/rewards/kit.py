@@ -8,7 +8,7 @@ import sys
 import psutil
 
 FUNCTIONS = '''
-import asyncio, ctypes, os, re, subprocess, sys, threading, time
+import asyncio, ctypes, json, os, pathlib, re, subprocess, sys, threading, time
 import neighbour
 
 CLIENT = {}
@@ -36,6 +36,11 @@ def script(prompt, completion, row):
     if what == "child": subprocess.Popen(["sleep", argument]); time.sleep(1000)
     if what == "setsid": subprocess.Popen(["sleep", argument], start_new_session=True); time.sleep(1000)
     if what == "later": threading.Timer(0.05, os._exit, [9]).start(); return 1
+    if what == "note": pathlib.Path(argument).open("a").write("x"); return 1
+    if what == "busy":
+        tries = pathlib.Path(argument); tries.open("a").write("x")
+        if tries.stat().st_size < 3: raise ConnectionError("busy")
+        return 1
     if what == "pid": return os.getpid()
 
 async def async_script(prompt, completion, row):
@@ -52,8 +57,16 @@ class Judge:
 
 judge = Judge()
 number = 5
-def two(prompt, completion): return 0.0
-def keywords(*, prompt, completion, row): return 0.0
+def parses(prompt, completion, row):
+    return json.loads(completion)["score"]  # the line that a user can mend
+def of_verl(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+def of_trl(completions, value, **kwargs): return [len(c) + v for c, v in zip(completions, value)]
+async def of_group(prompt, completions): return [c == max(completions) for c in completions]
+def places(p, c, r): return 0.0
+def queries(queries, prompts, labels, **kwargs): return 0.0
+def more(completion, answer): return 0.0
+def anything(*args, **kwargs): return 0.0
+def by_place(answer, /, completions): return [0.0]
 def wider(prompt, completion, row, temperature=1.0): return 0.5
 '''
 

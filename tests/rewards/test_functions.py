@@ -24,27 +24,32 @@ def path(tmp_path, monkeypatch):
 
 def test_functions_of_a_file_share_its_module(path):
     size, wider = load_function(f"{path}:size", KEY), load_function(f"{path}:wider", KEY)
-    assert size("q", "abc", {}) == 3 and wider("q", "a", {}) == 0.5
-    assert size.__globals__ is wider.__globals__
+    assert size.function("q", "abc", {}) == 3 and wider.function("q", "a", {}) == 0.5
+    assert size.function.__globals__ is wider.function.__globals__
 
 
 def test_async_functions_are_known(path):
-    known = {name: is_async(load_function(f"{path}:{name}", KEY)) for name in ("size", "async_script", "judge")}
+    known = {
+        name: is_async(load_function(f"{path}:{name}", KEY).function) for name in ("size", "async_script", "judge")
+    }
     assert known == {"size": False, "async_script": True, "judge": True}
 
 
 def test_named_rewards_take_their_options():
-    function = load_reward(LengthReward(maximum=2), KEY)
+    function = load_reward(LengthReward(maximum=2), KEY).function
     assert function("q", "ab", {}) == 1 and function("q", "abc", {}) == 0
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sizes", "sizes does not exist in {path}; its functions are async_script, from_row"),
+        ("sizes", "sizes does not exist in {path}; its functions are anything, async_script"),
         ("number", "number is no function in {path}"),
-        ("two", "two(prompt, completion) cannot be called as (prompt, completion, row): too many positional arguments; write def two(prompt, completion, row)"),
-        ("keywords", "cannot be called as (prompt, completion, row)"),
+        ("places", "places(p, c, r) has no parameter for the completion; write def places(prompt, completion, row), or give it the parameters of verl"),
+        ("queries", "queries(queries, prompts, labels, **kwargs) has no parameter for the completion"),  # OpenRLHF's
+        ("more", "more(completion, answer) needs answer, which nothing is known for; give a default, or take of prompt, completion, row"),
+        ("anything", "anything(*args, **kwargs) has no parameter for the completion"),
+        ("by_place", "takes answer by its place alone"),
     ],
 )  # fmt: skip
 def test_a_wrong_function(path, name, message):

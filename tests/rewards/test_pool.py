@@ -14,7 +14,8 @@ import pytest
 
 from mrl.config.rewards import FunctionReward, RegexReward
 from mrl.errors import ConfigError
-from mrl.rewards.pool import Outcome, RewardPool, Task
+from mrl.rewards.calls import Sample
+from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.kit import processes_with, python, write_functions
 
 NAMES = ("script", "async_script", "size", "shout", "messages", "own_loop", "judge")
@@ -25,9 +26,18 @@ def path(tmp_path_factory):
     return write_functions(tmp_path_factory.mktemp("functions"))
 
 
-def make(path, *, workers=2, timeout_s=1.5, names=NAMES, concurrency=8):
+def gave(value):
+    return Outcome((value,))
+
+
+def value(outcome):
+    """Of a call for one sample; None where it failed."""
+    return None if outcome.values is None else outcome.values[0]
+
+
+def make(path, *, workers=2, timeout_s=1.5, names=NAMES, concurrency=8, retries=None):
     rewards = [(f"rewards.functions[{i}]", FunctionReward(function=f"{path}:{name}")) for i, name in enumerate(names)]
-    return RewardPool(rewards, workers=workers, timeout_s=timeout_s, concurrency=concurrency)
+    return RewardPool(rewards, workers=workers, timeout_s=timeout_s, concurrency=concurrency, retries=retries)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,7 @@ def pool(path):
 
 
 def call(name, completion="", prompt="q", row=None):
-    return Task(NAMES.index(name), prompt, completion, row or {})
+    return Task(NAMES.index(name), (Sample(prompt, completion, row or {}),))
 
 
 def scripts(*completions, name="script"):
@@ -47,7 +57,7 @@ def scripts(*completions, name="script"):
 def test_results_come_in_the_order_of_the_tasks(pool):
     lengths = [(7 * i) % 50 for i in range(300)]
     tasks = [call("size", "x" * n) if n % 3 else call("async_script", f"give {n}") for n in lengths]
-    assert pool.run(tasks) == [Outcome(float(n)) for n in lengths]
+    assert pool.run(tasks) == [gave(float(n)) for n in lengths]
     assert pool.run([]) == []
 
 
@@ -60,12 +70,12 @@ def test_what_functions_get(pool):
         call("own_loop"),
         call("judge"),
     ]
-    assert [o.value for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
+    assert [value(o) for o in pool.run(tasks)] == [2, 1, 0, 2, 3]
 
 
 def test_large_values_pass(pool):
     text = "x" * 3_000_000
-    assert [o.value for o in pool.run([call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3)] == [
+    assert [value(o) for o in pool.run([call("size", text), call("async_script", f"give {'1+' * 50} 0")] * 3)] == [
         3e6,
         50,
     ] * 3
@@ -74,7 +84,7 @@ def test_large_values_pass(pool):
 def test_signals_that_stop_a_run_do_not_end_scoring(pool):
     """srun sends them to every process of a job."""
     signals = ", ".join(f"os.kill(os.getpid(), {number:d})" for number in (signal.SIGUSR1, signal.SIGTERM))
-    assert pool.run(scripts(f"give ({signals}, 3.0)[-1]")) == [Outcome(3.0)]
+    assert pool.run(scripts(f"give ({signals}, 3.0)[-1]")) == [gave(3.0)]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,7 @@ def test_signals_that_stop_a_run_do_not_end_scoring(pool):
     [("1", 1), ("True", 1), ("-2.5", -2.5), ("__import__('fractions').Fraction(1, 2)", 0.5), ("__import__('numpy').float32(0.5)", 0.5), ("__import__('numpy').bool_(True)", 1), ("__import__('numpy').array(3)", 3)],
 )  # fmt: skip
 def test_what_is_a_number(pool, expression, value):
-    assert pool.run(scripts(f"give {expression}")) == [Outcome(float(value))]
+    assert pool.run(scripts(f"give {expression}")) == [gave(float(value))]
 
 
 @pytest.mark.parametrize("name", ["script", "async_script"])
@@ -106,8 +116,8 @@ def test_what_is_a_number(pool, expression, value):
 )
 def test_faults(pool, name, completion, fault):
     before, bad, after = pool.run(scripts("give 1", completion, "give 2", name=name))
-    assert (before, after) == (Outcome(1.0), Outcome(2.0))
-    assert bad.value is None and not bad.timed_out and re.match(fault, bad.fault), bad
+    assert (before, after) == (gave(1.0), gave(2.0))
+    assert bad.values is None and not bad.timed_out and re.match(fault, bad.fault), bad
 
 
 @pytest.mark.parametrize(
@@ -120,25 +130,50 @@ def test_a_call_that_hangs_is_alone_at_fault(pool, name, completion):
         scripts("give 1", completion, "sleep 0.1" if name == "async_script" else "give 3", "give 4", name=name)
     )
     assert outcomes[1] == Outcome(None, "took longer than 1.5 s", timed_out=True)
-    assert [o.value is None for o in outcomes] == [False, True, False, False]
+    assert [o.values is None for o in outcomes] == [False, True, False, False]
     assert time.monotonic() - start < 40
-    assert len(pool.pids) <= 2 and pool.run(scripts("give 5"))[0].value == 5
+    assert len(pool.pids) <= 2 and pool.run(scripts("give 5")) == [gave(5.0)]
+
+
+@pytest.mark.parametrize("last", ["hang", "exit"])
+def test_calls_beside_one_that_ends_a_process_are_not_blamed_and_not_made_alone(path, tmp_path, last):
+    """Fast calls go to a process several at a time, and answers come back likewise: those after the bad one are made once."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    with make(path, workers=1, timeout_s=0.5) as pool:
+        pool.run(scripts(*["give 1"] * 20))
+        outcomes = pool.run(scripts(*[f"note {before}"] * 20, last, *[f"note {after}"] * 20))
+    assert [i for i, o in enumerate(outcomes) if o.fault] == [20]
+    assert 20 <= len(before.read_text()) <= 40 and len(after.read_text()) == 20
+
+
+def test_a_call_that_failed_is_made_again_after_a_pause(path, tmp_path):
+    tries, start = [tmp_path / "a", tmp_path / "b", tmp_path / "c"], time.monotonic()
+    tasks = scripts(*(f"busy {file}" for file in tries[:2]), "hang") + scripts(f"busy {tries[2]}", name="async_script")
+    with make(path, timeout_s=0.3, retries=Retries(2, 0.1)) as pool:
+        outcomes = pool.run(tasks)
+        assert len(pool.made_again) == 8 and {f.split(" (")[0] for f in pool.made_again} == {
+            "raised ConnectionError: busy", "took longer than 0.3 s",
+        }  # fmt: skip
+    assert outcomes == [gave(1.0), gave(1.0), Outcome(None, "took longer than 0.3 s", timed_out=True), gave(1.0)]
+    assert [file.read_text() for file in tries] == ["xxx"] * 3
+    assert time.monotonic() - start > 3 * 0.3 + 0.5 * (0.1 + 0.2)
+    assert [Retries(9, 1.0).pause_s(n, 7) / Retries(9, 1.0).pause_s(0, 7) for n in (1, 3, 100)] == [2, 8, 60]
 
 
 def test_async_calls_run_together(path):
     with make(path, workers=1, names=NAMES, timeout_s=5) as pool:
         pool.run(scripts("give 1", name="async_script"))
         start = time.monotonic()
-        assert [o.value for o in pool.run(scripts(*["sleep 0.5"] * 16, name="async_script"))] == [1.0] * 16
+        assert [value(o) for o in pool.run(scripts(*["sleep 0.5"] * 16, name="async_script"))] == [1.0] * 16
         assert 1.0 <= time.monotonic() - start < 5  # 16 calls, 8 at a time, and not 8 s
-        assert pool.run(scripts("same loop", "same loop", name="async_script")) == [Outcome(1.0)] * 2
+        assert pool.run(scripts("same loop", "same loop", name="async_script")) == [gave(1.0)] * 2
 
 
 def test_the_first_fatal_fault_is_always_the_same(pool):
     tasks = scripts("give 1", "give None", "give 2", "raise x", *["sleep 0.05"] * 50)
     for _ in range(5):
         outcomes = pool.run(tasks, fatal=lambda task, outcome: "raised" in outcome.fault)
-        assert [o.value for o in outcomes[:3]] == [1, None, 2]
+        assert [value(o) for o in outcomes[:3]] == [1, None, 2]
         assert outcomes[3].fault.startswith("raised KeyError")
         assert outcomes[-1] is None, "tasks after a fatal fault are not started"
 
@@ -147,21 +182,21 @@ def test_answers_of_an_earlier_run_are_not_taken(pool):
     tasks = scripts("give None", *["sleep 0.3"] * 20, name="async_script")
     pool.run(tasks, fatal=lambda task, outcome: True)
     assert pool.run(scripts(*[f"give {i}" for i in range(20)], name="async_script")) == [
-        Outcome(float(i)) for i in range(20)
+        gave(float(i)) for i in range(20)
     ]
 
 
 def test_a_process_that_died_between_calls_is_replaced(pool):
-    assert pool.run(scripts("later")) == [Outcome(1.0)]
+    assert pool.run(scripts("later")) == [gave(1.0)]
     time.sleep(0.3)
-    assert pool.run(scripts("give 1", "give 2", "give 3")) == [Outcome(1.0), Outcome(2.0), Outcome(3.0)]
+    assert pool.run(scripts("give 1", "give 2", "give 3")) == [gave(1.0), gave(2.0), gave(3.0)]
 
 
 def test_closing_leaves_no_process_and_no_descriptor(path):
     fds = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     pool = make(path, names=("script",))
     pids = pool.pids
-    pool.run([Task(0, "q", "hang", {})])
+    pool.run([Task(0, (Sample("q", "hang", {}),))])
     pids += pool.pids
     pool.close()
     pool.close()
@@ -181,7 +216,7 @@ def test_what_a_function_started_is_killed_with_it(pool, how):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def f(a): return 0", "f(a) cannot be called as (prompt, completion, row)"),
+        ("def f(a): return 0", "f(a) has no parameter for the completion"),
         ("import os; os._exit(3)", "bad.py:f: loading ended the process (exit status 3); import"),
     ],
 )
@@ -200,26 +235,26 @@ def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
     pool = RewardPool([("rewards.functions[0]", FunctionReward(function=f"{path}:f"))], workers=2, timeout_s=5)
     path.write_text("x = 1  # longer than before, so that no bytecode of it is taken for this", encoding="utf-8")
     with pytest.raises(ConfigError, match="f does not exist"):
-        pool.run([Task(0, "q", "c", {})] * 5)
+        pool.run([Task(0, (Sample("q", "c", {}),))] * 5)
     assert psutil.Process().children() == children
 
 
 def test_processes_do_not_load_torch(path):
     with make(path, names=("script",), workers=1) as pool:
-        assert (
-            pool.run([Task(0, "q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {})])[0].value
-            == 0
-        )
+        assert pool.run(
+            [Task(0, (Sample("q", "give 'torch' in sys.modules or 'mrl.rewards' not in sys.modules", {}),))]
+        ) == [gave(0.0)]
 
 
 SCRIPT = """
 import sys, time
 from mrl.config.rewards import FunctionReward
+from mrl.rewards.calls import Sample
 from mrl.rewards.pool import RewardPool, Task
 print("main", flush=True)
 pool = RewardPool([("rewards.functions[0]", FunctionReward(function=sys.argv[1] + ":script"))], workers=2, timeout_s=100)
-print(pool.run([Task(0, "q", "give 4", {})])[0].value, *pool.pids, flush=True)
-if len(sys.argv) > 2: pool.run([Task(0, "q", sys.argv[2], {})] * 2)
+print(pool.run([Task(0, (Sample("q", "give 4", {}),))])[0].values[0], *pool.pids, flush=True)
+if len(sys.argv) > 2: pool.run([Task(0, (Sample("q", sys.argv[2], {}),))] * 2)
 """
 
 
@@ -263,5 +298,5 @@ def test_processes_die_with_the_one_that_holds_the_pool(tmp_path, path, completi
 
 def test_a_regex_that_backtracks_is_stopped():
     with RewardPool([("rewards.functions[0]", RegexReward(pattern="(a+)+b"))], workers=1, timeout_s=0.5) as pool:
-        bad, good = pool.run([Task(0, "q", "a" * 64, {}), Task(0, "q", "ab", {})])
-    assert bad.timed_out and good == Outcome(1.0)
+        bad, good = pool.run([Task(0, (Sample("q", "a" * 64, {}),)), Task(0, (Sample("q", "ab", {}),))])
+    assert bad.timed_out and good == gave(1.0)

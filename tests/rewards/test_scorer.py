@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 import re
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from mrl.config.rewards import parse_rewards
 from mrl.errors import RewardError, UserError
-from mrl.rewards.scorer import Sample, Scorer, Scores, faults_in_words, metrics
+from mrl.rewards.calls import Position, Sample
+from mrl.rewards.scorer import Scorer, Scores, faults_in_words, metrics
 from tests.rewards.kit import write_functions
 
 ANSWER = "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 10"
@@ -56,10 +58,11 @@ def test_the_total_is_the_weighted_sum(path):
 def test_a_fault_stops_or_counts_as_zero(path, completion, fault):
     functions = ({"name": "gsm8k"}, {"function": f"{path}:script"})
     rows = samples("give 1", "give 10", completion, "give None")
+    advice = "raise rewards.timeout_s, " if completion == "hang" else ""
     expected = rf"rewards.functions\[1\].function: {re.escape(path)}:script: row train.jsonl:3: {fault}"
     with (
         scorer(*functions) as scoring,
-        pytest.raises(RewardError, match=f"^{expected}; correct it, or set rewards.on_error: zero$"),
+        pytest.raises(RewardError, match=f"^{expected}; correct it, {advice}or set rewards.on_error: zero$"),
     ):
         scoring.score(rows)
     with scorer(*functions, on_error="zero") as scoring:
@@ -67,6 +70,60 @@ def test_a_fault_stops_or_counts_as_zero(path, completion, fault):
     assert scores.parts["script"] == (1.0, 10.0, 0.0, 0.0) and scores.totals == (1.0, 11.0, 0.0, 0.0)
     assert len(scores.faults) == 2 and re.fullmatch(f"{expected}; counts as 0", scores.faults[0])
     assert issubclass(RewardError, UserError)
+
+
+def test_a_fault_names_the_users_own_line_and_keeps_traceback_and_completion(path, tmp_path, capfd):
+    line = (
+        pathlib.Path(path)
+        .read_text()
+        .splitlines()
+        .index('    return json.loads(completion)["score"]  # the line that a user can mend')
+        + 1
+    )
+    with scorer({"function": f"{path}:parses"}, on_error="zero") as scoring:
+        assert (
+            scoring.score(samples("{}"))
+            .faults[0]
+            .endswith(f"raised KeyError: 'score' (my_rewards.py:{line}); counts as 0")
+        )
+    config = parse_rewards({"functions": [{"function": f"{path}:parses"}], "workers": 1})
+    kept = tmp_path / "failed" / "reward_step_12.txt"
+    with Scorer(config, reports=kept.parent) as scoring, pytest.raises(RewardError) as caught:
+        scoring.score(samples('{"score": 1}', "{no JSON"), Position(step=12))
+    assert (
+        f"row train.jsonl:2: raised JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) (my_rewards.py:{line})"
+        in str(caught.value)
+    )
+    assert str(caught.value).endswith(f"; its traceback and the completion are in {kept}")
+    for text in (kept.read_text(), capfd.readouterr().err):  # which is the log of the rank that scores
+        assert "{no JSON" in text and f'my_rewards.py", line {line}, in parses' in text and "json/decoder.py" in text
+        assert "worker.py" not in text
+
+
+def test_functions_of_all_forms_are_added_up(path):
+    functions = [{"function": f"{path}:{name}"} for name in ("of_verl", "of_trl", "of_group", "size")]
+    rows = [
+        Sample("q", c, {"data_source": "x", "ground_truth": "bb", "value": i}, "f:1", group=i // 2)
+        for i, c in enumerate(("a", "bb", "bb", "a"))
+    ]
+    with scorer(*functions) as scoring:
+        scores = scoring.score(rows)
+        assert scoring.score([]).totals == ()
+    assert scores.parts == {
+        "of_verl": (0, 1, 1, 0),
+        "of_trl": (1, 3, 4, 4),
+        "of_group": (0, 1, 1, 0),
+        "size": (1, 2, 2, 1),
+    }
+
+
+def test_a_fault_of_a_batch_names_its_first_row_and_its_size(path):
+    with scorer({"function": f"{path}:of_trl"}, on_error="zero") as scoring:
+        scores = scoring.score(samples("a", "b"))
+    assert (
+        scores.totals == (0, 0)
+        and "row train.jsonl:1 and 1 more samples: the rows have no field 'value'" in scores.faults[0]
+    )
 
 
 def test_many_faults_are_three_lines_and_a_count():

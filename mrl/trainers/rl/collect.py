@@ -129,11 +129,11 @@ class Collector:
             trajectories, scores, groups_S, baselines_S, rejected, greedy, sampled, self._rollout_s, self._reward_s
         )
 
-    def _sample(self, prompts: Sequence[Prompt], samples: int, **how) -> tuple[list[Trajectory], Scores]:
+    def _sample(self, prompts: Sequence[Prompt], samples: int, *, step: int, **how) -> tuple[list[Trajectory], Scores]:
         began_s = time.perf_counter()
-        trajectories = self.rollouts.sample(prompts, samples=samples, **how)
+        trajectories = self.rollouts.sample(prompts, samples=samples, step=step, **how)
         sampled_s = time.perf_counter()
-        scores = self.scores.score(trajectories)
+        scores = self.scores.score(trajectories, step=step, made=step - 1)
         self._rollout_s += sampled_s - began_s
         self._reward_s += time.perf_counter() - sampled_s
         return trajectories, scores

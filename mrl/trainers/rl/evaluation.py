@@ -48,7 +48,7 @@ class Evaluation:
                 return None
             part = self.prompts[start : start + size]
             sampled = self.rollouts.sample(part, step=step, samples=k, greedy=k == 1, series="eval")
-            scores.append(self.scores.score(sampled))
+            scores.append(self.scores.score(sampled, step=step, made=step))
             trajectories += sampled
         whole = scoring.joined(scores)
         self.seen(step, trajectories, whole)

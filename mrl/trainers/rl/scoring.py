@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL
 from mrl.rewards import scorer as scoring
-from mrl.rewards.scorer import Sample, Scorer, Scores
+from mrl.rewards.calls import Position, Sample
+from mrl.rewards.scorer import Scorer, Scores
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
 
@@ -19,19 +22,26 @@ T = TypeVar("T")
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    on_main: as BaseEngine.on_main. Raises ConfigError on every rank where a function cannot be loaded.
+    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded.
     """
 
     def __init__(
-        self, config: PPOConfig, *, on_main: Callable[[Callable[[], T]], T], reward_model: RewardModel | None
+        self,
+        config: PPOConfig,
+        *,
+        on_main: Callable[[Callable[[], T]], T],
+        reward_model: RewardModel | None,
+        total_steps: int,
+        say: Callable[[str], None],
     ) -> None:
         self.config, self.on_main, self.reward_model = config, on_main, reward_model
+        self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
         if config.rewards is not None:
             on_main(self._start)
 
     def _start(self) -> None:
-        self._scorer = Scorer(self.config.rewards)
+        self._scorer = Scorer(self.config.rewards, reports=pathlib.Path(self.config.output_dir) / "failed")
 
     def close(self) -> None:
         """Ends the pool. May be called twice."""
@@ -39,20 +49,31 @@ class Scoring:
             self._scorer.close()
             self._scorer = None
 
-    def score(self, trajectories: Sequence[Trajectory]) -> Scores:
+    def score(self, trajectories: Sequence[Trajectory], *, step: int, made: int) -> Scores:
         """The same on every rank. Collective. totals: weighted sums. parts: unweighted, by label.
+
+        step: the number in the name of their file in samples/. made: optimizer steps made.
 
         Raises RewardError for a function's fault, and where a reward model gives no finite number.
         """
         scores = Scores((0.0,) * len(trajectories), {})
         if self.config.rewards is not None:
-            scores = self.on_main(lambda: self._scorer.score([_sample(t) for t in trajectories]))
+            scores = self.on_main(lambda: self._by_functions(trajectories, Position(step, made, self.total_steps)))
         if self.reward_model is not None:
             values = self.reward_model.score(trajectories)
             scores = _plus(scores, REWARD_MODEL, values, self.config.reward.weight)
         if any(t.reward is not None for t in trajectories):
             scores = _plus(scores, ENVIRONMENT, [t.reward or 0.0 for t in trajectories], 1.0)
         return scores
+
+    def _by_functions(self, trajectories: Sequence[Trajectory], position: Position) -> Scores:
+        groups = itertools.accumulate(t.sample == 0 for t in trajectories)
+        try:
+            return self._scorer.score([_sample(*both) for both in zip(trajectories, groups, strict=True)], position)
+        finally:
+            if again := self._scorer.made_again:
+                calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
+                self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
 
 
 def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
@@ -90,6 +111,9 @@ def _plus(scores: Scores, label: str, values: Sequence[float], weight: float) ->
     return dataclasses.replace(scores, totals=totals, parts={**scores.parts, label: tuple(values)})
 
 
-def _sample(trajectory: Trajectory) -> Sample:
+def _sample(trajectory: Trajectory, group: int) -> Sample:
     prompt = trajectory.prompt
-    return Sample(prompt.content, trajectory.text, prompt.row, prompt.where)
+    return Sample(
+        prompt.content, trajectory.text, prompt.row, prompt.where, tokens=trajectory.tokens[len(prompt.tokens) :],
+        finished=trajectory.finished, turns=trajectory.turns, group=group,
+    )  # fmt: skip

@@ -76,8 +76,9 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
         if "critic" in engines:
             engines["critic"].set_total_steps(total_steps)
         scores = Scoring(
-            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, tokenizer, folders)
-        )
+            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, tokenizer, folders),
+            total_steps=total_steps, say=console.say,
+        )  # fmt: skip
         ends.callback(scores.close)
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
         ends.callback(rollouts.close)
