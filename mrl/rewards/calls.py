@@ -38,6 +38,7 @@ class Sample:
     tokens: Sequence[int] = ()  # of the completion, its end token among them
     finished: bool = True  # it ended by itself, and not at a limit
     turns: int = 1  # of the policy
+    conversation: Sequence[Mapping[str, Any]] | None = None  # with an environment: the messages after the prompt
     group: int = 0  # samples of one prompt are neighbours, with one number
 
     @property
@@ -120,10 +121,12 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
     return {**(sample.row.get("extra_info") or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
 
 
-def _trl_completion(sample: Sample) -> str | list[dict[str, str]]:
-    """Text where the prompt is text; where it is messages, the answer as messages."""
+def _trl_completion(sample: Sample) -> str | list[Mapping[str, Any]]:
+    """Text where the prompt is text; where it is messages, what came after it as messages."""
     if isinstance(sample.prompt, str):
         return sample.completion
+    if sample.conversation is not None:
+        return list(sample.conversation)
     return [{"role": "assistant", "content": sample.completion}]
 
 

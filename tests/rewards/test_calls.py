@@ -68,6 +68,7 @@ class Judge:
          (["6*7?"] * 2, ["42", "43"],
           {"answer": ["42", "42"], "completion_ids": [[4, 2], [4, 3]], "trainer_state": TrainerState(7, 40)})),
         (lambda completions, **kwargs: (completions, kwargs["prompts"]), [sample(prompt=MESSAGES)], ([ANSWER], [MESSAGES])),
+        (lambda completions, **kwargs: completions, [sample(prompt=MESSAGES, conversation=[*ANSWER, *MESSAGES, *ANSWER])], [[*ANSWER, *MESSAGES, *ANSWER]]),
         (lambda completions, answer, trainer_state: (completions, answer, trainer_state.global_step), PAIR, (["42", "43"], ["42"] * 2, 7)),
         (lambda prompts, completions, completion_ids: completion_ids, PAIR, [[4, 2], [4, 3]]),
         (lambda completions, log_metric=None, finish_reasons=None: (log_metric, finish_reasons), PAIR, (None, ["stop", "length"])),

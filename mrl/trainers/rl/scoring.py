@@ -115,5 +115,5 @@ def _sample(trajectory: Trajectory, group: int) -> Sample:
     prompt = trajectory.prompt
     return Sample(
         prompt.content, trajectory.text, prompt.row, prompt.where, tokens=trajectory.tokens[len(prompt.tokens) :],
-        finished=trajectory.finished, turns=trajectory.turns, group=group,
+        finished=trajectory.finished, turns=trajectory.turns, conversation=trajectory.conversation, group=group,
     )  # fmt: skip
