@@ -223,6 +223,13 @@ def schedule_and_clipping(config: RoleConfig) -> None:
     unclipped = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad=0.0))
     (_, norm, _, _), *_ = train(make_engine(unclipped), 1)
     assert norm == history[0][1] > 1.0
+    # an eps far above any gradient makes the first step lr / eps times the clipped gradient
+    plain = dataclasses.replace(config.optimizer, lr=1e2, eps=1e3, weight_decay=0.0)
+    engine = make_engine(dataclasses.replace(config, optimizer=plain))
+    before = dict(engine.hf_weights())
+    train(engine, 1)
+    moved = sum(float((w.double() - before[name].double()).square().sum()) for name, w in engine.hf_weights()) ** 0.5
+    assert not engine.is_main or abs(moved / (0.1 * plain.clip_grad) - 1) < 2e-3, moved
 
 
 def a_step_that_is_not_finite_changes_nothing(config: RoleConfig) -> None:

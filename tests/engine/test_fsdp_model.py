@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
 import shutil
+import types
 
 import pytest
 import torch
@@ -15,6 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from mrl.config.schema import FSDPConfig, LoraConfig
 from mrl.engine.base import GenerateRequest
@@ -220,6 +227,23 @@ def test_a_compiler_is_needed(folder):
         pytest.raises(ConfigError, match="engine.fsdp.compile: value true needs a C.. compiler, and there is none"),
     ):
         make_engine(config)
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def test_windows_and_chunks_are_those_of_transformers():
+    """Also of a document that is one token longer than the window, and of one that ends at a chunk's border."""
+    cpu, zero, none = torch.device("cpu"), torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for length, size in itertools.product(range(1, 9), range(1, 9)):
+        at, config = torch.arange(length), types.SimpleNamespace(attention_chunk_size=size)
+        for rule, theirs in (
+            (attention.mask_of_rule(local_size=size), sliding_window_causal_mask_function(size)),
+            (attention.mask_of_rule(local_size=size, config=config), chunked_causal_mask_function(size, none)),
+            (attention.mask_of_rule(), causal_mask_function),
+        ):
+            wanted, found = theirs(zero, 0, at[:, None], at[None]), rule.places(length, cpu)
+            assert torch.equal(at[None] <= at[:, None] if found is None else found, wanted), (length, rule)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

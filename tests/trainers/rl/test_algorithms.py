@@ -111,22 +111,30 @@ def test_reference_update_every(inputs, tmp_path, reference, every, zero):
 
 @pytest.mark.parametrize(("name", "target"), [("ppo", 0.5), ("grpo", 1e-3)])
 def test_kl_target_steers_the_coefficient(inputs, tmp_path, name, target):
-    """After each iteration by `1 + gain * clip((KL - target) / target, -0.2, 0.2)` (Ziegler 2019)."""
+    """After each iteration by `1 + gain * clip((KL - target) / target, -0.2, 0.2)` (Ziegler 2019); the loss has it.
+
+    An iteration is one step: its ratios are 1, so that the mean of its loss over tokens is that of `-A`, and the KL's part.
+    """
     folder, gain = tmp_path / "run", 0.5
     config = kit.make_config(
-        inputs, folder, name, algorithm={"kl_coef": 0.1, "kl_target": target, "kl_gain": gain}, train={"steps": 6},
+        inputs, folder, name, train={"steps": 3},
+        algorithm={
+            "kl_coef": 0.1, "kl_target": target, "kl_gain": gain, "mini_batch_size": kit.SEQUENCES, "aggregation": "token_mean",
+        },
         actor={"optimizer": {"lr": 3e-3}},
     )  # fmt: skip
     train(config)
-    found = [
-        (row["actor/kl_coef"], row["actor/sequence_kl"]) for row in kit.metrics_of(folder) if "actor/kl_coef" in row
-    ]
+    rows = kit.metrics_of(folder)
+    found = [(row["actor/kl_coef"], row["actor/sequence_kl"]) for row in rows]
     coef, expected = 0.1, []
     for _, kl in found:
         expected.append(coef)
         coef *= 1 + gain * min(max((kl - target) / target, -0.2), 0.2)
     assert [coef for coef, _ in found] == pytest.approx(expected) and len(set(expected)) == 3
     assert found[1][0] < 0.1  # the first KL is 0, below any target
+    if name == "grpo":
+        parts = [row["actor/kl_coef"] * row["actor/kl"] - row["advantage/mean"] for row in rows]
+        assert [row["actor/loss"] for row in rows] == pytest.approx(parts, abs=1e-6) and rows[2]["actor/kl"] > 1e-3
 
 
 def test_the_entropy_bonus_spreads_and_its_opposite_narrows(inputs, tmp_path):
