@@ -17,6 +17,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.errors import DataError, Stopped
 from mrl.launch import local
 from tests.bad_input.kit import Workspace
+from tests.tiers import slow_but
 
 HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")
 
@@ -270,8 +271,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize(
+    ("joined", "name"),
+    slow_but([(True, "done"), (True, "fault")], [(joined, name) for joined in (True, False) for name in ENDINGS]),
+)
 def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, name):
     """What the interpreter does last, here a module's own finalizer, is not done: it was seen to abort finished runs."""
     target, expected = ENDINGS[name]

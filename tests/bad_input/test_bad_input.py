@@ -1,8 +1,8 @@
 """Every mistake in the tables: exit code 2, one line that names the key or file:line, nothing written but a log.
 
-To add cases, write a module with CASES beside this one and list it in COLD, where a process of its own is what a user
-starts and the launcher sees the mistake, or in WARM, where the trainer has to look: it runs in forks of one process. DRY is
-for `mrl ppo`, whose mistakes the launcher sees, in such forks.
+To add cases, write a module with CASES beside this one and list it in DRY, where a dry run sees the mistake (of `mrl ppo` in
+DRY_PPO), or in WARM, where the trainer has to look. All of them run in forks of one process that has imported torch, the
+engines and the trainers; a few in a process of their own, which is what a user starts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_ca
 from tests.bad_input.kit import Case, WarmMrl, Workspace, check, run_mrl
 from tests.trainers.kit import make_inputs
 
-COLD = {"config": config_cases.CASES}
-DRY = {"ppo": ppo_cases.CASES}
+DRY = {"config": config_cases.CASES}
+DRY_PPO = {"ppo": ppo_cases.CASES}
 WARM = {"data": data_cases.CASES, "model": model_cases.CASES, "checkpoint": checkpoint_cases.CASES}
 
 
@@ -55,9 +55,15 @@ def inputs(warm, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-@table(COLD)
-def test_is_refused(case: Case, workspace: Workspace):
+@table(DRY)
+def test_is_refused(case: Case, workspace: Workspace, warm):
     """By a dry run: before any process starts."""
+    check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run"))
+
+
+@pytest.mark.parametrize("name", ["unknown key", "learned positions"])
+def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
+    (case,) = (case for case in config_cases.CASES if case.name == name)
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, "--dry-run"))
 
 
@@ -73,7 +79,7 @@ def test_is_refused_by_the_trainer(case: Case, inputs, warm, tmp_path):
 PPO = {"command": "ppo", "config": "ppo.yaml"}
 
 
-@table(DRY)
+@table(DRY_PPO)
 def test_is_refused_of_ppo(case: Case, workspace: Workspace, warm):
     check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run", **PPO))
 
@@ -92,7 +98,7 @@ def test_what_the_ppo_cases_break_works(workspace: Workspace, warm):
 
 
 def test_names_are_unique():
-    for cases in (COLD | WARM | DRY).values():
+    for cases in (DRY | WARM | DRY_PPO).values():
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
 

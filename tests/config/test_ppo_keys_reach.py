@@ -245,7 +245,8 @@ UNSEEN = {"rollout.server.memory_fraction"}
 
 SLOW = (
     "log.wandb.", "log.tensorboard", "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.remote",
-    "data.on_bad_row", "data.columns", "data.split", "train.epochs", "rollout.environment_timeout_s",
+    "data.on_bad_row", "data.columns", "data.split", "data.truncation", "data.shuffle", "data.system", "data.chat_template",
+    "train.epochs", "train.eval_every", "rollout.environment_timeout_s", "algorithm.name", "log.console", "seed", "output_dir",
 )  # fmt: skip
 """Keys that are in the slow tier: the same code reads them as for `mrl sft`, or they take their time."""
 

@@ -36,12 +36,12 @@ KINDS = [
     ("gpt_oss", "lm", "float32", "fsdp"),
     ("gpt_oss", "lm", "bfloat16", "fsdp"),
     ("deepseek_v3", "lm", "bfloat16", "fsdp"),
-    pytest.param("glm4_moe", "lm", "bfloat16", "fsdp", marks=pytest.mark.slow),
+    pytest.param("glm4_moe", "lm", "bfloat16", "fsdp", marks=pytest.mark.nightly),
     ("llama", "lm", "float32", "megatron"),
     ("deepseek_v3", "lm", "bfloat16", "megatron"),
-    pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.slow),
-    pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.slow),
-    pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.slow),
+    pytest.param("llama", "value", "float32", "megatron", marks=pytest.mark.nightly),
+    pytest.param("qwen3_moe", "lm", "float32", "megatron", marks=pytest.mark.nightly),
+    pytest.param("gpt_oss", "lm", "float32", "megatron", marks=pytest.mark.nightly),
 ]
 
 

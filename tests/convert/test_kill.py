@@ -96,7 +96,8 @@ KILLS = [(command, seed) for command in ("import", "export") for seed in range(S
 
 
 @pytest.mark.parametrize(
-    ("command", "seed"), [pytest.param(*kill, marks=[] if kill[1] < FAST_KILLS else pytest.mark.slow) for kill in KILLS]
+    ("command", "seed"),
+    [pytest.param(*kill, marks=[] if kill[1] < FAST_KILLS else pytest.mark.nightly) for kill in KILLS],
 )
 def test_a_kill_leaves_nothing_that_looks_whole(hf, tmp_path, command, seed):
     convert = conversion(command, hf, tmp_path)

@@ -24,13 +24,14 @@ from tests.convert import kit
 from tests.convert.cases import load_folder
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 
 TP2, TP4, PP2 = {"tp": 2}, {"tp": 4}, {"pp": 2}
-# by number of processes: first those of every run of the tests, then those of the slow tier
+# by number of processes: first those of every run of the tests, then those of the nightly tier
 FAST = {1: [{}], 2: [TP2, PP2 | {"vpp": 2}]}
 FAST_MOE = {1: [{}], 2: [TP2 | {"ep": 2, "etp": 1}, PP2 | {"vpp": 2}]}
-SLOW = {2: [PP2], 4: [TP4, TP2 | PP2]}
-SLOW_MOE = {
+NIGHTLY = {2: [PP2], 4: [TP4, TP2 | PP2]}
+NIGHTLY_MOE = {
     2: [TP2, PP2, {"ep": 2}],
     4: [TP4, TP2 | {"ep": 2, "etp": 2}, {"ep": 2, "etp": 2}, TP2 | PP2 | {"ep": 2, "etp": 1}],
 }
@@ -50,21 +51,21 @@ EXPORTS = [
 
 def layouts_of(family: str, tier: str, size: int) -> list[dict]:
     """Fields of an engine's config for each layout of `size` processes. An expert of gpt_oss lies on one rank."""
-    of_tier = {"fast": (FAST, FAST_MOE), "slow": (SLOW, SLOW_MOE)}[tier][family not in DENSE]
+    of_tier = {"fast": (FAST, FAST_MOE), "nightly": (NIGHTLY, NIGHTLY_MOE)}[tier][family not in DENSE]
     found = of_tier.get(size, [])
     if family == "gpt_oss":
         found = [degrees | ({"etp": 1} if "tp" in degrees else {}) for degrees in found if degrees.get("etp") != 2]
-    fsdp = [{"backend": "fsdp"}] if tier == "slow" and size < 4 else []
+    fsdp = [{"backend": "fsdp"}] if tier == "nightly" and size < 4 else []
     return [{"parallel": degrees} for degrees in found] + fsdp
 
 
 def with_layouts(models: list[tuple]) -> list:
-    """(*model, size, layouts) for each number of processes, those of the slow tier marked."""
+    """(*model, size, layouts) for each number of processes, those of the nightly tier marked."""
     found = []
     for model in models:
-        for tier, size in (("fast", 1), ("fast", 2), ("slow", 1), ("slow", 2), ("slow", 4)):
+        for tier, size in (("fast", 1), ("fast", 2), ("nightly", 1), ("nightly", 2), ("nightly", 4)):
             layouts = layouts_of(model[0], tier, size)
-            marks = [pytest.mark.slow] if tier == "slow" else []
+            marks = [pytest.mark.nightly] if tier == "nightly" else []
             if layouts:
                 name = "-".join(map(str, (*model, tier, size)))
                 found.append(pytest.param(*model, size, layouts, marks=marks, id=name))
@@ -75,8 +76,10 @@ def test_every_family_of_the_tables_is_here():
     assert {model_type for model_type, _ in tiny.FAMILIES.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "dtype"),
+    slow_but([(True, "bfloat16")], [(tied, dtype) for tied in (False, True) for dtype in ("float32", "bfloat16")]),
+)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_files_come_back_byte_for_byte(hf, tmp_path, family, tied, dtype):
     source = hf(family, tied=tied, dtype=dtype)

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 # one process of each engine, and each way to split a model or its data
 WHOLE = ["fsdp", "megatron", "external"]
 SPLIT = ["fsdp dp2", "fsdp cp2", "megatron tp2", "megatron pp2", "external dp2"]
+# one of each engine on more than one process: these run in `make test`, all others in CI's slow tier
+FEW = ["fsdp dp2", "megatron tp2", "megatron pp2", "external dp2"]
 # layouts that need experts, or more layers than the other cases have: qwen3_moe of 4 layers
 WIDE_LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "megatron ep2": (2, "megatron", {"ep": 2}),

@@ -397,13 +397,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
             row
             for row in (
                 *rows.ROWS,
-                *rows.SLOW_ROWS,
+                *rows.NIGHTLY_ROWS,
                 *rows.FSDP_ROWS,
-                *rows.FSDP_SLOW_ROWS,
+                *rows.FSDP_NIGHTLY_ROWS,
                 *rows.LORA_ROWS,
                 *rows.FSDP_LORA_ROWS,
-                *rows.FSDP_SLOW_LORA_ROWS,
-                *rows.SLOW_LORA_ROWS,
+                *rows.FSDP_NIGHTLY_LORA_ROWS,
+                *rows.NIGHTLY_LORA_ROWS,
                 *rows.EXTERNAL_ROWS,
             )
             if wanted in str(row)

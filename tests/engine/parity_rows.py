@@ -1,4 +1,4 @@
-"""The rows of the parity table (tests/engine/parity.py): those of `make test`, and those of the slow tier.
+"""The rows of the parity table (tests/engine/parity.py): those of `make test`, and those of the nightly tier.
 
 Between them stand every family; tp, sp, pp, vpp, cp, ep, etp and dp alone and together, up to 8 processes; packed and padded
 batches; 1, 2 and 4 micro-batches and token budgets; uneven pipelines; tied embeddings under each split; recompute; value heads.
@@ -111,7 +111,7 @@ EIGHT_PROCESSES = (
 
 ROWS = ONE_PROCESS + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
 
-SLOW_ROWS = (
+NIGHTLY_ROWS = (
     Row("deepseek_v3", "tp2+spxpp2xdp2xep2", size=2),
     Row("olmoe", "tp4+sp", size=4, why="key heads that two ranks share"),
     Row("qwen2_moe", "tp2+spxdp2xep2xetp2", size=4),
@@ -235,7 +235,7 @@ FSDP_ROWS = _fsdp(
     Row("gpt2 23 positions tied", "cp2", size=4, packing=False, why="padded to 24 places"),
 )
 
-FSDP_SLOW_ROWS = _fsdp(
+FSDP_NIGHTLY_ROWS = _fsdp(
     Row("llama", size=4, fsdp=FSDPConfig(compile=True)),
     Row("gemma2", "dp2", size=4, packing=False, recompute="full", recompute_every=2, fsdp=FSDPConfig(compile=True)),
     Row("qwen3_moe", "dp4", size=4, fsdp=FSDPConfig(replicate=2, compile=True)),
@@ -288,7 +288,7 @@ FSDP_LORA_ROWS = _fsdp(
     Row("qwen3_moe", "dp4", size=2, lora="all", fsdp=FSDPConfig(replicate=2)),
     Row("llama", "cp2xdp2", size=2, lora="all", recompute="full", recompute_every=2, fsdp=FSDPConfig(replicate=2)),
 )
-FSDP_SLOW_LORA_ROWS = _fsdp(
+FSDP_NIGHTLY_LORA_ROWS = _fsdp(
     Row("llama", "cp4", size=4, lora="all"),
     Row("llama", "cp4", size=2, packing=False, lora="q v"),
     Row("llama", "dp4", size=2, lora="all"),
@@ -297,7 +297,7 @@ FSDP_SLOW_LORA_ROWS = _fsdp(
     Row("llama", "cp2xdp2", size=2, packing=False, lora="all", fsdp=FSDPConfig(replicate=2)),
     Row("ernie4_5_moe", "dp2", size=4, lora="q v", why="no table; a parameter that the model itself freezes"),
 )
-SLOW_LORA_ROWS = (
+NIGHTLY_LORA_ROWS = (
     Row("deepseek_v3", size=4, lora="all"),
     Row("mixtral", size=4, packing=False, lora="all"),
     Row("llama", "pp2xvpp2", size=2, recompute="full", lora="last layer"),

@@ -18,6 +18,7 @@ import pytest
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.engine.checkpoint import MARKER, find_checkpoint, validate, verify, writing
 from mrl.errors import CheckpointError, DamagedCheckpoint
+from tests.tiers import slow_but
 
 
 def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
@@ -300,7 +301,7 @@ def test_killed_while_a_step_is_replaced(tmp_path):
         at += 1
 
 
-@pytest.mark.parametrize("delay_ms", [1, 7, 20])
+@pytest.mark.parametrize("delay_ms", slow_but([7], [1, 7, 20]))
 def test_sigkill_of_a_process_that_saves_on_and_on(tmp_path, delay_ms):
     root = tmp_path / "checkpoints"
     save(root, 0)

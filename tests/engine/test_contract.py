@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from mrl.config.schema import FSDPConfig
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
-from tests.engine.layouts import LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
+from tests.engine.layouts import FEW, LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
+from tests.tiers import slow_but
 
 EVERYWHERE = (
     "predictions_come_back_in_order",
@@ -43,7 +44,9 @@ MORE = (
     ("hooks_own_their_micro_batch", "llama", ("megatron dp2",)),
 )
 CASES = [(layout, case) for layout in LAYOUTS for case in EVERYWHERE + (ONCE if layout in SPLIT else ())]
+FAST_CASES = [(layout, case) for layout, case in CASES if layout in FEW and (layout in FEW[:2] or case in EVERYWHERE)]
 MORE_CASES = [(layout, case, family) for case, family, layouts in MORE for layout in layouts]
+FAST_MORE = [MORE_CASES[i] for i in (2, 4, 5)]
 
 
 def run(layout, case, folder, **kwargs):
@@ -51,12 +54,12 @@ def run(layout, case, folder, **kwargs):
     return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
 
 
-@pytest.mark.parametrize(("layout", "case"), CASES)
+@pytest.mark.parametrize(("layout", "case"), slow_but(FAST_CASES, CASES))
 def test_contract(folder, layout, case):
     run(layout, case, folder("llama"))
 
 
-@pytest.mark.parametrize(("layout", "case", "family"), MORE_CASES)
+@pytest.mark.parametrize(("layout", "case", "family"), slow_but(FAST_MORE, MORE_CASES))
 def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
 
@@ -67,14 +70,12 @@ def test_copies_of_the_weights(folder, case):
     run("fsdp hsdp", case, folder("llama"))
 
 
-@pytest.mark.parametrize("layout", [*WHOLE, *SPLIT])
+@pytest.mark.parametrize("layout", slow_but(FEW, [*WHOLE, *SPLIT]))
 def test_the_pad_token_trains(folder, layout):
     run(layout, "the_pad_token_trains_like_any_other", folder("qwen3", pad_token_id=PAD))
 
 
-@pytest.mark.parametrize(
-    "layout", [*WIDE_LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp cp2 dp2",))]
-)
+@pytest.mark.parametrize("layout", slow_but(["megatron ep2"], [*WIDE_LAYOUTS, "fsdp cp2 dp2"]))
 def test_experts_and_virtual_stages(folder, tmp_path, layout):
     """The cases that touch every weight, for layouts with experts or virtual stages. Trap 33: experts of all ranks are saved."""
     model = folder("qwen3_moe", layers=4)
@@ -85,13 +86,13 @@ def test_experts_and_virtual_stages(folder, tmp_path, layout):
     run(layout, "generates_as_hugging_face", model, model_folder=model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("layout", slow_but(FEW, LAYOUTS))
+@pytest.mark.parametrize("family", slow_but(["qwen3"], ["qwen3", "qwen3_moe"]))
 def test_resume_is_bitwise(folder, tmp_path, layout, family):
     run(layout, "resume_is_bitwise", folder(family), path=str(tmp_path))
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", slow_but(FEW[:2], SPLIT))
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, layout):
     """An engine of another package need not recompute: what it lacks it refuses (test_registry.py)."""
     role = {"dtype": "bfloat16", "offload": ("optimizer",)}
@@ -99,7 +100,7 @@ def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(folder, tmp_path, 
     run(layout, "resume_is_bitwise", folder("llama", tied=True), path=str(tmp_path), role=role)
 
 
-@pytest.mark.parametrize("layout", [*SPLIT, "megatron cp2"])
+@pytest.mark.parametrize("layout", slow_but(FEW[:2], [*SPLIT, "megatron cp2"]))
 def test_dropout(folder, tmp_path, layout):
     """Dropout is off in eval mode (trap 18), and a resumed run draws what the other would have drawn."""
     run(layout, "dropout_is_off_in_eval_mode", folder("llama", attention_dropout=0.5))
@@ -108,17 +109,20 @@ def test_dropout(folder, tmp_path, layout):
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [
-        ("fsdp dp2", "olmoe"),
-        ("megatron tp2", "olmoe"),
-        ("external dp2", "olmoe"),
-        ("megatron ep2", "glm4_moe"),
-        ("megatron tp2", "deepseek_v3"),
-        ("fsdp hsdp", "deepseek_v3"),
-        ("fsdp dp2", "gemma2"),
-        ("fsdp hsdp", "minimax_m2"),
-        ("fsdp dp2", "ernie4_5_moe"),
-    ],
+    slow_but(
+        [("megatron ep2", "glm4_moe"), ("fsdp dp2", "gemma2")],
+        [
+            ("fsdp dp2", "olmoe"),
+            ("megatron tp2", "olmoe"),
+            ("external dp2", "olmoe"),
+            ("megatron ep2", "glm4_moe"),
+            ("megatron tp2", "deepseek_v3"),
+            ("fsdp hsdp", "deepseek_v3"),
+            ("fsdp dp2", "gemma2"),
+            ("fsdp hsdp", "minimax_m2"),
+            ("fsdp dp2", "ernie4_5_moe"),
+        ],
+    ),
 )
 def test_families_with_parts_of_their_own(folder, tmp_path, layout, family):
     """Resume and export where a model has what no other has: norms over split heads, a router bias that is no parameter, or
@@ -145,16 +149,19 @@ def test_random_numbers_go_on(folder, tmp_path, layout):
 
 @pytest.mark.parametrize(
     ("saved_by", "read_by"),
-    [
-        ("fsdp dp2", "fsdp hsdp"),
-        ("fsdp hsdp", "fsdp"),
-        ("fsdp dp4", "fsdp dp2"),
-        ("fsdp", "fsdp cp2"),
-        ("fsdp cp2", "fsdp dp2"),
-        ("megatron tp2", "megatron pp2"),
-        ("external dp2", "external"),
-        ("external", "external dp2"),
-    ],
+    slow_but(
+        [("fsdp dp2", "fsdp hsdp"), ("megatron tp2", "megatron pp2"), ("external", "external dp2")],
+        [
+            ("fsdp dp2", "fsdp hsdp"),
+            ("fsdp hsdp", "fsdp"),
+            ("fsdp dp4", "fsdp dp2"),
+            ("fsdp", "fsdp cp2"),
+            ("fsdp cp2", "fsdp dp2"),
+            ("megatron tp2", "megatron pp2"),
+            ("external dp2", "external"),
+            ("external", "external dp2"),
+        ],
+    ),
 )
 def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     """Chains of more layouts, with runs of `mrl sft`, are in tests/resume/test_layouts.py."""
@@ -166,7 +173,9 @@ def test_another_layout_goes_on(folder, tmp_path, saved_by, read_by):
     assert not os.path.exists(tmp_path / "b" / "step_00000002")
 
 
-@pytest.mark.parametrize("replicate", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "replicate", [pytest.param(2, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_sequences_are_shared_whatever_is_copied(folder, tmp_path, replicate):
     """Ulysses beside HSDP: the ranks of a group hold shards of one copy, or a copy each; gradients are those of one rank."""
     role, path = {"fsdp": FSDPConfig(replicate=replicate)}, str(tmp_path)
@@ -176,7 +185,7 @@ def test_sequences_are_shared_whatever_is_copied(folder, tmp_path, replicate):
     run("fsdp cp2 dp2", "resume_is_bitwise", folder("llama"), path=str(tmp_path / "again"), role=role)
 
 
-@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("layout", slow_but(FEW[:2], SPLIT))
 def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     path = str(tmp_path / "checkpoints")
     run(layout, "save_after", folder("llama"), path=path)
@@ -194,7 +203,7 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2 pp2", "external dp2"])
-@pytest.mark.parametrize("family", ["llama tied", "qwen2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", slow_but(["llama tied", "mixtral"], ["llama tied", "qwen2", "qwen3_moe", "mixtral"]))
 def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     model = folder("llama", tied=True) if family == "llama tied" else folder(family)
     run(layout, "export_is_what_was_trained", model, path=str(tmp_path / "hf"))
@@ -206,8 +215,8 @@ def test_value_head_export(folder, tmp_path, layout):
     run(layout, "value_head_export_is_a_sequence_classifier", model, path=path, role={"head": "value"})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("layout", slow_but(FEW, LAYOUTS))
+@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "mistral"]))
 def test_generates_as_hugging_face(folder, layout, family):
     run(layout, "generates_as_hugging_face", folder(family), model_folder=folder(family))
 
@@ -217,6 +226,7 @@ def test_temperature_and_entropy(folder, layout):
     run(layout, "temperature_and_entropy", folder("qwen3"), model_folder=folder("qwen3"))
 
 
+@pytest.mark.slow
 def test_a_model_from_scratch_is_the_same_in_every_layout(folder):
     starts = [run(layout, "random_start", folder("qwen3_moe")) for layout in LAYOUTS]
     assert all(start == starts[0] for start in starts) and len(starts[0]) > 20

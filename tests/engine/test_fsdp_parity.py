@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.engine.parity import Table
-from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_ROWS, FSDP_SLOW_LORA_ROWS, FSDP_SLOW_ROWS
+from tests.engine.parity import Row, Table
+from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_NIGHTLY_LORA_ROWS, FSDP_NIGHTLY_ROWS, FSDP_ROWS
+from tests.tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -11,10 +12,18 @@ def table():
     return Table()
 
 
-SLOW = [pytest.param(row, marks=pytest.mark.slow) for row in (*FSDP_SLOW_ROWS, *FSDP_SLOW_LORA_ROWS)]
+NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in (*FSDP_NIGHTLY_ROWS, *FSDP_NIGHTLY_LORA_ROWS)]
 
 
-@pytest.mark.parametrize("row", [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS, *SLOW], ids=str)
+def is_fast(row: Row) -> bool:
+    """Rows of one or two ranks, and of four those where a rank has no sequence."""
+    return "4" not in row.layout and "x" not in row.layout or row.sequences == 3
+
+
+ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
+
+
+@pytest.mark.parametrize("row", [*slow_but(list(filter(is_fast, ROWS)), ROWS), *NIGHTLY], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

@@ -9,6 +9,7 @@ import pytest
 from tests.engine import generation, tiny
 from tests.engine.harness import run_case
 from tests.engine.layouts import EXTERNAL, available
+from tests.tiers import slow_but
 
 # name -> (world size, backend, degrees, family, layers)
 LAYOUTS = {
@@ -49,6 +50,11 @@ LAYOUTS = {
     "fsdp gemma2": (1, "fsdp", {}, "gemma2", 2),
 }
 
+FAST = [
+    "fsdp dp2", "megatron", "megatron tp2", "megatron pp2", "megatron ep2", "megatron mistral", "megatron deepseek_v3 tp2",
+    "megatron gpt_oss", "external dp2", "fsdp gemma2",
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -71,20 +77,24 @@ def run(layout, case, model, optimizer=None, **kwargs):
     run_case(world_size, f"tests.engine.generation:{case}", config=config, **kwargs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(FAST, LAYOUTS))
 def test_samples_as_hugging_face(model, layout):
     family, layers = LAYOUTS[layout][3:]
     run(layout, "samples_as_hugging_face", model, expected=model(family, layers)[1])
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2", "external dp2"]
+    "layout",
+    slow_but(
+        ["fsdp dp2", "megatron pp2"],
+        ["fsdp dp2", "megatron mistral", "megatron tp2", "megatron pp2", "megatron ep2", "external dp2"],
+    ),
 )
 def test_same_in_any_company(model, layout):
     run(layout, "same_in_any_company", model)
 
 
-@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron", "megatron pp2 vpp2"])
+@pytest.mark.parametrize("layout", slow_but(["megatron"], ["fsdp dp2", "megatron", "megatron pp2 vpp2"]))
 def test_the_cache_is_bounded(model, layout):
     """Of mrl's own cache; an engine of another package need have none."""
     run(layout, "the_cache_is_bounded", model)

@@ -39,7 +39,7 @@ PARITY = [
 @pytest.mark.parametrize(
     ("world", "family", "head", "lora", "role"),
     [
-        pytest.param(world, *row, marks=[pytest.mark.slow] * (world == 1 and i > 0))
+        pytest.param(world, *row, marks=[pytest.mark.nightly] * (world == 1 and i > 0))
         for world in (1, 2)
         for i, row in enumerate(PARITY)
     ],
@@ -117,7 +117,7 @@ def test_another_base_or_selection_is_refused(folder, tmp_path):
     assert "model.lora" in run(1, "refusal", folder(), ALL, path=str(whole))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize(("family", "head"), [("llama", "lm"), ("llama", "value"), ("qwen3_moe", "lm")])
 def test_export(folder, tmp_path, world, family, head):
     run(world, "export_loads_in_peft", folder(family, head=head), ALL, path=str(tmp_path), role={"head": head})

@@ -13,7 +13,7 @@ from mrl.errors import ModelError
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import LORAS, Outcome, Row, Table
-from tests.engine.parity_rows import LORA_ROWS, SLOW_LORA_ROWS
+from tests.engine.parity_rows import LORA_ROWS, NIGHTLY_LORA_ROWS
 
 ALL = LoraConfig(**LORAS["all"])
 LAYOUTS = {
@@ -41,14 +41,14 @@ def test_row(table: Table, row: Row):
     assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW_LORA_ROWS, ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", NIGHTLY_LORA_ROWS, ids=str)
 def test_slow_row(table: Table, row: Row):
     test_row(table, row)
 
 
 def test_the_rows_are_what_was_promised():
-    rows = (*LORA_ROWS, *SLOW_LORA_ROWS)
+    rows = (*LORA_ROWS, *NIGHTLY_LORA_ROWS)
     assert len({str(row) for row in rows}) == len(rows)
     promised = {"dp1", "tp2", "tp2+sp", "pp2", "cp2", "dp2xep2", "tp2+spxdp2xep2", "tp2+spxdp2xep2xetp2", "pp2xvpp2"}
     assert promised <= {row.layout for row in rows}
@@ -78,8 +78,8 @@ def run(layout, case, folder, *, lora=ALL, module="tests.engine.lora_cases", rol
     return run_case(world_size, f"{module}:{case}", config=config, **kwargs)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-FEW = (("tp2+sp", "llama"), slow("pp2", "llama"), ("ep2", "qwen3_moe"))
+nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
+FEW = (("tp2+sp", "llama"), nightly("pp2", "llama"), ("ep2", "qwen3_moe"))
 
 
 @pytest.mark.parametrize(("layout", "family"), FEW)
@@ -87,7 +87,7 @@ def test_only_adapters_train(model, layout, family):
     run(layout, "only_adapters_train", model(family)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_value_head_trains_beside_adapters(model):
     run("tp2", "only_adapters_train", model(head="value")[0], role={"head": "value"})
 
@@ -121,7 +121,7 @@ def test_agrees_with_peft(model, tmp_path, layout, family):
     run(layout, "agrees_with_peft", folder, adapter=adapter, path=str(tmp_path / "hf"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "family"),
     [("dp1", "mixtral"), ("dp1", "deepseek_v3"), ("ep2", "qwen2_moe"), ("tp2 ep2 etp2", "mixtral")],
@@ -130,7 +130,7 @@ def test_agrees_with_peft_in_other_families(model, tmp_path, layout, family):
     test_agrees_with_peft(model, tmp_path, layout, family)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_agrees_with_peft_on_stacked_experts(model, tmp_path):
     """gpt-oss holds gate and up turn by turn, and matrices transposed."""
     lora = LoraConfig(**LORAS["stacks"])
@@ -138,13 +138,15 @@ def test_agrees_with_peft_on_stacked_experts(model, tmp_path):
     run("ep2", "agrees_with_peft", folder, lora=lora, adapter=adapter, path=str(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize(("layout", "family"), [("tp2+sp", "llama"), ("pp2", "llama"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("layout", "family"), [nightly("tp2+sp", "llama"), nightly("pp2", "llama"), ("ep2", "qwen3_moe")]
+)
 def test_without_adapters_it_is_the_base_model(model, layout, family):
     folder, adapter = model(family)
     run(layout, "is_the_base_model_without_adapters", folder, adapter=adapter)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", slow("deepseek_v3")])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", nightly("deepseek_v3")])
 def test_generation_uses_the_adapters(model, family):
     """The same tokens in every layout; deepseek_v3 goes through GPTModel, the others through the lean decoder."""
     folder, adapter = model(family)
@@ -153,7 +155,8 @@ def test_generation_uses_the_adapters(model, family):
     assert all(found == tokens[0] for found in tokens)
 
 
-@pytest.mark.parametrize("layout", [slow("tp2"), "tp2+sp", slow("pp2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [nightly("tp2"), "tp2+sp", nightly("pp2")])
 def test_dropout(model, tmp_path, layout):
     lora = dataclasses.replace(ALL, dropout=0.3)
     folder, adapter = model("llama", lora)
@@ -161,7 +164,7 @@ def test_dropout(model, tmp_path, layout):
     run(layout, "resume_is_bitwise", folder, lora=lora, module="tests.engine.contract", path=str(tmp_path / "r"))
 
 
-@pytest.mark.parametrize(("layout", "family"), [slow("cp2", "llama"), ("ep2", "qwen3_moe")])
+@pytest.mark.parametrize(("layout", "family"), [nightly("cp2", "llama"), ("ep2", "qwen3_moe")])
 def test_resume_is_bitwise_in_bf16_with_recompute_and_offload(model, tmp_path, layout, family):
     role = {"dtype": "bfloat16", "recompute": "full", "offload": ("parameters", "gradients", "optimizer")}
     run(layout, "resume_is_bitwise", model(family)[0], module="tests.engine.contract", path=str(tmp_path), role=role)
@@ -194,7 +197,7 @@ def test_another_layout_goes_on(model, tmp_path, family, saved_by, read_by):
         run(layout, "load_adapters", folder, path=str(tmp_path), expected=expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "saved_by", "read_by"),
     [

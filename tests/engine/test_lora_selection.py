@@ -33,7 +33,7 @@ SELECTIONS = {
 @pytest.mark.parametrize(
     ("family", "selection"),
     [
-        pytest.param(family, name, marks=[] if family in ("llama", "qwen3_moe") else pytest.mark.slow)
+        pytest.param(family, name, marks=[] if family in ("llama", "qwen3_moe") else pytest.mark.nightly)
         for family in MODELS
         for name in SELECTIONS
         if (family, name) != ("llama", "experts")

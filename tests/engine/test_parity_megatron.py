@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.parity import GRADIENT, LOSS, Outcome, Row, Table
-from tests.engine.parity_rows import ROWS, SLOW_ROWS
+from tests.engine.parity_rows import NIGHTLY_ROWS, ROWS
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +35,14 @@ def test_row(table: Table, row: Row):
     check(table, row)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", NIGHTLY_ROWS, ids=str)
 def test_slow_row(table: Table, row: Row):
     check(table, row)
 
 
 def test_the_table_is_what_was_promised():
-    rows = (*ROWS, *SLOW_ROWS)
+    rows = (*ROWS, *NIGHTLY_ROWS)
     assert len({str(row) for row in rows}) == len(rows) >= 40
     assert (LOSS, GRADIENT) == (1e-6, 1e-5)
     assert set(PROMISED_LAYOUTS) <= {row.layout for row in rows}

@@ -162,7 +162,15 @@ def test_trap_15_each_rank_has_one_early_and_one_late_segment_of_every_sequence(
 # -- state of the process ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layouts", [("tp2+spxpp2", "dp4"), ("cp2xdp2", "pp4"), ("tp4", "pp2xvpp2xcp2")], ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tp2+spxpp2", "dp4"),
+        pytest.param(("cp2xdp2", "pp4"), marks=pytest.mark.slow),
+        pytest.param(("tp4", "pp2xvpp2xcp2"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_trap_27_two_engines_in_one_process(folder, layouts):
     """One is a mixture of experts with more layers, both draw dropout masks: groups, RNG and tables are each engine's own."""
     first = config_of(folder("llama", attention_dropout=0.3), layouts[0])

@@ -86,7 +86,7 @@ def table():
     return VisionTable()
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS)], ids=str)
+@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in SLOW_ROWS)], ids=str)
 def test_equal_to_transformers(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

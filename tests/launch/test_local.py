@@ -20,6 +20,7 @@ from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from mrl.launch import local
 from tests.config.test_load import BASE, PPO_BASE
+from tests.tiers import slow_but
 
 REPO = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 90
@@ -85,13 +86,16 @@ def test_each_rank_gets_its_place_and_rank_0_the_terminal(tmp_path):
     assert ["a library warns rank" in log for log in logs] == [True, True]
 
 
+@pytest.mark.slow
 def test_ranks_reach_each_other(tmp_path):
     code, _, err = run("all_reduce", tmp_path)
     assert code == 0, err
     assert notes(tmp_path, "sum") == ["3.0", "3.0"]
 
 
-@pytest.mark.parametrize("target", ["user_error_on_rank_1", "user_error_everywhere"])
+@pytest.mark.parametrize(
+    "target", slow_but(["user_error_on_rank_1"], ["user_error_on_rank_1", "user_error_everywhere"])
+)
 def test_a_user_error_is_one_line_and_exit_code_2(tmp_path, target):
     code, out, err = run(target, tmp_path)
     assert (code, out) == (2, "")
@@ -109,6 +113,7 @@ def test_a_fault_is_shown_once_and_not_what_it_did_to_the_others(tmp_path):
     assert "ZeroDivisionError" in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_is_named(tmp_path):
     code, _, err = run("killed_on_rank_1", tmp_path)
     assert code == 1
@@ -117,6 +122,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path):
     assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     started = time.monotonic()
     code, _, err = run("ignore_terminate_after_failure", tmp_path)
@@ -125,7 +131,7 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path):
     assert time.monotonic() - started < 25, "torch elastic alone would wait 30 s"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGUSR1], [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     process = start("stop_on_signal", tmp_path)
     pids = wait_for_pids(tmp_path)
@@ -138,6 +144,7 @@ def test_a_stop_signal_reaches_every_rank_and_exits_75(tmp_path, signum):
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_stop_signal_before_training_kills(tmp_path):
     process = start("wait_forever", tmp_path)
     pids = wait_for_pids(tmp_path)
@@ -147,6 +154,7 @@ def test_a_stop_signal_before_training_kills(tmp_path):
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
     process = start("wait_forever", tmp_path)
     pids = wait_for_pids(tmp_path)

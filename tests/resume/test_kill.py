@@ -33,18 +33,19 @@ def kill_and_compare(folder, inputs, unharmed, name, chosen):
     return ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, unharmed, tmp_path, name):
     kill_and_compare(tmp_path, inputs, unharmed, name, QUICK[name])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SEEDED)
 def test_a_run_killed_at_seeded_moments(inputs, unharmed, tmp_path, name):
     kill_and_compare(tmp_path, inputs, unharmed, name, moments(f"kill {name}", SEEDED[name]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["lora tp2", "lora ep2", "lora fsdp dp2"])
 def test_a_killed_run_of_adapters(inputs, unharmed, tmp_path, name):
     """The checkpoint holds the adapters and their optimizer alone; the base is read again."""

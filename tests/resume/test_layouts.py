@@ -55,7 +55,7 @@ def whole(inputs, tmp_path_factory):
     [
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
         [MOE["ep2"], MOE["tp1"]],
-        pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.slow),
+        pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.nightly),
         [DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]],
     ],
     ids=["tp2-pp2-dp2-tp1", "ep2-tp1", "pp2dp2-tp1-tp2", "fsdp dp2-cp2-dp1"],
@@ -90,8 +90,8 @@ def resaved(checkpoint, inputs, layout, folder):
         (DENSE["pp2 dp2"], [DENSE["pp2 dp2"], DENSE["tp1"]]),
         pytest.param(DENSE["tp2"], [DENSE["pp2"], DENSE["tp2"]], id="tp2"),
         pytest.param(MOE["ep2"], [MOE["tp1"], MOE["ep2"]], id="ep2"),
-        pytest.param(MOE["ep2 dp4"], [MOE["tp1"]], marks=pytest.mark.slow, id="ep2 dp4"),
-        pytest.param(DENSE["tp2 pp2 dp2"], [DENSE["tp1"]], marks=pytest.mark.slow, id="tp2 pp2 dp2"),
+        pytest.param(MOE["ep2 dp4"], [MOE["tp1"]], marks=pytest.mark.nightly, id="ep2 dp4"),
+        pytest.param(DENSE["tp2 pp2 dp2"], [DENSE["tp1"]], marks=pytest.mark.nightly, id="tp2 pp2 dp2"),
         (DENSE["fsdp cp2"], [DENSE["fsdp"], DENSE["fsdp dp2"]]),
     ],
 )

@@ -183,7 +183,9 @@ CLI = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "truncated shard")) for n in CLI])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "truncated shard" else pytest.mark.nightly) for n in CLI]
+)
 def test_exit_code_2_and_one_line(inputs, stopped, tmp_path, name):
     damage, override, says = CLI[name]
     run = kit.new_run(tmp_path, inputs, LAYOUTS["megatron"])

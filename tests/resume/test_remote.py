@@ -7,6 +7,7 @@ import pytest
 
 from mrl.engine import checkpoint_remote
 from tests.resume import kit
+from tests.tiers import slow_but
 
 LAYOUTS = {"fsdp": kit.Layout(2, "dense", "fsdp"), "megatron": kit.Layout(2, parallel={"tp": 2})}
 STEPS = 6
@@ -37,7 +38,10 @@ def whole(inputs, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    slow_but([("megatron", "file")], [("fsdp", "file"), ("megatron", "file"), ("megatron", "memory")]),
+)
 def test_goes_on_from_the_copy_when_the_local_run_is_gone(inputs, whole, tmp_path, name, scheme):
     """memory:// stands for an object store: it has no folders and no rename. It lives in the ranks, so they are asked."""
     url = f"file://{tmp_path}/remote" if scheme == "file" else f"memory://{tmp_path.name}"

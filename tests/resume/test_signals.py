@@ -53,10 +53,10 @@ def stop(run, signum, to, *, after_steps):
 @pytest.mark.parametrize(
     ("name", "signals"),
     [
-        ("tp1", [(signal.SIGUSR1, "launcher")]),
+        pytest.param("tp1", [(signal.SIGUSR1, "launcher")], marks=pytest.mark.nightly),
         pytest.param("tp2", [(signal.SIGTERM, "launcher"), (signal.SIGUSR1, "last rank")], marks=pytest.mark.slow),
-        pytest.param("fsdp dp2", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank 0")], marks=pytest.mark.slow),
-        pytest.param("fsdp cp2", [(signal.SIGTERM, "last rank")], marks=pytest.mark.slow),
+        pytest.param("fsdp dp2", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank 0")], marks=pytest.mark.nightly),
+        pytest.param("fsdp cp2", [(signal.SIGTERM, "last rank")], marks=pytest.mark.nightly),
     ],
 )
 def test_a_stopped_run_goes_on_bitwise(inputs, unharmed, tmp_path, name, signals):
@@ -69,6 +69,7 @@ def test_a_stopped_run_goes_on_bitwise(inputs, unharmed, tmp_path, name, signals
     kit.assert_same_result(run.output, unharmed(name))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_the_run_goes_on_from_its_last_save(inputs, unharmed, tmp_path):
     run = kit.new_run(tmp_path, inputs, kit.LAYOUTS["tp2"])
     began = time.monotonic()

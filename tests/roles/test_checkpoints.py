@@ -10,21 +10,21 @@ from safetensors.torch import load_file, save_file
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
 from tests.roles.kit import roles
+from tests.tiers import slow_but
 
 
 def run(case: str, configs, world_size: int = 2, module: str = "checkpoint_cases", **kwargs):
     return run_case(world_size, f"tests.roles.{module}:{case}", configs=configs, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        {"actor": "tp2", "critic": "fsdp", "reference": "pp2", "reward": "dp"},
-        {"actor": "fsdp", "critic": "pp2", "reference": "fsdp"},
-        {"actor": "tp2", "critic": "external", "reference": "fsdp"},
-    ],
-    ids=str,
-)
+RESUMED = [
+    {"actor": "tp2", "critic": "fsdp", "reference": "pp2", "reward": "dp"},
+    {"actor": "fsdp", "critic": "pp2", "reference": "fsdp"},
+    {"actor": "tp2", "critic": "external", "reference": "fsdp"},
+]
+
+
+@pytest.mark.parametrize("layouts", slow_but(RESUMED[:1], RESUMED), ids=str)
 def test_resume_is_bitwise(models, tmp_path, layouts):
     configs = roles(models(attention_dropout=0.3), critic_folder=models(head="value", attention_dropout=0.3), **layouts)
     (tmp_path / "shared").mkdir()

@@ -153,7 +153,7 @@ def test_the_temporary_folder_of_a_task_that_was_killed_goes_with_the_job(site, 
     assert folder.name.startswith(f"mrl-{job}.0.") and not folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_controller_that_does_not_answer_at_first_is_asked_again(site, workspace):
     """A shell function takes the place of scontrol, and fails once for each of the two questions."""
     fails = '[[ -e $attempt_dir/$1 ]] || { touch "$attempt_dir/$1"; return 1; }'
@@ -166,7 +166,7 @@ def test_a_controller_that_does_not_answer_at_first_is_asked_again(site, workspa
     assert {"requeue", "show"} <= {path.name for path in (run_dir / "slurm" / f"{job}.0").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_the_job(site, workspace):
     """As after a failed node: Slurm puts the job back, and the script is not asked."""
     job, run_dir = submit(site, "save('step_1'); until_signal()"), workspace.root / "run"
@@ -180,7 +180,7 @@ def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_signal_before_the_time_limit_is_in_time(site, workspace):
     """Slurm sends it, by its own clock, up to a minute early; a limit is of whole minutes."""
     fake = "save('step_1') if restart else (until_signal(), save('step_0'), ended(75, 'stopped'))"
@@ -196,7 +196,7 @@ def test_the_signal_before_the_time_limit_is_in_time(site, workspace):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_slurm_preempts_without_grace_is_started_again_by_slurm(site, workspace):
     """There are KillWait's seconds to save in, and the script is not asked; what a start goes on from was saved before."""
     fake = "None if restart else (save('step_1'), until_signal())"
@@ -226,7 +226,7 @@ def test_a_cancelled_job_is_not_started_again(site, workspace):
     assert site.wait(plain).state == "CANCELLED"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_a_cancelled_array_no_task_begins_in_the_place_of_one_that_has_saved(site, workspace):
     job, run_dir = (
         submit(site, "until_signal(); save('step_7'); ended(75, 'stopped')", "--array", "0-1%1"),
@@ -341,7 +341,7 @@ def make_server(site, text=SERVER):
     return server
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_ends_meanwhile_ends_the_run_and_says_where_to_look(site, workspace):
     """On a port of the job; the lines of setup may read what is not set."""
     server = make_server(site, SERVER.replace("sleep(600)", "sleep(15)"))

@@ -28,7 +28,7 @@ def make_model(folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_samples_from_a_real_vllm_on_a_node_of_its_own(site):
     """Two iterations, so that a trained actor's weights are handed over too."""
     python = VENV / "bin" / "python"

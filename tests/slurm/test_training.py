@@ -89,9 +89,13 @@ def went_on(site, run_dir, job):
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher", [(), ("--rendezvous", "c10d"), ("--launcher", "srun")], ids=["static", "c10d", "srun"]
+    "launcher",
+    [
+        pytest.param((), marks=pytest.mark.slow, id="static"),
+        pytest.param(("--rendezvous", "c10d"), marks=pytest.mark.nightly, id="c10d"),
+        pytest.param(("--launcher", "srun"), marks=pytest.mark.nightly, id="srun"),
+    ],
 )
 def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
     """Nothing but the signals saves: what a start goes on from is what the signal saved."""
@@ -104,7 +108,7 @@ def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
     resume_kit.assert_same_result(run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, inputs):
     """Slurm sends the signal, as PreemptMode=REQUEUE, preempt_send_user_signal and a GraceTime make it do."""
     path, run_dir = make_config(inputs, site.folder)
@@ -117,8 +121,14 @@ def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, i
     resume_kit.assert_same_result(run_dir, unbroken)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("node", "back_s"), [("n1", None), ("n2", None), ("n2", 3.0)], ids=["n1", "n2", "n2 soon"])
+@pytest.mark.parametrize(
+    ("node", "back_s"),
+    [
+        pytest.param("n1", None, marks=pytest.mark.nightly, id="n1"),
+        pytest.param("n2", None, marks=pytest.mark.slow, id="n2"),
+        pytest.param("n2", 3.0, marks=pytest.mark.nightly, id="n2 soon"),
+    ],
+)
 def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node, back_s):
     """SIGKILL to a node's slurmd and to its tasks in the middle of steps: of n1, where the job's script runs, Slurm puts the
     job back; of n2 whoever finds out first. The node comes back later, or before anyone has asked for it."""
@@ -144,7 +154,7 @@ def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node, back_s
     resume_kit.assert_same_result(run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_fails_says_why_first(site, inputs):
     path, run_dir = make_config(inputs, site.folder, layout=resume_kit.Layout(2, parallel={"tp": 2}))
     rows = inputs / "train.jsonl"
@@ -161,7 +171,7 @@ def test_a_run_that_fails_says_why_first(site, inputs):
     assert shown[0].startswith("first error (start 0, exit code 2), rank ") and "bad rows.jsonl:27" in shown[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, inputs):
     """On one node with half the replicas: within rounding of fp32 (tolerances as in tests/resume/test_layouts.py)."""
     changes = {"layout": PLAIN, "train": {"steps": 20, "eval_every": 10}}

@@ -24,7 +24,7 @@ MOMENTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """world: processes. engine: section of the config. quick: moments that are not in the slow tier."""
+    """world: processes. engine: section of the config. quick: moments of every run of the tests, the others are of the nightly tier."""
 
     world: int
     engine: dict
@@ -32,12 +32,14 @@ class Layout:
 
 
 LAYOUTS = {
-    "fsdp": Layout(1, {"backend": "fsdp"}, quick=2),
+    "fsdp": Layout(1, {"backend": "fsdp"}, quick=1),
     "fsdp dp2": Layout(2, {"backend": "fsdp"}, quick=0),
-    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=2),
+    "megatron tp2": Layout(2, {"backend": "megatron", "parallel": {"tp": 2}}, quick=1),
 }
 CASES = [
-    pytest.param(name, moment, marks=[pytest.mark.slow] if moment >= LAYOUTS[name].quick else [], id=f"{name} {moment}")
+    pytest.param(
+        name, moment, marks=[pytest.mark.nightly] if moment >= LAYOUTS[name].quick else [], id=f"{name} {moment}"
+    )
     for name in LAYOUTS
     for moment in range(MOMENTS)
 ]

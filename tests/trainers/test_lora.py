@@ -25,7 +25,7 @@ from tests.trainers import kit
 from tests.trainers.rl import kit as rl
 
 BACKENDS = {"fsdp": 1, "fsdp dp2": 2, "megatron tp2": 2}
-LAYOUTS = ["fsdp", pytest.param("fsdp dp2", marks=pytest.mark.slow), "megatron tp2"]
+LAYOUTS = ["fsdp", pytest.param("fsdp dp2", marks=pytest.mark.nightly), "megatron tp2"]
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -214,7 +214,7 @@ def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference,
     assert abs(kls[0]) < 1e-5 and (abs(kls[1]) < 1e-4) == ("update_every" in reference), kls
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_references_give_the_same_run(rl_inputs, tmp_path):
     """A second copy of the base, by its path, and the base under the adapters: the same numbers."""
     for name, reference in (("base", {}), ("copy", {"model": {"path": str(rl_inputs / "model")}})):

@@ -21,6 +21,7 @@ from mrl.config.load import from_dict, load_config
 from mrl.data.batches import row_order
 from mrl.metrics import SFT_METRICS, read
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers import kit
 
 CASE = "tests.trainers.cases:train"
@@ -202,7 +203,7 @@ def test_a_signal_to_one_rank_stops_all(inputs, tmp_path):
     assert kind == "stopped" and "after step 2 of 8" in message
 
 
-@pytest.mark.parametrize("world, step", [(1, 3), (2, 3), (1, 8)])
+@pytest.mark.parametrize("world, step", slow_but([(1, 3)], [(1, 3), (2, 3), (1, 8)]))
 def test_a_signal_inside_an_evaluation_does_not_wait_for_its_end(inputs, tmp_path, world, step):
     """The step is saved and not yet in the log; the next start evaluates it first. Step 8 is the last."""
     data = {"eval": str(inputs / "eval.jsonl")}
@@ -382,7 +383,7 @@ def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", slow_but([2], [1, 2]))
 def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_path, world):
     """Ten rows in batches of four: row 10 is in the third. Skipped, it leaves the run that always skipped it."""
     rows = (inputs / "train.jsonl").read_text().splitlines()

@@ -104,9 +104,9 @@ def test_a_model_and_rows_that_moved_are_the_same_run(inputs, stopped, unharmed,
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param({"actor": {"engine": {"parallel": {"tp": 1, "pp": 2}}}}, marks=pytest.mark.slow),
+        pytest.param({"actor": {"engine": {"parallel": {"tp": 1, "pp": 2}}}}, marks=pytest.mark.nightly),
         pytest.param(
-            {"actor": {"engine": {"micro_batch": {"size": 1}, "parallel": {"tp": 1}}}}, marks=pytest.mark.slow
+            {"actor": {"engine": {"micro_batch": {"size": 1}, "parallel": {"tp": 1}}}}, marks=pytest.mark.nightly
         ),
         pytest.param(1, marks=pytest.mark.slow),
     ],
@@ -142,7 +142,7 @@ def lose_actor(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_trainer, *(pytest.param(d, marks=pytest.mark.slow) for d in (damage_critic, lose_actor))]
+    "damage", [damage_trainer, *(pytest.param(d, marks=pytest.mark.nightly) for d in (damage_critic, lose_actor))]
 )
 def test_a_damaged_checkpoint_is_passed_over(inputs, stopped, unharmed, tmp_path, damage):
     """In whichever role the damage is: nothing of the newest is used, and the run from the one before is the same run."""

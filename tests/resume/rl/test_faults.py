@@ -101,7 +101,7 @@ def test_a_fault_in_the_first_rollout_leaves_no_checkpoint(inputs, own):
     assert not list((own / "run").glob("checkpoints/step_*"))
 
 
-@pytest.mark.parametrize(("role", "step"), [pytest.param("actor", 6, marks=pytest.mark.slow), ("critic", 5)])
+@pytest.mark.parametrize(("role", "step"), [pytest.param("actor", 6, marks=pytest.mark.nightly), ("critic", 5)])
 def test_a_loss_that_is_no_number_keeps_its_batch_and_saves_nothing(inputs, tmp_path, unharmed, role, step):
     config = kit.make_config(inputs, tmp_path / "run", "ppo")
     ended, message, _ = kit.train(config, 2, happening="nan_loss", role=role, step=step)

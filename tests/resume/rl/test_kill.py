@@ -19,8 +19,14 @@ def run_of(folder, inputs, name):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("ppo", 3), ("grpo", 3)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("ppo", 1, marks=pytest.mark.slow),
+        pytest.param("ppo", 3, marks=pytest.mark.nightly),
+        pytest.param("grpo", 3, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_killed_at_seeded_moments(inputs, tmp_path, name, count):
     whole, run = (run_of(tmp_path / part, inputs, name) for part in ("whole", "killed"))
     whole.to_the_end()

@@ -13,6 +13,7 @@ from mrl.algorithms.recipes import RECIPES, recipe
 from mrl.batch import make_batch
 from mrl.trainers.rl.experience import make_experience
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.rl import kit
 from tests.trainers.rl.kit import engine
 
@@ -52,7 +53,7 @@ def test_two_iterations_of_every_algorithm(inputs, tmp_path, name):
     assert first != second and len(first) == len(second) == kit.SEQUENCES
 
 
-@pytest.mark.parametrize(("epochs", "mini_batch"), [(1, 12), (3, 4), (2, 6)])
+@pytest.mark.parametrize(("epochs", "mini_batch"), slow_but([(3, 4)], [(1, 12), (3, 4), (2, 6)]))
 def test_an_iteration_has_epochs_times_mini_batches_optimizer_steps(inputs, tmp_path, epochs, mini_batch):
     """`epochs * (train_batch / mini_batch)`, of each role that trains; each epoch trains every token once."""
     folder, count = tmp_path / "run", epochs * (kit.SEQUENCES // mini_batch)
@@ -94,7 +95,9 @@ def test_critic_warmup(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("reference", [None, engine(size=2)], ids=["the actor's layout", "another layout"])
-@pytest.mark.parametrize(("every", "zero"), [(None, [1]), (2, [1, 2, 3, 4]), (3, [1, 3, 4]), (4, [1, 3])])
+@pytest.mark.parametrize(
+    ("every", "zero"), slow_but([(3, [1, 3, 4])], [(None, [1]), (2, [1, 2, 3, 4]), (3, [1, 3, 4]), (4, [1, 3])])
+)
 def test_reference_update_every(inputs, tmp_path, reference, every, zero):
     """At the end of an iteration in which N more steps were made the KL is 0 again: exactly, in the actor's layout."""
     folder = tmp_path / "run"
@@ -241,7 +244,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
     assert "reward/model/mean" in kit.metrics_of(folder)[0]
 
 
-@pytest.mark.parametrize("name", ["ppo", "remax", "dapo"])
+@pytest.mark.parametrize("name", slow_but(["dapo"], ["ppo", "remax", "dapo"]))
 def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
     """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines."""
     changes = {

@@ -22,6 +22,7 @@ import pytest
 
 from tests.engine import tiny
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.rl import kit
 from tests.trainers.rl.kit import engine
 
@@ -44,6 +45,11 @@ LAYOUTS = {
     "actor tp2, critic pp2": (2, {"actor": MEGATRON(tp=2), "critic": MEGATRON(pp=2, size=2), "reference": FSDP()}),
 }
 """Name -> processes, and the engine of each role; a role that is not named has the actor's."""
+
+FAST = [
+    ("fsdp", "grpo"), ("tp2", "grpo"), ("pp2", "ppo"), ("fsdp cp2", "grpo"), ("actor tp2, critic fsdp", "ppo"),
+    ("actor tp2, critic pp2", "ppo"), ("padded", "grpo"), ("micro-batches of 1", "ppo"),
+]  # fmt: skip
 
 WIDE_LAYOUTS = {
     "tp2 x pp2": (4, {"actor": MEGATRON(tp=2, pp=2)}),
@@ -115,8 +121,9 @@ def assert_same_update(actual, expected, start):
     assert moved[worst] <= UPDATE, f"the update of {worst} differs by {moved[worst]:.2e}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("layout", "name"), slow_but(FAST, [(layout, name) for layout in LAYOUTS for name in ("ppo", "grpo")])
+)
 def test_trap_13_and_27_an_iteration_is_the_same_everywhere(run_once, inputs, name, layout):
     world, engines = LAYOUTS[layout]
     if name == "grpo" and "critic" in engines:
@@ -124,16 +131,17 @@ def test_trap_13_and_27_an_iteration_is_the_same_everywhere(run_once, inputs, na
     check_equal(run_once, inputs, name, "model", layout, engines, world)
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("layout", slow_but(["actor ep2, critic fsdp"], EXPERT_LAYOUTS))
+@pytest.mark.parametrize("name", slow_but(["ppo"], ["ppo", "grpo"]))
 def test_an_iteration_with_experts_is_the_same_everywhere(run_once, inputs, name, layout):
     world, engines = EXPERT_LAYOUTS[layout]
     check_equal(run_once, inputs, name, "moe", layout, engines, world)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", WIDE_LAYOUTS)
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ppo", marks=pytest.mark.slow), pytest.param("grpo", marks=pytest.mark.nightly)]
+)
 def test_an_iteration_is_the_same_on_four_processes(run_once, inputs, name, layout):
     world, engines = WIDE_LAYOUTS[layout]
     check_equal(run_once, inputs, name, "model", layout, engines, world)

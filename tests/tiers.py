@@ -1,0 +1,19 @@
+"""Which of a test's parameters run in `make test`, and which in CI's slow tier (docs/testing.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of a test; those that are not in `fast` are marked `slow`. A tuple is several arguments."""
+    values = list(values)
+    assert all(value in values for value in fast), f"not among the values: {[v for v in fast if v not in values]}"
+    marks = [() if value in fast else pytest.mark.slow for value in values]
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+        for value, mark in zip(values, marks, strict=True)
+    ]
