@@ -208,6 +208,7 @@ for filled in (2**20 - 4096, 2**20 - 200_000, 0):  # less than the weights are l
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(made, tmp_path):
     """On a real, small file system in a mount namespace of its own."""
     base, path = made()

@@ -15,12 +15,16 @@ def table():
 NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in (*FSDP_NIGHTLY_ROWS, *FSDP_NIGHTLY_LORA_ROWS)]
 
 
-def is_fast(row: Row) -> bool:
-    """Rows of one or two ranks, and of four those where a rank has no sequence."""
-    return "4" not in row.layout and "x" not in row.layout or row.sequences == 3
-
-
 ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
+
+
+def is_fast(row: Row) -> bool:
+    """The first row of each model, each layout and each selection of adapters, and those where a rank has no sequence."""
+    before = ROWS[: ROWS.index(row)]
+    new = any(
+        all(getattr(other, field) != getattr(row, field) for other in before) for field in ("model", "layout", "lora")
+    )
+    return new or row.sequences == 3
 
 
 @pytest.mark.parametrize("row", [*slow_but(list(filter(is_fast, ROWS)), ROWS), *NIGHTLY], ids=str)

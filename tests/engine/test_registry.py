@@ -253,6 +253,7 @@ def command(installed: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(plain_config(inputs, tmp_path / "run", engine={"backend": "plain"})))  # JSON is YAML

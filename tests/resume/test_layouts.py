@@ -54,7 +54,7 @@ def whole(inputs, tmp_path_factory):
     "chain",
     [
         [DENSE["tp2"], DENSE["pp2"], DENSE["dp2"], DENSE["tp1"]],
-        [MOE["ep2"], MOE["tp1"]],
+        pytest.param([MOE["ep2"], MOE["tp1"]], marks=pytest.mark.slow),
         pytest.param([DENSE["pp2 dp2"], DENSE["tp1"], DENSE["tp2"]], marks=pytest.mark.nightly),
         [DENSE["fsdp dp2"], DENSE["fsdp cp2"], DENSE["fsdp"]],
     ],
@@ -88,8 +88,8 @@ def resaved(checkpoint, inputs, layout, folder):
     ("saved_in", "others"),
     [
         (DENSE["pp2 dp2"], [DENSE["pp2 dp2"], DENSE["tp1"]]),
-        pytest.param(DENSE["tp2"], [DENSE["pp2"], DENSE["tp2"]], id="tp2"),
-        pytest.param(MOE["ep2"], [MOE["tp1"], MOE["ep2"]], id="ep2"),
+        pytest.param(DENSE["tp2"], [DENSE["pp2"], DENSE["tp2"]], marks=pytest.mark.slow, id="tp2"),
+        pytest.param(MOE["ep2"], [MOE["tp1"], MOE["ep2"]], marks=pytest.mark.slow, id="ep2"),
         pytest.param(MOE["ep2 dp4"], [MOE["tp1"]], marks=pytest.mark.nightly, id="ep2 dp4"),
         pytest.param(DENSE["tp2 pp2 dp2"], [DENSE["tp1"]], marks=pytest.mark.nightly, id="tp2 pp2 dp2"),
         (DENSE["fsdp cp2"], [DENSE["fsdp"], DENSE["fsdp dp2"]]),

@@ -10,6 +10,7 @@ tests/trainers/test_sft.py and, on both engines, in the contract's "a step that 
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -62,6 +63,7 @@ def test_trap_32_rows_go_on_in_the_middle_of_an_epoch(inputs, tmp_path):
     assert [row["train/tokens"] for row in kit.steps(tmp_path)] == trained
 
 
+@pytest.mark.slow
 def test_trap_33_every_expert_of_every_rank_is_saved(inputs, tmp_path):
     """Four experts over two ranks: each has weights and moments of its own in the checkpoint, and none is as it began."""
     layout = kit.Layout(2, "plain moe", parallel={"ep": 2})

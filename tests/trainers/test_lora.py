@@ -223,6 +223,7 @@ def test_both_references_give_the_same_run(rl_inputs, tmp_path):
     assert rl.metrics_of(tmp_path / "base") == rl.metrics_of(tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_bitwise_with_adapters_of_actor_and_critic(rl_inputs, tmp_path):
     changes = {
         "actor": {"model": {"lora": dict(LORA)}}, "critic": {"model": {"lora": {"rank": 2}}}, "train": {"steps": 6},

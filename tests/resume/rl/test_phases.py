@@ -47,7 +47,9 @@ CHAINS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", pytest.param("dapo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ppo", marks=pytest.mark.slow), "grpo", pytest.param("dapo", marks=pytest.mark.nightly)]
+)
 def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, name):
     """Nothing but the signals saves before the end: what the run goes on from is what a signal saved (but where it comes in a save)."""
     world = kit.RUNS[name][0]
