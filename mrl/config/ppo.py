@@ -63,7 +63,9 @@ class ReferenceConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
     model: RoleModelConfig = key(
-        RoleModelConfig, "a sequence classifier with one label, or a critic that mrl exported; a null path means no reward model"
+        RoleModelConfig,
+        "a sequence classifier with one label, or a critic that mrl exported, which reads the conversation through its own chat "
+        "template and is scored as by transformers (docs/rl.md); a null path means no reward model",
     )  # fmt: skip
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     weight: float = key(1.0, "factor of its score in the total")

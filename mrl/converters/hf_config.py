@@ -33,6 +33,11 @@ def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
     return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
 
 
+def pad_token_of(hf_config: dict[str, Any]) -> int | None:
+    """`pad_token_id` of the part that reads text, where transformers' classes look for it; None where there is none."""
+    return (hf_config.get("text_config") or hf_config).get("pad_token_id")
+
+
 def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     """The config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"

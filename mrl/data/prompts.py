@@ -11,7 +11,7 @@ from mrl.config.ppo import PromptsConfig
 from mrl.data.dataset import Rejected, RowDataset
 from mrl.data.encode import NO_TEMPLATE
 from mrl.data.files import BadRow
-from mrl.data.formats import Chat, detect_prompt_form, parse_prompt
+from mrl.data.formats import Chat, Question, detect_prompt_form, parse_prompt
 from mrl.data.stream import Report, RowStream, count_usable, may_leave_out
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
@@ -32,6 +32,15 @@ class Prompt:
     content: str | list[dict[str, Any]]
     tokens: list[int]
     truncated: bool = False
+
+    @property
+    def asked(self) -> Chat | Question:
+        """The content with the row's tools and template arguments: a conversation, or a text and how it reads without a template."""
+        if isinstance(self.content, str) and "prompt" not in self.row and "instruction" in self.row:
+            asked = parse_prompt(self.row, "alpaca")
+            if asked.text == self.content:  # it is not what an environment gave instead
+                return asked
+        return parse_prompt({**self.row, "prompt": self.content}, "prompt")
 
 
 class PromptDataset(RowDataset[Prompt]):

@@ -51,16 +51,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers give the same tokens for every text and conversation."""
-
-    def facts(tokenizer: PreTrainedTokenizerBase) -> tuple:
-        model = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-        return type(tokenizer).__name__, model, tokenizer.chat_template, tokenizer.special_tokens_map
-
-    return facts(first) == facts(second)
-
-
 def read_chat_template(path: str) -> str:
     """The text of a Jinja chat template. Raises DataError."""
     try:

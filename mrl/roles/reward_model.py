@@ -1,7 +1,11 @@
-"""A reward model: the value of a sequence's last token is the score of what the policy said.
+"""A reward model: the score that transformers' sequence classifier gives a conversation, as `AutoModelForSequenceClassification`.
 
-Its tokens are the policy's where both have one tokenizer and chat template. Otherwise the conversation is rendered again by
-the reward model's own.
+*What is read*: the messages, system prompt and answer included, through the reward model's own chat template, whatever the
+policy's tokenizer and template are. Text without a template is joined as it is and ends with EOS.
+
+*Which token's value is the score*: the last one that is not `pad_token_id` of config.json (transformers 5,
+modeling_layers.GenericForSequenceClassification: padding on either side, and the one rule for a sequence alone too). Where EOS is
+also the padding and ends the text, that is the token before it; where a template ends a turn with "<|im_end|>\\n", the newline.
 """
 
 from __future__ import annotations
@@ -12,10 +16,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
-from mrl.converters.hf_config import read_hf_config
+from mrl.converters.hf_config import pad_token_of, read_hf_config
 from mrl.data.encode import Encoder
 from mrl.data.formats import Chat, Text
-from mrl.data.tokenizer import same_tokenizer
 from mrl.errors import ConfigError, DataError, RewardError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
@@ -24,8 +27,7 @@ from mrl.rollout.base import Trajectory
 class RewardModel:
     """Scores of trajectories, from the role `role` of `dispatch`.
 
-    tokenizer: the reward model's. actor_tokenizer: the policy's, with the chat template that its prompts are rendered by.
-    end_tokens: what ends a completion of the policy, the usual one first; the tokenizer's EOS where none is given.
+    tokenizer: the reward model's. system: data.system, which stands before every prompt.
     """
 
     def __init__(
@@ -33,22 +35,19 @@ class RewardModel:
         dispatch: WorkerDispatch,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        actor_tokenizer: PreTrainedTokenizerBase,
-        end_tokens: Sequence[int] = (),
+        system: str | None = None,
         role: str = "reward",
     ) -> None:
-        self.dispatch, self.role = dispatch, role
-        self.takes_tokens = same_tokenizer(tokenizer, actor_tokenizer)
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.end_tokens = list(end_tokens) or eos
+        self.dispatch, self.role, self.system = dispatch, role, system
         self.encoder = Encoder(tokenizer, "all")
-        path = dispatch.engines[role].config.model.path
-        self.max_length = read_hf_config(path).get("max_position_embeddings")
+        hf_config = read_hf_config(dispatch.engines[role].config.model.path)
+        self.max_length = hf_config.get("max_position_embeddings")
+        self.pad_token_id = pad_token_of(hf_config)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         """One number for each trajectory, the same on every rank. Collective.
 
-        Raises ConfigError (a sequence is longer than the model's positions, a conversation cannot be rendered again),
+        Raises ConfigError (a sequence is longer than the model's positions, a conversation cannot be rendered),
         DataError (the chat template refuses one) and RewardError (a score is not finite).
         """
         if not trajectories:
@@ -57,7 +56,9 @@ class RewardModel:
         # a batch has no value for a sequence's last token, after which nothing is predicted: one more is that last one
         batch = make_batch([[*ids, 0] for ids in sequences], [[0.0] * (len(ids) + 1) for ids in sequences])
         values = self.dispatch.forward(self.role, batch)["values"]
-        scores = values[batch.lengths.cumsum(0) - 1].tolist()
+        starts = batch.cu_seqlens.tolist()
+        places = [start + scored_token(ids, self.pad_token_id) for start, ids in zip(starts, sequences, strict=False)]
+        scores = values[places].tolist()
         for trajectory, score in zip(trajectories, scores, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
@@ -66,42 +67,50 @@ class RewardModel:
         return scores
 
     def tokens(self, trajectory: Trajectory) -> list[int]:
-        """What the reward model reads of a trajectory."""
-        ids = self._own_tokens(trajectory) if self.takes_tokens else self._rendered(trajectory)
-        if self.max_length is not None and len(ids) > self.max_length:
-            raise ConfigError(
-                f"reward.model: {_name(trajectory)}: has {len(ids)} tokens, and the model has {self.max_length} positions; lower "
-                "data.max_prompt_length or rollout.max_new_tokens, or use a reward model with more"
-            )
-        return ids
-
-    def _own_tokens(self, trajectory: Trajectory) -> list[int]:
-        """The policy's tokens; those that no end token ends (a length limit, a stop text) get one."""
-        ended = trajectory.tokens[-1] in self.end_tokens
-        return list(trajectory.tokens) if ended else [*trajectory.tokens, *self.end_tokens[:1]]
+        """What the reward model reads of a trajectory. Of a prompt whose start was cut, as much as it has positions for."""
+        ids = self._rendered(trajectory)
+        if self.max_length is None or len(ids) <= self.max_length:
+            return ids
+        if trajectory.prompt.truncated:
+            return ids[-self.max_length :]
+        raise ConfigError(
+            f"reward.model: {_name(trajectory)}: has {len(ids)} tokens, and the model has {self.max_length} positions; lower "
+            "data.max_prompt_length or rollout.max_new_tokens, or use a reward model with more"
+        )
 
     def _rendered(self, trajectory: Trajectory) -> list[int]:
         """Prompt and answer through the reward model's chat template; text is joined as it is where it has none."""
-        content, text = trajectory.prompt.content, trajectory.text
-        if trajectory.turns > 1:
-            raise ConfigError(
-                f"reward.model: {_name(trajectory)}: has {trajectory.turns} turns, which a reward model with another tokenizer or "
-                "chat template than the actor's cannot be given; use one with the actor's, or a reward function"
-            )
-        if not self.encoder.has_template and not isinstance(content, str):
-            raise ConfigError(
-                f"reward.model: {_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer has no chat "
-                "template; use a reward model with one, or prompts of plain text"
-            )
-        if self.encoder.has_template:
-            asked = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            row = Chat([*asked, {"role": "assistant", "content": text}], given=len(asked))
-        else:
-            row = Text(content + text)
+        asked = trajectory.prompt.asked
         try:
-            return self.encoder.encode(row).ids
+            if self.encoder.has_template:
+                return self.encoder.encode(self._conversation(trajectory)).ids
+            if isinstance(asked, Chat) or self.system is not None:
+                raise ConfigError(
+                    f"reward.model: {_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer has no chat "
+                    "template; use a reward model with one, or prompts of plain text"
+                )
+            answers = [message["content"] for message in _answers(trajectory)]
+            return self.encoder.encode(Text("".join([asked.plain, *answers]))).ids
         except DataError as error:
             raise DataError(f"reward.model: {_name(trajectory)}: {error}") from error
+
+    def _conversation(self, trajectory: Trajectory) -> Chat:
+        """All messages up to the policy's last, with the prompt's tools and template arguments."""
+        asked = trajectory.prompt.asked
+        chat = asked if isinstance(asked, Chat) else asked.chat
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [*system, *chat.messages, *_answers(trajectory)]
+        return Chat(messages, tools=chat.tools, template_kwargs=chat.template_kwargs)
+
+
+def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
+    """Where in `ids` the score is read: the last token other than the padding, the first where all are padding."""
+    return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
+
+
+def _answers(trajectory: Trajectory) -> list[dict]:
+    """The policy's turns, and between them what an environment answered."""
+    return [{"role": "assistant", "content": trajectory.text}]
 
 
 def _name(trajectory: Trajectory) -> str:

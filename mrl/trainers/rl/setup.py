@@ -76,7 +76,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
         if "critic" in engines:
             engines["critic"].set_total_steps(total_steps)
         scores = Scoring(
-            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, tokenizer, folders),
+            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, folders),
             total_steps=total_steps, say=console.say,
         )  # fmt: skip
         ends.callback(scores.close)
@@ -140,15 +140,12 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     return steps
 
 
-def _reward_model(
-    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folders: Mapping[str, str]
-) -> RewardModel | None:
+def _reward_model(config: PPOConfig, dispatch: WorkerDispatch, folders: Mapping[str, str]) -> RewardModel | None:
     if "reward" not in folders:
         return None
     with keys_of(config, "reward"):
         own = load_tokenizer(folders["reward"], config.actor.model.trust_remote_code)
-    ends = end_tokens(folders["actor"], tokenizer)
-    return RewardModel(dispatch, own, actor_tokenizer=tokenizer, end_tokens=ends)
+    return RewardModel(dispatch, own, system=config.data.system)
 
 
 def _rollouts(
