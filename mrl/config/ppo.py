@@ -64,9 +64,9 @@ class ReferenceConfig:
 class RewardModelConfig:
     model: RoleModelConfig = key(
         RoleModelConfig,
-        "a sequence classifier with one label, or a critic that mrl exported, which reads the conversation through its own chat "
-        "template and is scored as by transformers (docs/rl.md); a null path means no reward model",
-    )  # fmt: skip
+        "a sequence classifier with one label, or a critic that mrl exported, with its own tokenizer and chat template (docs/rl.md); "
+        "a null path means no reward model",
+    )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     weight: float = key(1.0, "factor of its score in the total")
 

@@ -40,6 +40,17 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
     return sorted(shards, key=lambda indices: (not indices, indices))
 
 
+def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
+    """Tokens of a micro-batch, where no number of sequences is set. tokens: engine.micro_batch.tokens; longest: sequence at hand.
+
+    A model that never trains takes a longer sequence too: a reward model renders conversations by its own template, whose
+    length no key bounds.
+    """
+    if tokens is None:
+        return max(4096, longest)
+    return tokens if trains else max(tokens, longest)
+
+
 def split_micro_batches(
     lengths: Sequence[int], *, size: int | None = None, tokens: int | None = None, packed: bool
 ) -> list[list[int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -108,9 +109,18 @@ def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 
-def _answers(trajectory: Trajectory) -> list[dict]:
-    """The policy's turns, and between them what an environment answered."""
-    return [{"role": "assistant", "content": trajectory.text}]
+def _answers(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The policy's turns, and between them what an environment answered; nothing after the last turn."""
+    if trajectory.conversation is None and trajectory.turns == 1:
+        return [{"role": "assistant", "content": trajectory.text}]
+    if trajectory.conversation is None:
+        raise ConfigError(
+            f"reward.model: {_name(trajectory)}: has {trajectory.turns} turns and was saved without its messages, which a reward "
+            "model reads; sample it again"
+        )
+    messages = [dict(message) for message in trajectory.conversation]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]
 
 
 def _name(trajectory: Trajectory) -> str:

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.engine.microbatch import balanced_shards, plan_micro_batches, split_micro_batches, split_to_count
+from mrl.engine.microbatch import (
+    balanced_shards,
+    plan_micro_batches,
+    split_micro_batches,
+    split_to_count,
+    token_budget,
+)
 from mrl.errors import ConfigError
 
 lengths_lists = st.lists(st.integers(1, 64), max_size=40)
@@ -101,6 +107,8 @@ def test_a_rank_without_sequences_still_has_micro_batches():
 
 
 def test_a_sequence_over_the_budget_names_the_key():
+    assert [token_budget(8, 9, trains=trains) for trains in (True, False)] == [8, 9]
+    assert [token_budget(None, longest, trains=True) for longest in (9, 5000)] == [4096, 5000]
     with pytest.raises(ConfigError, match=r"engine.micro_batch.tokens: 8 is less than a sequence of 9 tokens"):
         split_micro_batches([3, 9], tokens=8, packed=True)
 

@@ -1,14 +1,17 @@
 """Value heads and the reward model: the numbers of transformers' sequence classifiers, from and to their folders."""
 
 import json
+import pathlib
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.data.kit import make_tokenizer
+from mrl.converters.hf_config import normalize, pad_token_of
+from mrl.roles.reward_model import scored_token
+from tests.data.kit import CHATML, WITH_TOOLS, make_tokenizer
 from tests.engine.harness import run_case
 from tests.roles.kit import roles
 from tests.roles.value_cases import MESSAGES, OTHER_TEMPLATE, TRAJECTORIES, trajectory
@@ -67,43 +70,98 @@ def reward(models, layout="dp", **fields):
     return roles(models(head="value", vocab=512, **fields), reward=layout)
 
 
+# Of <|im_end|> as the end of a turn: with and without white space after it, and twice.
+TIGHT = CHATML.replace("<|im_end|>\n{%", "<|im_end|>{%")
+TWICE = TIGHT + "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
+TEMPLATES = [CHATML, CHATML + "{# the same in another string #}", TIGHT, TWICE, OTHER_TEMPLATE]
+
+
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "dp"), (2, "pp2"), (2, "fsdp")])
-def test_the_policys_tokens_are_read_as_they_are(models, world_size, layout):
-    """Where tokenizer and template are the actor's; an answer that was cut short gets the end token."""
-    template = make_tokenizer().chat_template
-    found, read, expected = run(
-        "scores", reward(models, layout), world_size, template=template, eos="<|im_end|>", trajectories=TRAJECTORIES
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+def test_a_conversation_scores_as_in_transformers(models, tmp_path, world_size, layout):
+    """Whatever string its template is, and whatever token pads: another one, the one that ends a turn, none."""
+    configs = reward(models, layout)
     end = make_tokenizer().convert_tokens_to_ids("<|im_end|>")
-    assert read == [t.tokens if t.finished else [*t.tokens, end] for t in TRAJECTORIES]
+    folders = [str(tmp_path / f"pad-{pad}") for pad in (0, end, None)]
+    for folder, pad in zip(folders, (0, end, None), strict=True):
+        shutil.copytree(configs["reward"].model.path, folder)
+        config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    found = run("conversations_score_as_in_transformers", configs, world_size, folders=folders, templates=TEMPLATES)
+    apart = lambda a, b: min(abs(x - y) for x, y in zip(a, b, strict=True))  # noqa: E731
+    chatml, same, tight, twice, other = range(5)
+    for scores in found:
+        assert scores[chatml] == scores[same]
+    padded_by_zero, padded_by_end, unpadded = found
+    assert padded_by_zero == unpadded
+    for template in (tight, twice):  # the token before <|im_end|>, however often that stands there
+        assert apart(padded_by_zero[template], padded_by_end[template]) > 0.01
+    assert apart(padded_by_zero[tight], padded_by_zero[twice]) > 0.01
+    assert padded_by_end[tight] == pytest.approx(padded_by_end[twice], abs=1e-6)
+    for template in (chatml, other):
+        assert padded_by_zero[template] == padded_by_end[template]
 
 
-def test_another_template_renders_the_conversation_again(models):
-    tokenizer = make_tokenizer(OTHER_TEMPLATE)
-    text = trajectory(3, "answer", content="Question: hello")
+@pytest.mark.parametrize(
+    ("ids", "pad", "place"),
+    [
+        ([5, 6, 7], None, 2), ([5, 6, 7], 7, 1), ([5, 7, 6, 7, 7], 7, 2), ([7, 7, 5, 6], 7, 3), ([7, 7], 7, 0), ([5], 0, 0),
+    ],
+)  # fmt: skip
+def test_the_score_is_read_at_the_last_token_that_does_not_pad(ids, pad, place):
+    assert scored_token(ids, pad) == place
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe", "qwen2_vl", "gemma3"])
+def test_the_padding_is_that_of_transformers_config_class(family):
+    """Where config.json leaves pad_token_id out, some classes have one, and some have it in a part of theirs."""
+    expected = AutoConfig.for_model(family).get_text_config().pad_token_id
+    assert pad_token_of(normalize({"model_type": family})) == expected
+
+
+def test_the_reward_models_own_template_renders_the_conversation(models):
+    """With the row's tools and template arguments, data.system, and what an environment said between the turns."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    said = [
+        {"role": "assistant", "content": "3"}, {"role": "tool", "content": "more"}, {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "right"},
+    ]  # fmt: skip
+    trajectories = [
+        trajectory(0, "answer", content="Question: hello", end="<|im_end|>"),
+        trajectory(1, "answer", row={"tools": tools, "chat_template_kwargs": {"loud": 1}}),
+        trajectory(2, "3\n\n4", turns=2, conversation=said),
+        trajectory(3, "the " * 200, truncated=True),
+    ]
     found, read, expected = run(
-        "scores", reward(models), template=OTHER_TEMPLATE, eos="</s>", trajectories=[*TRAJECTORIES, text]
+        "scores", reward(models), template=WITH_TOOLS, eos="</s>", trajectories=trajectories, system="Be kind."
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert [tokenizer.decode(ids) for ids in read] == [
-        *(f"[user] {MESSAGES[0]['content']}</s>[assistant] {t.text}</s>" for t in TRAJECTORIES),
-        "[user] Question: hello</s>[assistant] answer</s>",
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    system = {"role": "system", "content": "Be kind."}
+    answer = {"role": "assistant", "content": "answer"}
+    render = lambda messages, **more: tokenizer.apply_chat_template([system, *messages], tokenize=False, **more)  # noqa: E731
+    assert [tokenizer.decode(ids) for ids in read[:3]] == [
+        render([{"role": "user", "content": "Question: hello"}, answer]),
+        render([*MESSAGES, answer], tools=tools, loud=1),
+        render([*MESSAGES, *said[:3]]),
     ]
+    assert len(read[3]) == 128 and tokenizer.decode(read[3]).endswith(" the the <|im_end|>\n")
 
 
 def test_plain_text_is_joined_where_there_is_no_template(models):
-    text = trajectory(0, " The answer is 4.", content="Question: What is 2 + 2?")
-    found, read, expected = run("scores", reward(models), template=None, eos="</s>", trajectories=[text])
+    plain = trajectory(0, " The answer is 4.", content="Question: What is 2 + 2?")
+    alpaca = trajectory(1, "4", content="Add.", row={"instruction": "Add."})
+    found, read, expected = run("scores", reward(models), template=None, eos="</s>", trajectories=[plain, alpaca])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert make_tokenizer().decode(read[0]) == "Question: What is 2 + 2? The answer is 4.</s>"
+    decoded = [make_tokenizer().decode(ids) for ids in read]
+    assert decoded[0] == "Question: What is 2 + 2? The answer is 4.</s>"
+    assert decoded[1].startswith("Below is an instruction") and decoded[1].endswith("### Response:\n4</s>")
 
 
 @pytest.mark.parametrize(
     ("template", "of", "message"),
     [
         (OTHER_TEMPLATE, trajectory(1, "the " * 200), "ConfigError: reward.model: train.jsonl:1, sample 1: has "),
-        (OTHER_TEMPLATE, trajectory(2, "x\n\ny", turns=2), "ConfigError: reward.model: train.jsonl:1, sample 2: has 2 turns"),
+        (OTHER_TEMPLATE, trajectory(2, "x\n\ny", turns=2), "ConfigError: reward.model: train.jsonl:1, sample 2: has 2 turns and was saved"),
         (None, TRAJECTORIES[0], f"ConfigError: {SAMPLE_0}: the prompt is a conversation"),
         ("{{ raise_exception('no') }}", TRAJECTORIES[0], f"DataError: {SAMPLE_0}: the chat template cannot render"),
     ],

@@ -96,7 +96,16 @@ def refuses_model(configs: Configs, message: str) -> None:
 # -- the reward model --------------------------------------------------------------------------------------------------
 
 
-def trajectory(sample: int, text: str, *, content: Any = MESSAGES, end: str = "", **fields: Any) -> Trajectory:
+def trajectory(
+    sample: int,
+    text: str,
+    *,
+    content: Any = MESSAGES,
+    end: str = "",
+    row: dict | None = None,
+    truncated: bool = False,
+    **fields: Any,
+) -> Trajectory:
     """What a policy with ChatML says; end: what ends it, in its tokens but not in its text."""
     tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
     if isinstance(content, str):
@@ -105,7 +114,7 @@ def trajectory(sample: int, text: str, *, content: Any = MESSAGES, end: str = ""
         prompt = tokenizer.apply_chat_template(content, add_generation_prompt=True, return_dict=True)["input_ids"]
     answer = tokenizer(text + end)["input_ids"]
     return Trajectory(
-        Prompt(0, "train.jsonl:1", {}, content, prompt), sample, prompt + answer, [0] * len(prompt) + [1] * len(answer),
+        Prompt(0, "train.jsonl:1", row or {}, content, prompt, truncated), sample, prompt + answer, [0] * len(prompt) + [1] * len(answer),
         [0.0] * (len(prompt) + len(answer)), text, bool(end), **fields,
     )  # fmt: skip
 
@@ -117,21 +126,41 @@ TRAJECTORIES = [
 ]
 
 
-def scores(configs: Configs, *, template: str | None, eos: str, trajectories: list[Trajectory]) -> tuple:
+def conversations_score_as_in_transformers(
+    configs: Configs, folders: list[str], templates: list[str]
+) -> list[list[list[float]]]:
+    """By folder, by template: the scores of TRAJECTORIES, which are what transformers gives their messages, whatever pads."""
+    found = []
+    for folder in folders:
+        dispatch = make_dispatch({"reward": reading(configs["reward"], folder)}, offload_idle=True)
+        classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        found.append([])
+        for template in templates:
+            tokenizer = make_tokenizer(template, eos="<|im_end|>")
+            talks = [[*t.prompt.content, {"role": "assistant", "content": t.text}] for t in TRAJECTORIES]
+            encoded = [tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=True) for talk in talks]
+            with torch.no_grad():
+                expected = [classifier(**inputs).logits.item() for inputs in encoded]
+            model = RewardModel(dispatch, tokenizer)
+            found[-1].append(model.score(TRAJECTORIES))
+            torch.testing.assert_close(found[-1][-1], expected, rtol=0, atol=1e-5)
+            assert model.score([]) == []
+    return found
+
+
+def scores(
+    configs: Configs, *, template: str | None, eos: str, trajectories: list[Trajectory], system: str | None = None
+) -> tuple:
     """(scores, what was read of each trajectory, the classifier's scores of that)."""
-    dispatch = make_dispatch(configs, offload_idle=True)
-    model = RewardModel(
-        dispatch, make_tokenizer(template, eos=eos), actor_tokenizer=make_tokenizer(CHATML, eos="<|im_end|>")
-    )
+    model = RewardModel(make_dispatch(configs), make_tokenizer(template, eos=eos), system=system)
     read = [model.tokens(t) for t in trajectories]
-    assert model.score([]) == []
     return model.score(trajectories), read, classifier_scores(configs["reward"].model.path, read).tolist()
 
 
 def scoring_error(configs: Configs, *, template: str | None, trajectories: list[Trajectory]) -> str:
     """The message of the error that `score` raises."""
     dispatch = make_dispatch(configs)
-    model = RewardModel(dispatch, make_tokenizer(template), actor_tokenizer=make_tokenizer(CHATML, eos="<|im_end|>"))
+    model = RewardModel(dispatch, make_tokenizer(template))
     try:
         found = model.score(trajectories)
     except UserError as error:

@@ -32,7 +32,7 @@ from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room, share
-from mrl.engine.microbatch import plan_micro_batches
+from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.mcore_models import platform
@@ -150,12 +150,11 @@ class FSDPEngine(BaseEngine):
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         """The sequences of each micro-batch; the same number of micro-batches on every rank."""
-        size, tokens = self.config.engine.micro_batch.size, self.config.engine.micro_batch.tokens
-        if size is None and tokens is None:
-            tokens = max(4096, batch.max_length)
+        micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
+        tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
         return plan_micro_batches(
             batch.lengths.tolist(),
-            size=size,
+            size=micro.size,
             tokens=tokens,
             packed=self.config.packing,
             agree=lambda count: int(self.max_over_ranks(count)[0]),

@@ -34,7 +34,7 @@ from mrl.engine.base import (
 )
 from mrl.engine.lora import adapters
 from mrl.engine.lora_base import facts
-from mrl.engine.microbatch import plan_micro_batches
+from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
@@ -219,10 +219,8 @@ class MegatronEngine(BaseEngine):
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         """The sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
-        micro = self.config.engine.micro_batch
-        size, tokens = micro.size, micro.tokens
-        if size is None and tokens is None:
-            tokens = max(4096, batch.max_length)
+        micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
+        tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
 
         def most(count: int) -> int:
             if self.dims.dp == 1:
@@ -234,7 +232,7 @@ class MegatronEngine(BaseEngine):
         multiple = self.dims.pp if self.dims.vpp > 1 else 1
         return plan_micro_batches(
             batch.lengths.tolist(),
-            size=size,
+            size=micro.size,
             tokens=tokens,
             packed=self.config.packing,
             multiple_of=multiple,
