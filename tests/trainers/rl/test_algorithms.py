@@ -229,16 +229,16 @@ def test_remax_compares_with_the_greedy_answer(inputs, tmp_path):
 
 
 def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
-    """In a layout of its own, beside a function; its number is that of transformers' classifier for prompt, answer and EOS."""
+    """In a layout of its own, beside a function; its number is that of transformers' classifier."""
     folder = tmp_path / "run"
     reward = {"model": {"path": str(inputs / "scorer")}, "weight": 2.0, "engine": engine("megatron", pp=2)}
     train(kit.make_config(inputs, folder, reward=reward, actor={"engine": engine("megatron", tp=2)}), world=2)
     scorer = AutoModelForSequenceClassification.from_pretrained(inputs / "scorer", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(inputs / "scorer")
     for row in (row for group in answers(folder) for row in group):
-        tokens = tokenizer(row["prompt"] + row["completion"])["input_ids"]
+        talk = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
         with torch.no_grad():
-            score = scorer(input_ids=torch.tensor([[*tokens, tokenizer.eos_token_id]])).logits.item()
+            score = scorer(**tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=True)).logits.item()
         assert row["rewards"]["model"] == pytest.approx(score, abs=1e-5)
         assert row["reward"] == pytest.approx(2 * score + row["rewards"]["length"], abs=3e-5)
     assert "reward/model/mean" in kit.metrics_of(folder)[0]
