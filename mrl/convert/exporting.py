@@ -166,7 +166,7 @@ def _account(source: Source, files: HFFiles) -> None:
 
 
 def _notes(source: Source) -> list[str]:
-    notes = []
+    notes = list(source.notes)
     if added := added_companions(source.companions):
         notes.append(f"{some(added)}: copied as found in {source.companions}, where the import did not write it")
     if not source.left:

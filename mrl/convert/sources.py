@@ -37,6 +37,7 @@ from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, l
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
 from mrl.engine import checkpoint
+from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.errors import CheckpointError, ModelError
 
@@ -220,6 +221,31 @@ def _check_beside(companions: Path) -> None:
                 checkpoint.check_file(str(companions), file, files[file], content=True)
 
 
+def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[str, Any]:
+    """What the trainer saved beside the weights in the checkpoint `folder`, of which `inside` is the part of `role`."""
+    if role is None and backend == "megatron":
+        return read_description(inside)["state"]
+    if role is None:
+        return torch.load(inside / STATE, map_location="cpu", weights_only=True)["state"]
+    state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["state"]
+    return {"model": state.get("models", {}).get(role)}
+
+
+def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
+    """Refuses a tokenizer or chat template that is not that of the run. One that was `given` by name is a line of a note."""
+    from mrl.trainers.hub import model_fingerprint  # the hub's client is slow to import
+
+    saved = (state.get("model") or {}).get("tokenizer")
+    if saved is None or model_fingerprint(str(companions))["tokenizer"] == saved:
+        return []
+    if not given:
+        raise CheckpointError(
+            f"{companions}: the tokenizer or chat template there is not the one that the run had; restore it, or give the folder with "
+            "--model to take what it has now"
+        )
+    return [f"tokenizer and chat template: those of {companions}, which are not those that the run had"]
+
+
 def _companion_names(folder: Path) -> list[str]:
     return [file.relative_to(folder).as_posix() for file in companion_files(folder)]
 
@@ -319,6 +345,9 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
     _check_beside(companions)
+    notes = (
+        [] if imported else _check_tokenizer(_state(folder, inside, backend, role), companions, given=model is not None)
+    )
     hf_config = read_hf_config(companions, quick=True)
     if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
@@ -363,6 +392,7 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         copies,
         template,
         left=left,
+        notes=notes,
         held=held,
     )
 

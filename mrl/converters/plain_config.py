@@ -23,6 +23,11 @@ _FAMILIES: dict[str, tuple[dict[str, type], dict[str, Any]]] = {
     "qwen3": (_WINDOW | {"num_key_value_heads": int, "head_dim": int}, {"attention_bias": False}),
 }
 _OPTIONAL = {"num_key_value_heads": int, "head_dim": int}
+_BESIDE = {
+    "bos_token_id": (int, type(None)), "eos_token_id": (int, type(None), list), "pad_token_id": (int, type(None)),
+    "pretraining_tp": (int,), "use_cache": (bool,), "initializer_range": (float,),
+}  # fmt: skip
+"""What transformers takes for fields that change no maths: it loads no folder whose config.json has another."""
 _LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _ROPE = {"rope_theta", "rope_type", "type"}
 _DTYPES = (None, "float32", "bfloat16", "float16")
@@ -38,6 +43,9 @@ def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
     types = {name: type(value) for name, value in (_DEFAULTS | defaults).items() if value is not None} | _SAID | said
     plain = all(type(config.get(name)) is kind for name, kind in types.items())
     plain &= all(config.get(name) is None or type(config[name]) is kind for name, kind in _OPTIONAL.items())
+    plain &= all(type(config[name]) in kinds for name, kinds in _BESIDE.items() if name in config)
+    eos = config.get("eos_token_id")
+    plain &= not isinstance(eos, list) or all(type(token) is int for token in eos)
     plain &= all(config.get(name) in _DTYPES for name in ("dtype", "torch_dtype"))
     plain &= not {"partial_rotary_factor", "original_max_position_embeddings"} & config.keys()
     if not plain or config["num_attention_heads"] < 1 or config["hidden_size"] % config["num_attention_heads"]:

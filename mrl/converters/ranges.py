@@ -33,7 +33,7 @@ class Range:
 
     kind: its type; a whole number is a float, too, and a float is finite. low, high: bounds, which `above` and `below` leave out.
     null: whether it may also be null, which means the default or that there is none. switch: the field that takes this one away
-    where it is false; whether it is, a config.json says that transformers has completed.
+    where it is false; whether it is, a config.json says that transformers has completed. of: the type of what a list holds.
     """
 
     kind: type
@@ -43,6 +43,7 @@ class Range:
     below: bool = False
     null: bool = True
     switch: str | None = None
+    of: type | None = None
 
     def holds(self, value: Any) -> bool:
         if value is None:
@@ -52,13 +53,13 @@ class Range:
         else:
             right = type(value) is int or (type(value) is float and math.isfinite(value))
         if not right or self.kind not in (int, float):
-            return right
+            return right and (self.of is None or all(type(entry) is self.of for entry in value))
         low = self.low is None or value > self.low or (value == self.low and not self.above)
         return low and (self.high is None or value < self.high or (value == self.high and not self.below))
 
     @property
     def words(self) -> str:
-        parts = [_WORDS[self.kind]]
+        parts = [_WORDS[self.kind] if self.of is None else f"a list, each entry {_WORDS[self.of]}"]
         if self.low is not None:
             parts.append(f"{'above' if self.above else 'of at least'} {self.low}")
         if self.high is not None and self.high != MOST:
@@ -98,7 +99,7 @@ FIELDS: Mapping[str, Range] = {
     "sliding_window": dataclasses.replace(_MAYBE, switch="use_sliding_window"),
     "use_sliding_window": _SWITCH,
     "max_window_layers": _COUNT,
-    "layer_types": Range(list),
+    "layer_types": Range(list, of=str),
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
@@ -109,7 +110,7 @@ FIELDS: Mapping[str, Range] = {
     "shared_expert_intermediate_size": _SIZE,
     "n_shared_experts": dataclasses.replace(_EXPERTS, null=False),
     "decoder_sparse_step": _SIZE,
-    "mlp_only_layers": Range(list),
+    "mlp_only_layers": Range(list, of=int),
     "first_k_dense_replace": dataclasses.replace(_COUNT, null=False),
     "n_group": _EXPERTS,
     "topk_group": _EXPERTS,
@@ -127,7 +128,7 @@ FIELDS: Mapping[str, Range] = {
     "swiglu_alpha": dataclasses.replace(_POSITIVE, null=False),
     "swiglu_limit": dataclasses.replace(_POSITIVE, null=False),
     "initial_context_length": _MAYBE,
-    "architectures": Range(list),
+    "architectures": Range(list, of=str),
     "quantization_config": Range(dict),
 }
 """By the field's name, which means the same in every family that reads it."""

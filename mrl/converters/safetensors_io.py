@@ -110,9 +110,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             if info.dtype in DTYPES and high - low != math.prod(info.shape) * DTYPES[info.dtype].itemsize:
                 raise ValueError(f"{name} has {high - low} bytes for shape {list(info.shape)} of {info.dtype}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file}: not a safetensors header ({error}); get the file again") from None
+        raise ModelError(f"{file}: not a safetensors header ({str(error)[:200]}); get the file again") from None
     if size != 8 + length + end:
-        raise ModelError(f"{file}: has {size} bytes, its header promises {8 + length + end}; get the file again")
+        raise ModelError(f"{file}: has {size} bytes, its header promises {shown(8 + length + end)}; get the file again")
     return infos
 
 
@@ -240,10 +240,12 @@ _UNITS = {
 
 def parse_size(size: int | str, key: str = "max_shard_size") -> int:
     """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for messages."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if count < 1:
-        raise ConfigError(f"{key}: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes")
+        raise ConfigError(
+            f"{key}: value {shown(size)} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes"
+        )
     return count
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from mrl import cli
 from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
+from mrl.converters.json_file import shown
 from mrl.engine import checkpoint
 from tests.convert import kit
 from tests.convert.test_refused import config, run
@@ -110,11 +111,15 @@ def test_sizes_of_files(imported, hf, tmp_path, size, files):
     assert kit.differences(hf("llama", shard="30KB"), tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("size", ["5 bananas", "GB", "-5GB", "0", "0GB", "", "5G", "1e9", "5GBs"])
+@pytest.mark.parametrize(
+    "size", ["5 bananas", "GB", "-5GB", "0", "0GB", "", "5G", "1e9", "5GBs", "9" * 400, "9" * 400 + "GB"]
+)
 def test_what_is_no_size(imported, tmp_path, size):
     code, said = run("export", imported, tmp_path / "out", "--max-shard-size", size)
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"mrl: --max-shard-size: value {size!r} is not a size; write it as 5GB, 500MB, 1GiB"), said
+    assert said.startswith(f"mrl: --max-shard-size: value {shown(size)} is not a size; write it as 5GB, 500MB, 1GiB"), (
+        said
+    )
     assert not (tmp_path / "out").exists()
 
 

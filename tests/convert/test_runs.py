@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+
 import pytest
 import torch
 import yaml
@@ -48,6 +51,23 @@ def test_sft_from_an_import(tmp_path, size, backend):
     before, after = kit.files_of(tmp_path / "from-model/hf"), kit.files_of(tmp_path / "hf-mcore")
     assert before.keys() == after.keys()
     assert [n for n in before if before[n] != after[n] and not n.endswith(".safetensors")] == []
+    refuses_another_tokenizer(tmp_path, "from-model", None)
+
+
+def refuses_another_tokenizer(folder: pathlib.Path, run: str, role: str | None) -> None:
+    """The tokenizer of the model's folder is another one now; `--model` takes it, and an export says so."""
+    settings = folder / "model/tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"add_prefix_space": True}))
+    given = ["--role", role] if role is not None else []
+    code, said = mrl_convert("export", folder / run, folder / "changed", *given)
+    assert (
+        code == 2
+        and f"{folder / 'model'}: the tokenizer or chat template there is not the one that the run had" in said
+    )
+    done = export_hf(folder / run, folder / "changed", role=role, model=str(folder / "model"))
+    assert done.notes == [
+        f"tokenizer and chat template: those of {folder / 'model'}, which are not those that the run had"
+    ]
 
 
 def test_each_role_of_a_ppo_run(tmp_path):
@@ -72,6 +92,7 @@ def test_each_role_of_a_ppo_run(tmp_path):
         export_hf(tmp_path / "run", tmp_path / "none", role="judge")
     code, said = mrl_convert("verify", tmp_path / "run", tmp_path / "critic", "--role", "critic")
     assert code == 0, said
+    refuses_another_tokenizer(tmp_path, "run", "actor")
 
 
 def test_resume_says_that_an_import_has_no_optimizer(tmp_path):

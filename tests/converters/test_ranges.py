@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from mrl.converters.families import FAMILIES, fields_of
 from mrl.converters.hf_config import normalize, read_hf_config
 from mrl.converters.json_file import MOST_LEVELS
 from mrl.converters.ranges import FIELDS, ROPE, Range
+from mrl.converters.rules import expected_hf_names
 from mrl.errors import ModelError
 from tests.engine import tiny
 
@@ -29,13 +31,17 @@ def config_of(model_type: str) -> dict[str, Any]:
 def said(raw: dict[str, Any]) -> str | None:
     """Why an import refuses the content of a config.json; None where it does not."""
     logging.disable(logging.WARNING)
-    try:
-        fields_of(normalize(raw))
-    except ModelError as error:
-        return str(error)
-    finally:
-        logging.disable(logging.NOTSET)
-    return None
+    lines = []
+    for quick in (True, False):
+        try:
+            config = normalize(copy.deepcopy(raw), quick=quick)
+            fields_of(config)
+            expected_hf_names(FAMILIES[config["model_type"]], config)
+        except ModelError as error:
+            lines.append(str(error))
+    logging.disable(logging.NOTSET)
+    assert len(lines) != 1, lines
+    return lines[0] if lines else None
 
 
 def outside(allowed: Range) -> Iterator[Any]:
@@ -87,7 +93,7 @@ def test_no_value_at_all_is_a_traceback(model_type):
     whole = config_of(model_type)
     for name in whole:
         if name != "model_type":
-            for value in (*ODD, None, 1, 3, 0.5):
+            for value in (*ODD, None, 1, 3, 0.5, ["x", "x"], [[1], [1]]):
                 line = said(whole | {name: value})
                 assert line is None or ("\n" not in line and len(line) < 500), (name, value, line)
 
@@ -107,7 +113,7 @@ NONSENSE = {
     "groups": ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group divides the number of experts"),
     "chosen groups": ("deepseek_v3", {"topk_group": 5}, "topk_group is at most n_group"),
     "experts of the chosen groups": ("deepseek_v3", {"num_experts_per_tok": 7}, "the experts of topk_group groups"),
-    "odd heads": ("qwen3", {"head_dim": 7}, "`head_dim`=7"),
+    "odd heads": ("qwen3", {"head_dim": 7}, "head_dim = 7 do not fit: head_dim is even"),
     "no part of a head": ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.02}}, "turns at least one channel"),
     "window of 0": ("mistral", {"sliding_window": 0}, "sliding_window = 0 is not a whole number of at least 1"),
 }  # fmt: skip
