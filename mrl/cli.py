@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mrl import __version__
+from mrl.cli_help import add_examples, complete_override, meant_by
 from mrl.cli_slurm import slurm
 from mrl.errors import Stopped, UserError
 from mrl.launch.slurm import ending
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
+LOADING = "loading PyTorch and what goes with it"
 INTERRUPTED = (
     "interrupted: what was done since the last checkpoint is lost (SIGTERM saves first); the same command goes on"
 )
@@ -42,6 +44,12 @@ INTERRUPTED = (
 
 class _Commands(click.Group):
     """Turns what a command raises into a message and an exit code."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Names what another trainer's command is here."""
+        if self.get_command(ctx, args[0]) is None and self.name == "main" and (advice := meant_by(args[0])):
+            raise UserError(advice)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -105,7 +113,7 @@ def _takes_config(function: Callable[..., None]) -> Callable[..., None]:
             "Weights, tokenizer, rows and checkpoints are read by the run alone.",
         ),
         click.option("--nproc", type=click.IntRange(min=1), help="Processes to start; default: the GPUs, else what the layouts need."),
-        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_override),
         click.argument("config_path", metavar="CONFIG", type=click.Path()),
     ):  # fmt: skip
         function = decorate(function)
@@ -139,18 +147,20 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     from mrl.launch import preflight
     from mrl.launch.environment import interface_towards, joined_world
     from mrl.launch.worker import log_path, warnings_in
+    from mrl.trainers.waits import said
 
     joined = joined_world(os.environ)
     config = load_config(config_path, overrides, ROOTS[command])
     if "cpu" in preflight.devices(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
-    parts = preflight.check_files(config)
-    if joined is None:
-        nproc = _choose_nproc(parts, nproc)
-    elif nproc is not None:
-        raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
-    world_size = nproc if joined is None else joined.world_size
-    layouts = preflight.check_layout(config, parts, world_size)
+    shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    with said("checking files and layout", shows=shows):
+        parts = preflight.check_files(config)
+        if joined is None:
+            nproc = _choose_nproc(parts, nproc)
+        elif nproc is not None:
+            raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
+        layouts = preflight.check_layout(config, parts, nproc if joined is None else joined.world_size)
     if dry_run:
         preflight.check_code(config)
         _describe(command, config, parts, layouts)
@@ -164,9 +174,11 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
         ):
             os.environ["GLOO_SOCKET_IFNAME"] = name
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
-            _target(command)(config, command_line)
+            with said(LOADING, shows=shows):
+                run = _target(command)
+            run(config, command_line)
     else:
-        _start(command, config, command_line, nproc)
+        _start(command, config, command_line, nproc, shows)
 
 
 def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
@@ -183,15 +195,21 @@ def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
     return choose_nproc(asked, device=device, gpus=gpus, needed=needed_processes(parts), key=key)
 
 
-def _start(command: str, config: Config, command_line: str, nproc: int) -> None:
+def _start(command: str, config: Config, command_line: str, nproc: int, shows: bool) -> None:
     """Runs the trainer in `nproc` processes on this machine: in this one where one suffices."""
-    from mrl.launch import local
+    from mrl.trainers.waits import said
+
+    with said(LOADING, shows=shows):
+        from mrl.launch import local
+
+    def run(*given: Any) -> None:
+        with said(LOADING, shows=shows):  # here, where warnings of its imports go to the log
+            trainer = _target(command)
+        trainer(*given)
 
     try:
         if nproc == 1:
-            local.run_here(
-                lambda *given: _target(command)(*given), config, command_line
-            )  # warnings of its imports go to the log
+            local.run_here(run, config, command_line)
         else:
             local.launch(f"mrl.trainers.{command}:run", config, command_line, nproc)
     except local.RankFailed as failure:
@@ -260,13 +278,16 @@ main.add_command(slurm)
 
 
 @main.command("config")
-@click.argument("command", type=click.Choice(["sft", "ppo"]), default="sft")
-def show_config(command: str) -> None:
-    """Print every config key: type, default, meaning."""
-    from mrl.config.docs import text
-    from mrl.config.roots import ROOTS
+@click.argument("names", metavar="[sft|ppo] [SECTION]", nargs=-1)
+@click.option("--grep", "wanted", metavar="TEXT", help="Only keys whose name or meaning has TEXT.")
+def show_config(names: tuple[str, ...], wanted: str | None) -> None:
+    """Print config keys: type, default, meaning. Without arguments every one of `mrl sft`.
 
-    click.echo(text(ROOTS[command]), nl=False)
+    SECTION is a dotted name, as in rollout or engine.parallel, or that of a key; it is looked for in the commands that have it.
+    """
+    from mrl.config.docs import asked
+
+    click.echo(asked(names, wanted), nl=False)
 
 
 class _Conversions(_Commands):
@@ -496,3 +517,6 @@ def _conversion(out: str) -> Iterator[None]:
     except KeyboardInterrupt:
         _say(f"interrupted: {out} is not there; the same command goes on where it was")
         click.get_current_context().exit(EXIT_INTERRUPTED)
+
+
+add_examples(main, "mrl")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mrl.cli_help import complete_override
 from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError
 from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
@@ -43,7 +44,7 @@ def _job_options(function: Callable[..., None]) -> Callable[..., None]:
             metavar="FILE",
             help=f"YAML file with site defaults in a `slurm:` block; default {DEFAULT_PROFILE}.",
         ),
-        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1),
+        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_override),
         click.argument("config_path", metavar="CONFIG", type=click.Path()),
         click.argument("command", type=click.Choice(["sft", "ppo"])),
     ):

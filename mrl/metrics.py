@@ -5,6 +5,7 @@ A step's metrics are one flat dict made anew for that step; nothing is kept from
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import netrc
@@ -45,10 +46,18 @@ PPO_METRICS: dict[str, str] = {
     "iteration": "the rollout that the step is trained on, from 1; what follows is of it, where it is not of the step",
     "reward/mean": "mean over the rollout's sequences of what they are rewarded with: rewards times their weights, without KL and length penalties",
     "reward/std": "standard deviation of the same",
+    "reward/min": "the smallest of them",
+    "reward/max": "the largest of them",
+    "reward/equal_groups": "fraction of the groups of samples, of all that were sampled, whose rewards are all equal, so that group differences teach nothing; absent where a group is one sample",
     "reward/<label>/mean": "the same of one reward alone, before its weight",
     "reward/<label>/std": "and its standard deviation",
     "reward/faults": "calls of reward functions that failed and counted as 0 (`rewards.on_error: zero`)",
     "rollout/response_length": "mean number of tokens that the policy sampled of a sequence",
+    "rollout/response_length_min": "tokens of the shortest of these responses",
+    "rollout/response_length_max": "tokens of the longest of them",
+    "rollout/response_length_finished": "mean number of tokens of those that ended by themselves; absent where none did",
+    "rollout/prompt_length": "mean number of tokens before the first that the policy sampled",
+    "rollout/prompt_length_max": "tokens of the longest such prompt",
     "rollout/finished": "fraction of the sequences that ended by themselves, not at a length or turn limit",
     **CONVERSATION_METRICS,
     "rollout/tokens_per_s": "sampled tokens per second of sampling, over all ranks",
@@ -66,6 +75,8 @@ PPO_METRICS: dict[str, str] = {
     "actor/ratio": "mean over trained tokens of how much likelier the policy makes them than the one that sampled, before the step",
     "actor/ratio_max": "largest such ratio of a trained token, or its inverse where that is larger",
     "actor/clip_fraction": "fraction of the trained tokens where clipping changed the loss or its gradient",
+    "actor/clip_fraction_low": "the part of that fraction whose ratio is below 1",
+    "actor/clip_fraction_high": "the part whose ratio is above 1",
     "actor/importance_weight": "mean over trained tokens of the weight that corrects for the sampler's probabilities",
     "actor/importance_limited": "fraction of the trained tokens where that weight was capped or set to 0",
     "critic/loss": "the critic's loss on the mini-batch, aggregated as the actor's, before the step",
@@ -100,10 +111,17 @@ def is_metric(name: str) -> bool:
     return name in METRICS or any(pattern.fullmatch(name) for pattern in _WITH_LABEL)
 
 
+Cell = str | float | None
+
+
 class Sink(Protocol):
-    """Somewhere else that metrics go."""
+    """Somewhere else that metrics go, and what a file of numbers has no place for."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None: ...
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -111,10 +129,11 @@ class Sink(Protocol):
 class MetricsLog:
     """`metrics.jsonl`, one object per optimizer step, and the sinks beside it.
 
-    path: None writes nothing anywhere (every process but the main one).
+    path: None writes nothing anywhere (every process but the main one). notes: lines for the user on where metrics go.
     """
 
-    def __init__(self, path: pathlib.Path | None, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, path: pathlib.Path | None, sinks: Sequence[Sink] = (), notes: Sequence[str] = ()) -> None:
+        self.notes = list(notes)
         self._file = open(path, "a", encoding="utf-8") if path is not None else None  # noqa: SIM115
         self._sinks = list(sinks) if path is not None else []
 
@@ -128,6 +147,21 @@ class MetricsLog:
         self._file.flush()
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Shows a table in wandb and tensorboard: something of the step `step`, each row with an entry a column."""
+        for sink in self._sinks:
+            sink.table(step, name, columns, rows)
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Shows in wandb and tensorboard how values of the step `step` are distributed, by name."""
+        for sink in self._sinks:
+            sink.histograms(step, {name: numbers for name, numbers in values.items() if numbers})
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether tables and histograms go anywhere."""
+        return bool(self._sinks)
 
     def sync(self) -> None:
         """Puts what was written on disk: before a checkpoint, so that no checkpoint is ahead of its metrics."""
@@ -226,20 +260,24 @@ def open_metrics(
     path = output_dir / "metrics.jsonl"
     rewind(path, step)
     sinks: list[Sink] = []
+    notes = []
     if log.wandb.project is not None:
-        sinks.append(WandbSink(output_dir, log.wandb, config=config, run_id=run_id))
+        wandb = WandbSink(output_dir, log.wandb, config=config, run_id=run_id)
+        sinks.append(wandb)
+        notes.append(wandb.note)
     if log.tensorboard:
         sinks.append(TensorboardSink(output_dir / "tb", step=step))
-    return MetricsLog(path, sinks)
+    return MetricsLog(path, sinks, notes)
 
 
 class WandbSink:
-    """A Weights & Biases run under output_dir/wandb; a resumed run goes on with the same id."""
+    """A Weights & Biases run under output_dir/wandb; a resumed run goes on with the same id. note: where it is, in words."""
 
     def __init__(self, output_dir: pathlib.Path, wandb: WandbConfig, *, config: Mapping[str, Any], run_id: str) -> None:
         import wandb as client
 
-        mode = wandb.mode if wandb.mode != "auto" else ("online" if _wandb_reachable(client) else "offline")
+        why = _why_offline(client) if wandb.mode == "auto" else None
+        mode = wandb.mode if wandb.mode != "auto" else ("online" if why is None else "offline")
         try:
             self._run = client.init(
                 project=wandb.project,
@@ -256,12 +294,27 @@ class WandbSink:
                 f'log.wandb.mode: value "{wandb.mode}": wandb cannot start the run {mode} ({" ".join(str(error).split())}); '
                 "log in again with `wandb login`, or set it to offline"
             ) from error
+        self.note = f"wandb: {self._run.url}"
+        if mode == "offline":
+            because = "" if why is None else f", because {why}"
+            folder = pathlib.Path(self._run.dir).parent
+            self.note = f"wandb: writes offline{because}; `wandb sync {folder}` uploads it"
         # steps come with the metrics: wandb's own counter refuses the steps that a resumed run makes again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        import wandb as client
+
+        self._run.log({"step": step, name: client.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        import wandb as client
+
+        self._run.log({"step": step, **{name: client.Histogram(list(numbers)) for name, numbers in values.items()}})
 
     def close(self) -> None:
         self._run.finish()
@@ -279,22 +332,41 @@ class TensorboardSink:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._writer.add_text(name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
+
+    def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        import numpy
+
+        for name, numbers in values.items():
+            self._writer.add_histogram(name, numpy.array(numbers), step)
+
     def close(self) -> None:
         self._writer.close()
 
 
-def _wandb_reachable(client: Any) -> bool:
-    """Whether somebody is logged in to wandb and its server answers; decided in seconds, never with a prompt."""
+def _cell(value: Cell) -> str:
+    """A value in a table of markdown."""
+    text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
+
+
+def _why_offline(client: Any) -> str | None:
+    """What keeps wandb from its server, in words; None where somebody is logged in and the server answers. Decided in seconds,
+    never with a prompt."""
     settings = client.setup().settings
     url = urllib.parse.urlsplit(settings.base_url)
-    if os.environ.get("WANDB_MODE", "online") != "online" or not _logged_in(settings):
-        return False
+    if (mode := os.environ.get("WANDB_MODE", "online")) != "online":
+        return f"WANDB_MODE is {mode}"
+    if not _logged_in(settings):
+        return "nobody is logged in (`wandb login`, or WANDB_API_KEY)"
     port = url.port or (443 if url.scheme == "https" else 80)
     try:
         socket.create_connection((url.hostname, port), timeout=ONLINE_CHECK_S).close()
     except OSError:
-        return False
-    return True
+        return f"{url.hostname} does not answer"
+    return None
 
 
 def _logged_in(settings: Any) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shlex
 import subprocess
 import sys
 
+import click
 import pytest
 import yaml
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from mrl import __version__, cli
@@ -97,6 +100,92 @@ def test_config_prints_every_key():
     assert invoke("config", "sft").output == result.output
     assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
     assert invoke("config", "dpo").exit_code == 2
+
+
+def test_config_prints_a_section_or_what_has_a_text():
+    rollout = invoke("config", "rollout").output
+    assert rollout.startswith("rollout: how completions are sampled\n\n  rollout.backend  (default native; one of")
+    assert invoke("config", "ppo", "rollout").output == rollout and "actor." not in rollout
+    assert invoke("config", "algorithm.clip_low").output.count("(default") == 1
+    clip = invoke("config", "--grep", "clip").output
+    assert "== mrl sft ==" in clip and "  optimizer.clip_grad  (" in clip and "  algorithm.clip_high  (" in clip
+    assert invoke("config", "ppo", "critic", "--grep", "CLIP").output.count("(default") == 1
+    for names, says in (
+        (["rolout"], "rolout is no section or key of mrl sft or ppo; did you mean rollout?"),
+        (["sft", "rollout"], "rollout is of mrl ppo; write mrl config ppo rollout"),
+        (["sft", "zzz"], "zzz is no section or key of mrl sft; sections are output_dir, seed, model, "),
+        (["sft", "--grep", "nowhere"], "no key has the text 'nowhere'"),
+        (["sft", "model", "train"], "model train are several sections; give one"),
+    ):
+        refused = invoke("config", *names)
+        assert (refused.exit_code, says in refused.stderr) == (2, True), refused.stderr
+
+
+def test_a_command_of_another_trainer_is_told_ours():
+    for name, algorithm in (
+        ("grpo", "grpo"),
+        ("GRPO", "grpo"),
+        ("drgrpo", "dr_grpo"),
+        ("reinforce-pp", "reinforce_pp"),
+    ):
+        refused = invoke(name, "config.yaml", "--nproc", "2")
+        assert refused.exit_code == 2 and refused.stderr == (
+            f"mrl: mrl {name}: {algorithm} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={algorithm}\n"
+        )
+    assert "No such command 'unheard'" in invoke("unheard").stderr
+
+
+def test_a_config_of_the_other_command_is_told_its_own(workspace):
+    refused = invoke("sft", "ppo.yaml", "train.steps=3")
+    assert (refused.exit_code, refused.stderr) == (
+        2, "mrl: ppo.yaml: is a config of reinforcement learning (it has the section actor); run mrl ppo ppo.yaml\n",
+    )  # fmt: skip
+    refused = invoke("ppo", "config.yaml")
+    assert refused.exit_code == 2 and refused.stderr.endswith("; run mrl sft config.yaml\n"), refused.stderr
+
+
+def test_wandb_true_says_what_to_write(workspace):
+    refused = invoke("sft", "config.yaml", "log.wandb=true")
+    assert refused.exit_code == 2 and "as in log.wandb.project=VALUE (wandb project; " in refused.stderr
+
+
+def commands(command, path="mrl"):
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{path} {name}")
+
+
+@pytest.mark.parametrize("path", list(commands(cli.main)))
+def test_every_help_ends_with_examples_that_are_of_it(path):
+    name, *rest = path.split()
+    _, _, examples = invoke(*rest, "--help").output.partition("\n  Examples:\n")
+    lines = [line.strip() for line in examples.splitlines()]
+    assert lines and any(f"{path} " in line or line == path for line in lines), examples
+    for line in lines:
+        words = shlex.split(line.partition("   ")[0].partition(" -m ")[2] or line.partition("   ")[0])
+        command, arguments = cli.main, words[1:]
+        while isinstance(command, click.Group):
+            command, arguments = command.commands[arguments[0]], arguments[1:]
+        arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        with command.make_context("mrl", arguments):
+            pass
+
+
+def complete(*words: str) -> list[str]:
+    """What a shell would offer for the last word."""
+    return [
+        item.value
+        for item in ShellComplete(cli.main, {}, "mrl", "_MRL_COMPLETE").get_completions(list(words[:-1]), words[-1])
+    ]
+
+
+def test_a_shell_completes_keys_and_choices():
+    assert complete("ppo", "c.yaml", "rollout.tem") == ["rollout.temperature="]
+    assert complete("sft", "c.yaml", "train.steps=3", "rollout.tem") == []
+    assert complete("ppo", "c.yaml", "rollout.backend=v") == ["rollout.backend=vllm"]
+    assert complete("slurm", "submit", "ppo", "c.yaml", "critic.engine.parallel.t") == ["critic.engine.parallel.tp="]
+    assert complete("sft", "c.yaml", "data.packing=") == ["data.packing=true", "data.packing=false"]
+    assert complete("sft", "c.yaml", "unknown=") == [] and "convert" in complete("c")
 
 
 def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):

@@ -91,6 +91,33 @@ def test_trap_34_other_processes_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+COLUMNS = ("prompt", "completion", "reward")
+
+
+def show(log: metrics.MetricsLog) -> None:
+    log.table(2, "samples", COLUMNS, [("2+2=", "4|\n", 1.0)])
+    log.histograms(2, {"histogram/reward": [0.0, 1.0, 1.0], "histogram/none": []})
+
+
+def test_tensorboard_shows_a_table_and_a_histogram(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = open_log(tmp_path, LogConfig(tensorboard=True))
+    show(log)
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    [histogram], [text] = events.Histograms("histogram/reward"), events.Tensors("samples/text_summary")
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (2, 3, 2)
+    shown = text.tensor_proto.string_val[0].decode()
+    assert shown.splitlines() == [
+        "| prompt | completion | reward |",
+        "| --- | --- | --- |",
+        "| 2+2= | 4&#124;<br> | 1 |",
+    ]
+    assert log.has_sinks is False and events.Tags()["histograms"] == ["histogram/reward"]
+    show(open_log(tmp_path))  # goes nowhere
+
+
 def test_tensorboard_purges_the_steps_that_a_resumed_run_makes_again(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -134,7 +161,7 @@ class Client:
 
 def test_auto_is_offline_without_an_account_and_asks_nobody(no_account, monkeypatch):
     monkeypatch.setattr(metrics.socket, "create_connection", lambda *a, **k: pytest.fail("looked at the network"))
-    assert not metrics._wandb_reachable(Client())
+    assert "nobody is logged in" in metrics._why_offline(Client())
 
 
 @pytest.mark.parametrize("how", ["key", "netrc"])
@@ -144,10 +171,10 @@ def test_auto_is_online_with_an_account_and_a_server_that_answers(no_account, mo
         metrics.socket, "create_connection", lambda at, timeout: asked.append((at, timeout)) or Answer()
     )
     (tmp_path / "netrc").write_text("machine api.wandb.example login user password k\n" if how == "netrc" else "")
-    assert metrics._wandb_reachable(Client("k" if how == "key" else None))
+    assert metrics._why_offline(Client("k" if how == "key" else None)) is None
     assert asked == [(("api.wandb.example", 443), metrics.ONLINE_CHECK_S)]
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert not metrics._wandb_reachable(Client("k"))
+    assert metrics._why_offline(Client("k")) == "WANDB_MODE is offline"
 
 
 def test_online_without_an_account_is_refused_with_what_helps(no_account, monkeypatch, tmp_path):
@@ -169,7 +196,7 @@ def test_auto_is_offline_where_the_server_does_not_answer(no_account, monkeypatc
         raise OSError("no route")
 
     monkeypatch.setattr(metrics.socket, "create_connection", refuse)
-    assert not metrics._wandb_reachable(Client("k"))
+    assert metrics._why_offline(Client("k")) == "api.wandb.example does not answer"
 
 
 class Answer:
@@ -180,7 +207,16 @@ def test_wandb_offline_goes_on_under_the_same_id(no_account, tmp_path):
     for start in (0, 1):
         log = open_log(tmp_path / "demo" if start else make(tmp_path / "demo"), LogConfig(wandb=WandbConfig(project="p")), step=start)  # fmt: skip
         log.write(start + 1, {"train/loss": 1.0})
+        show(log)
         log.close()
+        [note] = log.notes
+        assert (
+            note.startswith("wandb: writes offline, because nobody is logged in") and f"`wandb sync {tmp_path}" in note
+        )
+    tables = (tmp_path / "demo" / "wandb").glob("offline-run-*/files/media/table/samples_*.json")
+    assert [json.loads(p.read_text()) for p in tables] == 2 * [
+        {"columns": list(COLUMNS), "data": [["2+2=", "4|\n", 1.0]]}
+    ]
     runs = sorted(p.name for p in (tmp_path / "demo" / "wandb").iterdir() if p.name.startswith("offline-run-"))
     assert runs and all("-abcd1234" in name for name in runs)  # -1 in the same second
 

@@ -65,7 +65,8 @@ class ActorLoss(_Aggregated):
 
         actor/ratio    r                                     actor/clip_fraction        where it was clipped
         actor/kl       KL(policy || reference), by k3        actor/approx_kl            KL(old || policy), by k3
-        actor/entropy  H, where it is predicted              actor/importance_weight    c
+        actor/entropy  H, where it is predicted              actor/clip_fraction_low    below 1, and _high above it
+                                                             actor/importance_weight    c
                                                              actor/importance_limited   where c is not the ratio itself
     """
 
@@ -102,6 +103,8 @@ class ActorLoss(_Aggregated):
         report = {
             "actor/ratio": ratio_T,
             "actor/clip_fraction": policy.clipped_T,
+            "actor/clip_fraction_low": policy.clipped_T & (ratio_T < 1),
+            "actor/clip_fraction_high": policy.clipped_T & (ratio_T > 1),
             "actor/approx_kl": kl_estimate(old_T, log_probs_T, "k3"),
         }
         if self.correction is None:

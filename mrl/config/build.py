@@ -24,8 +24,11 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
     raw = {} if raw is None else raw
     keys = {key.path.rsplit(".", 1)[-1]: key for key in section_keys(section, path)}
     if not isinstance(raw, Mapping):
-        names = ", ".join(keys)
-        raise ConfigError(f"{path}: value {show(raw)} is {kind(raw)}; give a mapping with any of the keys {names}")
+        first = next(iter(keys.values()))
+        raise ConfigError(
+            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping with any of the keys {', '.join(keys)}, or one of them, "
+            f"as in {first.path}=VALUE ({first.help})"
+        )
     for name in raw:
         if name not in keys:
             raise _unknown(name, raw[name], section, path, root)

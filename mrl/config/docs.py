@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mrl.config.keys import Key, expected, section_keys
+from mrl.config.keys import Key, expected, section_keys, walk
 from mrl.config.roots import ROOTS
+from mrl.errors import ConfigError
 
 _HEADER = """\
 # Config keys
@@ -68,10 +70,44 @@ def tables(root: type) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def text(root: type) -> str:
-    """Every key for a terminal: its default and type on one line, its meaning below."""
+def asked(names: Sequence[str], wanted: str | None) -> str:
+    """What `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
+
+    Raises ConfigError where nothing is of that name or has that text.
+    """
+    commands = [names[0]] if names and names[0] in ROOTS else list(ROOTS) if names or wanted else ["sft"]
+    rest = names[1:] if names and names[0] in ROOTS else names
+    if len(rest) > 1:
+        raise ConfigError(f"mrl config: {' '.join(rest)} are several sections; give one, as in mrl config {rest[0]}")
+    part = rest[0] if rest else ""
+    found = {command: text(ROOTS[command], part, wanted) for command in commands}
+    found = {command: keys for command, keys in found.items() if keys.strip()}
+    if len(set(found.values())) > 1:
+        return "\n".join(f"== mrl {command} ==\n\n{keys}" for command, keys in found.items())
+    if found:
+        return next(iter(found.values()))
+    there = dict.fromkeys(key.path for command in commands for key in walk(ROOTS[command], sections=True))
+    others = [c for c in ROOTS if c not in commands and part in {key.path for key in walk(ROOTS[c], sections=True)}]
+    if part and part not in there and others:
+        raise ConfigError(f"mrl config: {part} is of mrl {others[0]}; write mrl config {others[0]} {part}")
+    if part and part not in there:
+        close = difflib.get_close_matches(part, there, n=1, cutoff=0.5) or [p for p in there if p.endswith(f".{part}")]
+        advice = f"did you mean {close[0]}?" if close else f"sections are {', '.join(p for p in there if '.' not in p)}"
+        raise ConfigError(f"mrl config: {part} is no section or key of mrl {' or '.join(commands)}; {advice}")
+    raise ConfigError(f"mrl config: no key has the text {wanted!r}; --grep looks at names and meanings")
+
+
+def text(root: type, part: str = "", wanted: str | None = None) -> str:
+    """Keys for a terminal: default and type on one line, the meaning below.
+
+    part: only the section or key of that dotted name. wanted: only keys whose name or meaning has that text, in any case.
+    """
     lines: list[str] = []
     for path, help, keys in sections(root):
+        if part:
+            keys = [key for key in keys if f"{key.path}.".startswith(f"{part}.")]
+        if wanted is not None:
+            keys = [key for key in keys if wanted.lower() in f"{key.path}\n{key.help}".lower()]
         if not keys:
             continue
         lines += [f"{path}: {help}" if path else "top level", ""]

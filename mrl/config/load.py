@@ -30,7 +30,18 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
+    _check_command(raw, path, root)
     return from_dict(raw, root)
+
+
+def _check_command(raw: Mapping[str, Any], path: str | pathlib.Path, root: type) -> None:
+    """Raises ConfigError where the config is plainly one of another command."""
+    if root is SFTConfig and "actor" in raw:
+        raise ConfigError(
+            f"{path}: is a config of reinforcement learning (it has the section actor); run mrl ppo {path}"
+        )
+    if root is PPOConfig and "model" in raw and not {"actor", "algorithm"} & raw.keys():
+        raise ConfigError(f"{path}: is a config of fine-tuning (model is not in the section actor); run mrl sft {path}")
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:

@@ -23,6 +23,11 @@ from mrl.config.schema import (
     key,
 )
 
+ALGORITHMS = (
+    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo",
+)  # fmt: skip
+"""Names that `algorithm.name` takes: those of `mrl.algorithms.recipes.RECIPES`, which is not to be imported here."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorConfig:
@@ -113,9 +118,7 @@ class RolloutConfig:
 class AlgorithmConfig:
     """`name` chooses a recipe; null in a part means "as the recipe says". mrl.algorithms.recipes knows what each may be."""
 
-    name: str = key(
-        REQUIRED, "ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, remax, dapo, gspo or cispo"
-    )
+    name: str = key(REQUIRED, f"{', '.join(ALGORITHMS[:-1])} or {ALGORITHMS[-1]}")
     epochs: int = key(1, "passes over the sequences of a rollout", minimum=1)
     mini_batch_size: int | None = key(
         None, "sequences per optimizer step; null is train.global_batch_size, one step per epoch", minimum=1
@@ -196,7 +199,12 @@ class PPOCheckpointConfig(CheckpointConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOLogConfig(LogConfig):
     samples: bool = key(True, "write every rollout to output_dir/samples as JSONL")
-    table: int = key(3, "samples shown on the console after each rollout", minimum=0)
+    table: int = key(3, "samples of a rollout shown on the console; 0 for none", minimum=0)
+    table_every: int = key(
+        20,
+        "show them of the first rollout and once every N steps, on the console, in wandb and in tensorboard",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

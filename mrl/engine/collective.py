@@ -59,8 +59,8 @@ def wait_for_all() -> None:
 
 
 def is_main() -> bool:
-    """Whether this process speaks and writes for all: one of them does."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Whether this process speaks and writes for all: one of them does, also before they have met."""
+    return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
 def on_main(fn: Callable[[], T]) -> T:

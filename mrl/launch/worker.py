@@ -27,6 +27,7 @@ from typing import Any, Literal, NoReturn
 from mrl.config.load import from_dict
 from mrl.config.roots import ROOTS
 from mrl.errors import Stopped, UserError
+from mrl.trainers.waits import said
 
 _PR_SET_PDEATHSIG = 1
 
@@ -63,7 +64,9 @@ def run_task(task: Task, rank: int) -> Outcome:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
             config = from_dict(task.config, ROOTS[task.command])
-            getattr(importlib.import_module(module), function)(config, task.command_line)
+            with said("loading PyTorch and Megatron", shows=rank == 0 and config.log.console != "none"):
+                run = getattr(importlib.import_module(module), function)
+            run(config, task.command_line)
     except Stopped as stop:
         kind, text = "stopped", str(stop)
     except UserError as error:

@@ -158,7 +158,7 @@ def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def metrics(scores: Scores) -> dict[str, float]:
-    """`reward/mean` and `reward/std` of the totals, the same by label (`reward/gsm8k/mean`), `reward/faults`: how many
+    """`reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`), `reward/faults`: how many
     counted as 0. std is the population's. Of all samples of a step; empty without samples."""
     if not scores.totals:
         return {}
@@ -166,4 +166,4 @@ def metrics(scores: Scores) -> dict[str, float]:
     for name, values in {"reward": scores.totals, **{f"reward/{k}": v for k, v in scores.parts.items()}}.items():
         out[f"{name}/mean"] = statistics.fmean(values)
         out[f"{name}/std"] = statistics.pstdev(values)
-    return out
+    return out | {"reward/min": min(scores.totals), "reward/max": max(scores.totals)}

@@ -87,6 +87,11 @@ class Trajectory:
         """Tool results that the environment answered with: its messages of role "tool"."""
         return sum(message["role"] == "tool" for message in self.conversation or ())
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that the policy sampled."""
+        return self.mask.index(1)
+
 
 class Sampler(abc.ABC):
     """Where completions come from."""

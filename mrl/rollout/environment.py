@@ -153,7 +153,7 @@ class Environments:
             try:
                 call.value = self._method(call)(call.argument)
             except BaseException as error:
-                call.fault = f"raised {describe(error)}"
+                call.fault = _raised(call, error)
             self._end(call)
 
     async def _make_async(self, call: _Call) -> None:
@@ -162,7 +162,7 @@ class Environments:
             value = self._method(call)(call.argument)
             call.value = await value if inspect.isawaitable(value) else value
         except BaseException as error:
-            call.fault = f"raised {describe(error)}"
+            call.fault = _raised(call, error)
         self._end(call)
 
     def _method(self, call: _Call) -> Callable[[Any], Any]:
@@ -208,6 +208,14 @@ class Environments:
         if observation is None and not done:
             raise ValueError("returned no observation, and done is False")
         return Step(None if observation is None else _said(observation, "the observation"), reward, done)
+
+
+def _raised(call: _Call, error: BaseException) -> str:
+    """An exception in words; of a field that the row has not, with those that it has."""
+    fault = f"raised {describe(error)}"
+    if call.method == "reset" and isinstance(error, KeyError) and error.args[:1] not in [(n,) for n in call.argument]:
+        fault += f"; the row has the fields {', '.join(map(str, call.argument)) or 'none'}"
+    return fault
 
 
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -23,7 +23,7 @@ from mrl.data.tokenizer_files import write_chat_template
 from mrl.engine import checkpoint, checkpoint_remote
 from mrl.engine.lora import adapters, name_base
 from mrl.errors import DamagedCheckpoint, Stopped
-from mrl.trainers.console import Console
+from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
 
@@ -58,6 +58,17 @@ class Ranks(Protocol):
     def on_main(self, fn: Callable[[], T]) -> T: ...
 
     def max_over_ranks(self, *values: float) -> list[float]: ...
+
+
+def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: int, tokens: float) -> None:
+    """The end of a run: what its metrics came to, where everything is, how much was made."""
+    if not ranks.is_main or not console.shows:
+        return
+    if found := figures(metrics.read(directory.path / "metrics.jsonl")):
+        console.say(f"first -> last: {found}")
+    places = [path.name + "/" * path.is_dir() for path in directory.contents()]
+    console.say(f"{directory.path} has {', '.join(places)}")
+    console.say(f"done: {steps} steps, {tokens:,.0f} trained tokens; everything is in {directory.path}")
 
 
 def already_done(
@@ -102,6 +113,7 @@ def load_newest(
     """
     damaged: dict[str, str] = {}
     state = None
+    console.doing("loading the checkpoint")
     while start.checkpoint is not None and state is None:
         try:
             state = load(start.checkpoint)
@@ -164,6 +176,7 @@ def export(
     """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the model
     started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model: as the user
     has it, whose path an adapter names as its base."""
+    console.doing("exporting the model")
     write(str(directory.partial_hf))
     adapter = model.lora is not None and model.lora.export == "adapter"
     if adapter:
@@ -209,12 +222,16 @@ def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
     return (f"the last good checkpoint is {good}" if good else "no good checkpoint had been saved") + suspect
 
 
+def say_all(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.say(line)
+
+
 def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: Sequence[str] = ()) -> None:
     """Says how many rows of a data set were not used as they are, if any, and `notes` on some of them."""
     if any(counts.values()):
         console.say(f"data.{part}: rows " + ", ".join(f"{what}: {number}" for what, number in counts.items() if number))
-    for note in notes:
-        console.say(note)
+    say_all(console, notes)
 
 
 def problems_in_words(problems: Sequence[str], most: int = 10) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import sys
 import time
@@ -13,28 +14,39 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from mrl.trainers.waits import Watch, write_line
+
 SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "accuracy", "{:.1%}"),
     ("train/loss", "loss", "{:.4f}"),
     ("eval/loss", "eval", "{:.4f}"),
     ("actor/kl", "kl", "{:.3g}"),
+    ("actor/entropy", "entropy", "{:.3f}"),
+    ("actor/clip_fraction", "clip", "{:.1%}"),
     ("critic/explained_variance", "explained", "{:.2f}"),
+    ("rollout/finished", "finished", "{:.0%}"),
+    ("rollout/response_length", "length", "{:.0f}"),
     ("train/grad_norm", "norm", "{:.3g}"),
     ("train/lr", "lr", "{:.3g}"),
-    ("rollout/response_length", "length", "{:.0f}"),
     ("perf/tokens_per_s", "tok/s", "{:,.0f}"),
     ("perf/mfu", "mfu", "{:.1%}"),
+    ("perf/step_s", "seconds", "{:.1f}"),
 )
 """Metric, its short name on the terminal, its format."""
 
+HIDDEN_IN_RL = ("train/loss", "perf/tokens_per_s")
+"""What says nothing there: a policy's loss has no meaning of its own, and sampling, not training, takes the time."""
+
+FIGURES = ("reward/mean", "eval/accuracy", "train/loss", "eval/loss")
+"""What the end of a run shows from first to last."""
 
 SampleRow = tuple[str, str, float, Mapping[str, float]]
 """(prompt, completion, reward, its parts by label) of a sample."""
 
 LINE_CHARACTERS, CELL_CHARACTERS = 60, 200
-WAIT_S = 30.0
-"""Seconds without a word that a user is left with while completions are generated."""
+ETA_STEPS = 100
+"""How many of the last steps say how long the next ones will take."""
 
 
 class Console:
@@ -44,6 +56,17 @@ class Console:
 
     def say(self, line: str) -> None:
         """Shows one line."""
+
+    def doing(self, what: str) -> None:
+        """The run begins with `what`: said where it takes long."""
+
+    def detail(self, how_far: str) -> None:
+        """How far it is with that."""
+
+    def generated(self, done: int, of: int) -> None:
+        """`done` of `of` completions are whole: those of the main process's replica, of which others do like shares."""
+        if self.shows:
+            self.detail(f"{done / of:.0%} of the completions are whole")
 
     def start(self, step: int, total_steps: int) -> None:
         """Training begins after `step` of `total_steps`."""
@@ -55,7 +78,7 @@ class Console:
         """Shows a few samples of the rollout that `step` is the first to be trained on."""
 
     def close(self) -> None:
-        """Ends the progress bar; `say` still works. May be called twice."""
+        """Ends the progress bar and the watch over waits; `say` still works. May be called twice."""
 
 
 class PlainConsole(Console):
@@ -65,24 +88,34 @@ class PlainConsole(Console):
 
     def __init__(self) -> None:
         self._clock = _Clock(0, 0)
+        self._watch = Watch(write_line)
 
     def say(self, line: str) -> None:
-        sys.stdout.write(f"{line}\n")  # in one piece, unlike print: what a signal says comes before or after it
-        sys.stdout.flush()
+        self._watch.heard()
+        write_line(line)
+
+    def doing(self, what: str) -> None:
+        self._watch.doing(what)
+
+    def detail(self, how_far: str) -> None:
+        self._watch.detail(how_far)
 
     def start(self, step: int, total_steps: int) -> None:
         self._clock = _Clock(step, total_steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.say(f"step {step}/{self._clock.total_steps}  {_values(metrics)}  eta {self._clock.eta(step)}")
+        self.say(f"{_line(step, self._clock.total_steps, metrics)}  eta {self._clock.eta(step, metrics)}")
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         for prompt, completion, reward, _ in rows:
             self.say(f"  {reward:8.3f}  {_short(prompt, LINE_CHARACTERS)!r} -> {_short(completion, LINE_CHARACTERS)!r}")
 
+    def close(self) -> None:
+        self._watch.close()
+
 
 class LiveConsole(Console):
-    """A progress bar at the bottom of the terminal; lines scroll above it."""
+    """A line per step, and below them a bar with what the run is doing."""
 
     shows = True
 
@@ -94,25 +127,30 @@ class LiveConsole(Console):
     def say(self, line: str) -> None:
         self._terminal.print(line, markup=False)
 
+    def doing(self, what: str) -> None:
+        self._update(what=what, detail="")
+
+    def detail(self, how_far: str) -> None:
+        self._update(detail=how_far)
+
     def start(self, step: int, total_steps: int) -> None:
         self._clock = _Clock(step, total_steps)
-        columns = (
-            SpinnerColumn(),
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[values]}", markup=False),
-            TextColumn("eta {task.fields[eta]}"),
-        )
-        self._bar = Progress(*columns, console=self._terminal, transient=True)
-        self._bar.add_task("train", total=total_steps, completed=step, values="", eta="-")
-        self._bar.start()
+        self._update(total=total_steps, completed=step, steps=f"step {step}/{total_steps}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self._bar is not None, "start comes before step"
-        shown = {name: value for name, value in metrics.items() if not name.startswith("eval/")}
-        self._bar.update(self._bar.task_ids[0], completed=step, values=_values(shown), eta=self._clock.eta(step))
-        if len(shown) < len(metrics):  # an evaluation stays on the terminal
-            self.say(f"step {step}  {_values(metrics)}")
+        total, eta = self._clock.total_steps, self._clock.eta(step, metrics)
+        self.say(_line(step, total, metrics))
+        self._update(completed=step, steps=f"step {step}/{total}", eta=f"eta {eta}")
+
+    def _update(self, **fields: object) -> None:
+        """Changes what the bar shows; there is one from now on."""
+        if self._bar is None:
+            columns = [SpinnerColumn(), TextColumn("{task.fields[steps]}", markup=False), BarColumn(bar_width=20)]
+            columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("eta", "what", "detail")]
+            self._bar = Progress(*columns, console=self._terminal, transient=True)
+            self._bar.add_task("train", total=None, steps="", eta="", what="", detail="")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], **fields)
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         if not rows:
@@ -139,32 +177,26 @@ def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool) -> Co
     return LiveConsole() if kind == "rich" and sys.stdout.isatty() else PlainConsole()
 
 
-class Waiting:
-    """Says every `WAIT_S` seconds how far a generation is; one that is shorter says nothing."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._began_s = console, time.monotonic()
-        self._said_s = self._began_s
-
-    def __call__(self, done: int, of: int) -> None:
-        """`done` of `of` completions are whole: those of the main process's replica, of which others do like shares."""
-        now_s = time.monotonic()
-        if now_s - self._said_s >= WAIT_S and done < of:
-            self._said_s = now_s
-            self._console.say(
-                f"generating: {done / of:.0%} of the completions are whole after {now_s - self._began_s:.0f} s"
-            )
-
-
 class _Clock:
-    """How long what is left will take, from the steps this process made."""
+    """How long what is left will take, from the steps that this process made and measured."""
 
     def __init__(self, step: int, total_steps: int) -> None:
-        self.first, self.total_steps, self._began_s = step, total_steps, time.monotonic()
+        self.first, self.total_steps = step, total_steps
+        self._made: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_STEPS + 1)
 
-    def eta(self, step: int) -> str:
-        """h:mm:ss until the last step."""
-        per_step_s = (time.monotonic() - self._began_s) / max(1, step - self.first)
+    def eta(self, step: int, metrics: Mapping[str, float]) -> str:
+        """h:mm:ss until the last step; "-" before there is a measured one. Call it once a step.
+
+        The first step counts with the seconds that it took itself, and no longer once there are others: what came before it,
+        models and data and a first evaluation, comes once.
+        """
+        if step == self.first:
+            return "-"
+        self._made.append((step, time.monotonic()))
+        (first, began_s), (last, now_s) = self._made[0], self._made[-1]
+        per_step_s = (now_s - began_s) / (last - first) if last > first else metrics.get("perf/step_s")
+        if per_step_s is None:
+            return "-"
         return str(datetime.timedelta(seconds=round(per_step_s * (self.total_steps - step))))
 
 
@@ -173,5 +205,22 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
+def _line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    return f"step {step}/{total_steps}  {_values(metrics)}"
+
+
 def _values(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in SHOWN if name in metrics)
+    hidden = HIDDEN_IN_RL if any(name.startswith(("actor/", "critic/")) for name in metrics) else ()
+    shown = [(name, short, form) for name, short, form in SHOWN if name in metrics and name not in hidden]
+    return "  ".join(f"{short} {form.format(metrics[name])}" for name, short, form in shown)
+
+
+def figures(rows: Sequence[Mapping[str, float]]) -> str:
+    """What the steps of a run came to: the first value of each of FIGURES and the last one. Empty without steps."""
+    parts = []
+    in_rl = any("actor/loss" in row for row in rows)
+    for name, short, form in SHOWN:
+        values = [row[name] for row in rows if name in row]
+        if name in FIGURES and values and not (in_rl and name in HIDDEN_IN_RL):
+            parts.append(f"{short} {form.format(values[0])} -> {form.format(values[-1])}")
+    return ", ".join(parts)

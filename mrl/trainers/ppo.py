@@ -17,7 +17,16 @@ from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
 from mrl.errors import UserError
 from mrl.rewards.scorer import faults_in_words
-from mrl.trainers.common import already_done, check_outside, export, say_adapters, say_left_out, say_unread
+from mrl.trainers.common import (
+    already_done,
+    check_outside,
+    export,
+    say_adapters,
+    say_all,
+    say_done,
+    say_left_out,
+    say_unread,
+)
 from mrl.trainers.rl.experience import Experience
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
@@ -48,21 +57,25 @@ def run(config: PPOConfig, command_line: str = "") -> None:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
+    console.doing("building the models")
     dispatch.init_model()
     say_unread(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
+    console.doing("opening the logs")
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))
     log = metrics.open_metrics(
         directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
         run_id=progress.run_id, enabled=dispatch.is_main,
     )  # fmt: skip
     try:
+        say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
         loop(trainer, progress, experience, log)
     finally:
+        console.doing("closing the logs")
         log.close()
         console.close()
         say_left_out(console, "train", trainer.source.counts)
@@ -71,9 +84,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         folder, template = trainer.folders["actor"], trainer.chat_template
         write = functools.partial(dispatch.save_hf_model, "actor")
         export(dispatch, directory, console, write, folder=folder, chat_template=template, model=config.actor.model)
-    console.say(
-        f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
-    )
+    say_done(dispatch, console, directory, steps=progress.step, tokens=progress.tokens)
 
 
 def begins(progress: Progress, experience: Experience | None) -> bool:
@@ -119,10 +130,9 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
         trainer.source.load_state_dict(before)
         raise saved_before(trainer, progress, None, error, log) from error
     experience, progress.pending = prepare(trainer, progress, collected)
-    show_rollout(trainer, progress.step + 1, collected, experience)
+    show_rollout(trainer, progress.step + 1, collected, experience, log)
     faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
-    for note in (*trainer.source.take_notes(), *faults):
-        trainer.console.say(note)
+    say_all(trainer.console, (*trainer.source.take_notes(), *faults))
     if trainer.stop_requested:
         log.sync()
         raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))

@@ -65,6 +65,10 @@ class RunDirectory:
         """What a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
+    def contents(self) -> list[pathlib.Path]:
+        """What a person finds here."""
+        return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
+
     def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ with a test of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -30,6 +31,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine
+from mrl.engine.collective import is_main
 from mrl.engine.lora import adapters
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
@@ -42,6 +44,8 @@ from mrl.trainers.common import (
     load_newest,
     problems_in_words,
     say_adapters,
+    say_all,
+    say_done,
     say_left_out,
     say_unread,
     stopped,
@@ -76,6 +80,12 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     stop and a checkpoint was saved.
     """
     metrics.check_packages(config.log)
+    with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
+        _run(config, command_line, console)
+
+
+def _run(config: SFTConfig, command_line: str, console: Console) -> None:
+    console.doing("reading the model's folder and the data")
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
@@ -84,7 +94,7 @@ def run(config: SFTConfig, command_line: str = "") -> None:
     eval_set = None if config.data.eval is None else SFTDataset(config.data, tokenizer, part="eval", **about)
     engine = build_engine(role_config(config, folder))
     directory = RunDirectory(pathlib.Path(config.output_dir))
-    console, lock = open_console(config.log.console, enabled=engine.is_main), RunLock(directory.path)
+    lock = RunLock(directory.path)
     total_steps = length_of(config, train_set, console)
     engine.set_total_steps(total_steps)
     source = BatchSource(
@@ -105,7 +115,6 @@ def run(config: SFTConfig, command_line: str = "") -> None:
             else:
                 train(trainer, start, command_line)
         finally:
-            console.close()
             source.close()
             lock.release()
 
@@ -147,21 +156,26 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
+    console.doing("building the model")
     engine.init_model()
     say_unread(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
+        console.doing("reading the first rows")
         read_first_rows(trainer)
+    console.doing("opening the logs")
     engine.on_main(lambda: directory.prepare(config, command_line, [f"length: {trainer.total_steps} steps"]))
     log = metrics.open_metrics(
         directory.path, config.log, step=progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
     )  # fmt: skip
     try:
+        say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
         loop(trainer, progress, log)
     finally:
+        console.doing("closing the logs")
         log.close()
         console.close()
         say_left_out(console, "train", trainer.source.counts)
@@ -170,9 +184,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         folder = engine.config.model.path
         template, model = trainer.chat_template, config.model
         export(engine, directory, console, engine.export_hf, folder=folder, chat_template=template, model=model)
-    console.say(
-        f"done: {progress.step} steps, {progress.tokens:,.0f} trained tokens; everything is in {directory.path}"
-    )
+    say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 
 def read_first_rows(trainer: Trainer) -> None:
@@ -244,6 +256,7 @@ def one_step(
 ) -> tuple[dict[str, float], bool]:
     """The next batch and a step on it; `progress` has made it then. Returns its metrics, and whether to guard the next one."""
     began_s = time.perf_counter()
+    trainer.console.doing(f"step {progress.step + 1}")
     batch = trainer.source.next()
     loss, grad_norm, lr, waits = train_step(trainer, progress, batch, guard=guard)
     progress.step += 1
@@ -316,6 +329,7 @@ class Evaluation:
         Raises TrainingError where it is not finite.
         """
         trainer, report = self.trainer, Report()
+        trainer.console.doing("evaluating")
         loss_sum = tokens = 0.0
         batches = eval_batches(trainer.eval_set, trainer.config.train.global_batch_size, report)
         with trainer.engine.eval_mode():
@@ -325,6 +339,7 @@ class Evaluation:
                 _, ctx = trainer.engine.forward_backward_step(trainer.engine.shard_data(batch), forward_only=True)
                 loss_sum += ctx["loss"] * batch.denominators["tokens"]
                 tokens += batch.denominators["tokens"]
+                trainer.console.detail(f"{tokens:,.0f} tokens")
         if not self.reported:
             say_left_out(trainer.console, "eval", report.counts, report.notes)
         self.reported = True
@@ -339,6 +354,7 @@ def save(trainer: Trainer, progress: Progress) -> str:
     config, engine, directory = trainer.config, trainer.engine, trainer.directory
     if progress.step == trainer.total_steps:
         engine.on_main(directory.forget_export)
+    trainer.console.doing("saving a checkpoint")
     state: Mapping[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),

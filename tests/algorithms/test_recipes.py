@@ -12,6 +12,7 @@ from hypothesis import given
 
 from mrl.algorithms import recipes
 from mrl.algorithms.advantages import Rollout
+from mrl.config.ppo import ALGORITHMS
 from mrl.errors import ConfigError
 from tests.algorithms.kit import close, examples, flat, ragged
 from tests.algorithms.test_advantages import put_back, returns_oracle
@@ -177,3 +178,7 @@ def test_an_estimator_without_what_it_needs_is_refused():
     rollout = Rollout(rewards_T=torch.ones(1), mask_T=torch.ones(1), lengths_S=torch.tensor([1]))
     with pytest.raises(AssertionError, match="without values_T"):
         recipes.advantages(recipes.recipe("ppo"), rollout)
+
+
+def test_the_names_that_config_lists_are_those_of_the_recipes():
+    assert tuple(recipes.RECIPES) == ALGORITHMS

@@ -218,6 +218,7 @@ CHECKPOINT = [
 LOG = [
     Row("log.console", looks.printed, [("rich", "bar"), ("plain", "lines"), ("none", "nothing")], terminal=True),
     Row("log.table", shown, [(DEFAULT, 3), (0, 0), (1, 1)]),
+    Row("log.table_every", shown, [(DEFAULT, 3), (1, 6)], TWICE),
     Row("log.samples", completions, [(False, None)]),
     Row("log.samples", lambda run: len(completions(run)), [(DEFAULT, 4), (True, 4)], what="written"),
     Row("log.wandb.project", looks.wandb_run, [(DEFAULT, None), ("mine", ("offline", "mine", "demo"))]),

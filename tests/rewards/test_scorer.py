@@ -172,6 +172,7 @@ def test_metrics(values):
     expected = {"reward/faults": 1.0}
     for name, column in (("reward", a), ("reward/a", a), ("reward/b", b)):
         expected |= {f"{name}/mean": np.mean(column), f"{name}/std": np.std(column)}
+    expected |= {"reward/min": min(a), "reward/max": max(a)}
     assert got.keys() == expected.keys()
     assert all(math.isclose(got[k], expected[k], rel_tol=1e-6, abs_tol=1e-6) for k in got)
     assert metrics(Scores((), {})) == {}

@@ -142,6 +142,21 @@ def test_more_conversations_than_threads(path):
     environments.close()
 
 
+def test_a_field_that_the_row_has_not_is_told_with_those_that_it_has():
+    class Wants:
+        def reset(self, row):
+            return row["gold"]
+
+        def step(self, text):
+            return None, 0, True
+
+    environments = Environments(Wants, "Wants", timeout_s=5)
+    says = r"reset raised KeyError: 'gold' \(.*\); the row has the fields prompt, answer; correct the environment"
+    with pytest.raises(RewardError, match=says):
+        environments.reset(make_prompts([{"prompt": "hello", "answer": "fox"}], TOKENIZER))
+    environments.close()
+
+
 def test_a_row_is_the_environments_own(path):
     row = {"prompt": "hello", "answer": ["fox", 1, True], "list": [1]}
 

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import signal
+import time
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from mrl.engine.lora import AdapterShape
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
-from mrl.trainers import console, hub, sft, throughput
-from mrl.trainers.rl.show import table
+from mrl.trainers import console, hub, sft, throughput, waits
+from mrl.trainers.rl.show import table, table_is_due
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 from tests.config.test_load import BASE, PPO_BASE
@@ -32,22 +33,25 @@ METRICS = {"train/loss": 1.23456, "train/lr": 1e-5, "perf/tokens_per_s": 12345.6
 # ------------------------------------------------------------------------------------------------------------- console
 
 
-def test_plain_lines_have_step_loss_lr_tokens_mfu_and_eta(capsys):
+def test_plain_lines_have_step_loss_lr_tokens_mfu_seconds_and_eta(capsys):
     plain = console.open_console("plain", enabled=True)
     plain.start(4, 10)
-    plain.step(5, METRICS)
+    plain.step(5, METRICS | {"perf/step_s": 2.04})
     line = capsys.readouterr().out
-    assert re.fullmatch(r"step 5/10  loss 1\.2346  lr 1e-05  tok/s 12,346  mfu 42\.1%  eta 0:00:\d\d\n", line), line
+    assert line == "step 5/10  loss 1.2346  lr 1e-05  tok/s 12,346  mfu 42.1%  seconds 2.0  eta 0:00:10\n"
 
 
 def test_reinforcement_learning_shows_what_it_is_about(capsys):
+    """A policy's loss and training's tokens per second say nothing there."""
     plain = console.open_console("plain", enabled=True)
     plain.start(4, 10)
-    names = ("reward/mean", "eval/accuracy", "actor/kl", "critic/explained_variance", "rollout/response_length")
+    names = ("reward/mean", "eval/accuracy", "actor/kl", "actor/entropy", "actor/clip_fraction", "critic/explained_variance",
+             "rollout/finished", "rollout/response_length", "perf/step_s")  # fmt: skip
     plain.step(5, METRICS | dict.fromkeys(names, 0.25) | {"actor/ratio": 1.0})
-    line = capsys.readouterr().out
-    shown = "reward 0.250  accuracy 25.0%  loss 1.2346  kl 0.25  explained 0.25  lr 1e-05  length 0  tok/s 12,346  mfu 42.1%"
-    assert line.startswith(f"step 5/10  {shown}  eta "), line
+    assert capsys.readouterr().out == (
+        "step 5/10  reward 0.250  accuracy 25.0%  kl 0.25  entropy 0.250  clip 25.0%  explained 0.25  finished 25%  "
+        "length 0  lr 1e-05  mfu 42.1%  seconds 0.2  eta 0:00:01\n"
+    )
 
 
 def test_a_conversation_is_shown_with_who_said_what(capsys):
@@ -59,16 +63,64 @@ def test_a_conversation_is_shown_with_who_said_what(capsys):
     assert "'2*4' -> 'assistant: 4+4?\\ntool: 8\\nassistant: It is 8.'" in capsys.readouterr().out
 
 
-def test_a_long_generation_says_how_far_it_is(capsys, monkeypatch):
-    plain = console.open_console("plain", enabled=True)
-    now_s = iter([0.0, 29.0, 31.0, 60.0, 62.0, 100.0])
+def test_the_eta_is_that_of_measured_steps(monkeypatch):
+    """Building the models and a first evaluation took 100 s, the first step 9; the others 2 each, one with an evaluation 8."""
+    now_s = iter([109.0, 111.0, 119.0, 121.0])
     monkeypatch.setattr(console.time, "monotonic", lambda: next(now_s))
-    waiting = console.Waiting(plain)
-    for done in (1, 2, 5, 6, 8):
-        waiting(done, 8)
-    assert capsys.readouterr().out.splitlines() == [
-        "generating: 25% of the completions are whole after 31 s", "generating: 75% of the completions are whole after 62 s",
-    ]  # fmt: skip
+    clock = console._Clock(0, 10)
+    assert clock.eta(0, {}) == "-"
+    assert [clock.eta(step, {"perf/step_s": 9.0}) for step in (1, 2, 3, 4)] == [
+        "0:01:21",
+        "0:00:16",
+        "0:00:35",
+        "0:00:24",
+    ]
+
+
+def test_no_wait_is_without_a_word(capsys):
+    watch = waits.Watch(lambda line: None)
+    watch.doing("evaluating")
+    began_s = watch._began_s
+    words = {s: watch.word(began_s + s) for s in (4, 5.5, 14, 15.5, 29, 31, 59, 61, 119, 121)}
+    assert {s: word for s, word in words.items() if word} == {
+        s: f"evaluating ({s:.0f} s so far)" for s in (5.5, 15.5, 31, 61, 121)
+    }
+    watch.detail("3 of 8 prompts")
+    watch.heard()
+    later_s = watch._silent_since_s
+    assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
+    watch.close(), watch.close()
+
+
+def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
+    monkeypatch.setattr(waits, "SILENCES_S", (0.0, 60.0))
+    plain = console.open_console("plain", enabled=True)
+    plain.doing("sampling")
+    plain.generated(2, 8)
+    seen = ""
+    for _ in range(200):
+        time.sleep(0.02)
+        seen += capsys.readouterr().out
+        if seen:
+            break
+    plain.close()
+    assert seen == "sampling: 25% of the completions are whole (0 s so far)\n"
+
+
+def test_the_end_says_what_metrics_came_to():
+    rows = [{"eval/accuracy": 0.245}, {"reward/mean": 0.3, "train/loss": 0.0, "actor/loss": 0.0}, {"actor/loss": 0.0}]
+    assert console.figures([*rows, {"reward/mean": 0.7, "eval/accuracy": 0.66}]) == (
+        "reward 0.300 -> 0.700, accuracy 24.5% -> 66.0%"
+    )
+    assert console.figures([{"train/loss": 2.0}, {"train/loss": 1.0, "eval/loss": 1.5}]) == (
+        "loss 2.0000 -> 1.0000, eval 1.5000 -> 1.5000"
+    )
+    assert console.figures([]) == ""
+
+
+def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():
+    due = lambda every, each: [s for s in range(1, 41, each) if table_is_due(s, every, each)]  # noqa: E731
+    assert due(20, 1) == [1, 21] and due(10, 4) == [1, 13, 21, 33] and due(2, 4) == list(range(1, 41, 4))
 
 
 def test_rows_left_out_are_counted_out_loud(capsys):
@@ -92,17 +144,27 @@ def test_silence(capsys, kind, enabled):
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_live_bar_shows_values_and_ends_twice(monkeypatch, capsys):
+def test_the_live_console_keeps_a_line_per_step_above_a_bar_and_ends_twice(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     live = console.LiveConsole()
     live._terminal = console.RichTerminal(force_terminal=True, width=160, highlight=False)
+    live.doing("building the models")
+    live._bar.refresh()
     live.start(0, 2)
     live.say("a line [bold]as it is[/bold]")
     live.step(1, METRICS | {"eval/loss": 0.5})
+    live.step(2, METRICS)
+    live.doing("evaluating")
+    live.detail("3 of 8 prompts")
     live._bar.refresh()
     live.close(), live.close()
     out = capsys.readouterr().out
-    assert "a line [bold]as it is[/bold]" in out and "loss 1.2346" in out and "eval 0.5000" in out and "step 1/2" in out
+    lines = [line.strip() for line in re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "\n", out).splitlines()]
+    assert (
+        "building the models" in out and "a line [bold]as it is[/bold]" in lines and "evaluating 3 of 8 prompts" in out
+    )
+    kept = [line for line in lines if line.startswith("step ")]
+    assert kept[0].startswith("step 1/2  loss 1.2346  eval 0.5000") and kept[1].startswith("step 2/2  loss 1.2346")
 
 
 def test_a_line_is_written_in_one_piece(monkeypatch):

@@ -60,15 +60,30 @@ class Collected:
     def metrics(self) -> dict[str, float]:
         """`reward/...` and `rollout/...` of the trajectories that are trained on, but tokens per second of all that were sampled."""
         lengths = [t.response_length for t in self.trajectories]
+        finished = [t.response_length for t in self.trajectories if t.finished]
+        prompts = [t.prompt_length for t in self.trajectories]
         beside = [t.response_length for t in (*self.rejected[0], *self.greedy[0])]
-        return {
+        groups = len(self.groups_S.unique())
+        rejected = len(self.rejected[0]) / (len(lengths) // groups)
+        row = {
             **scoring.metrics(self.scores),
             "rollout/response_length": sum(lengths) / len(lengths),
-            "rollout/finished": sum(t.finished for t in self.trajectories) / len(lengths),
+            "rollout/response_length_min": min(lengths),
+            "rollout/response_length_max": max(lengths),
+            "rollout/prompt_length": sum(prompts) / len(prompts),
+            "rollout/prompt_length_max": max(prompts),
+            "rollout/finished": len(finished) / len(lengths),
             **conversation_metrics(self.trajectories),
             "rollout/tokens_per_s": (sum(lengths) + sum(beside)) / self.rollout_s,
-            "rollout/prompts_rejected": len(self.rejected[0]) / (len(lengths) // len(self.groups_S.unique())),
+            "rollout/prompts_rejected": rejected,
         }
+        if finished:
+            row["rollout/response_length_finished"] = sum(finished) / len(finished)
+        if len(lengths) > groups:
+            with_signal_S = groups_with_signal(self.scores_S, self.groups_S)
+            equal = groups - len(self.groups_S[with_signal_S].unique())
+            row["reward/equal_groups"] = (equal + rejected) / (groups + rejected)
+        return row
 
 
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -89,7 +104,8 @@ class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
     rollouts: give the trajectories. take: the next prompts of the data. rounds: how often groups without
-    differences may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt.
+    differences may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt. doing: is
+    told what begins.
     """
 
     def __init__(
@@ -102,9 +118,11 @@ class Collector:
         samples: int,
         rounds: int | None,
         greedy_answers: bool,
+        doing: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.take, self.rollouts, self.scores = take, rollouts, scores
         self.prompts, self.samples, self.rounds, self.greedy_answers = prompts, samples, rounds, greedy_answers
+        self.doing = doing
 
     def collect(self, prompts: list[Prompt], step: int) -> Collected:
         """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
@@ -131,8 +149,10 @@ class Collector:
 
     def _sample(self, prompts: Sequence[Prompt], samples: int, *, step: int, **how) -> tuple[list[Trajectory], Scores]:
         began_s = time.perf_counter()
+        self.doing(f"step {step}: sampling")
         trajectories = self.rollouts.sample(prompts, samples=samples, step=step, **how)
         sampled_s = time.perf_counter()
+        self.doing(f"step {step}: scoring")
         scores = self.scores.score(trajectories, step=step, made=step - 1)
         self._rollout_s += sampled_s - began_s
         self._reward_s += time.perf_counter() - sampled_s

@@ -16,7 +16,7 @@ from mrl.trainers.rl.scoring import Scoring
 class Evaluation:
     """Evaluates on `prompts`, as often as it is asked for.
 
-    rollouts: give the trajectories. stop_requested: collective; asked between parts of the
+    rollouts: give the trajectories. doing: is told how far it is. stop_requested: collective; asked between parts of the
     evaluation. seen: called with (step, trajectories, scores) of a whole evaluation.
     """
 
@@ -27,11 +27,12 @@ class Evaluation:
         rollouts: TrajectorySource,
         scores: Scoring,
         *,
+        doing: Callable[[str], None],
         stop_requested: Callable[[], bool],
         seen: Callable[[int, list[Trajectory], Scores], None],
     ) -> None:
         self.config, self.prompts, self.rollouts, self.scores = config, prompts, rollouts, scores
-        self.stop_requested, self.seen = stop_requested, seen
+        self.doing, self.stop_requested, self.seen = doing, stop_requested, seen
 
     def run(self, step: int) -> dict[str, float] | None:
         """Metrics after `step`, on `train.eval_samples` completions of each prompt. None where a signal came first.
@@ -46,6 +47,7 @@ class Evaluation:
         for start in range(0, len(self.prompts), size):
             if self.stop_requested():
                 return None
+            self.doing(f"evaluating: {start} of {len(self.prompts)} prompts are answered")
             part = self.prompts[start : start + size]
             sampled = self.rollouts.sample(part, step=step, samples=k, greedy=k == 1, series="eval")
             scores.append(self.scores.score(sampled, step=step, made=step))

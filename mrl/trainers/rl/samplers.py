@@ -17,7 +17,7 @@ from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
 from mrl.rollout.weights import weights_dir
-from mrl.trainers.console import Console, Waiting
+from mrl.trainers.console import Console
 from mrl.trainers.run_directory import RunDirectory
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
@@ -34,7 +34,7 @@ def make_sampler(
         limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
 
         def generate(requests: list[GenerateRequest]) -> list[Completion]:
-            return dispatch.generate("actor", requests, **limits, told=Waiting(console))
+            return dispatch.generate("actor", requests, **limits, told=console.generated)
 
         return EngineSampler(generate, tokenizer)
     if rollout.backend == "vllm" and not rollout.server.urls:

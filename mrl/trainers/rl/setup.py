@@ -23,6 +23,7 @@ from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
+from mrl.engine.collective import is_main
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.roles.roles import build_roles
@@ -52,6 +53,14 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be used.
     """
     metrics.check_packages(config.log)
+    console = open_console(config.log.console, enabled=is_main())
+    with contextlib.closing(console), _trainer_of(config, console) as trainer:
+        yield trainer
+
+
+@contextlib.contextmanager
+def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
+    console.doing("reading the models' folders and the data")
     recipe = check_algorithm(config)
     folders = {role: _model_folder(config, role) for role in roles_of(config, recipe)}
     vocab_size = vocab_size_of(read_hf_config(folders["actor"]))  # first: a wrong config.json fails the tokenizer too
@@ -64,8 +73,6 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     with contextlib.ExitStack() as ends:
         bases = {"reference": "actor"} if "reference" in folders and "reference" not in engines else {}
         dispatch = WorkerDispatch(engines, offload_idle=_offload_idle(config, engines["actor"]), bases=bases)
-        console = open_console(config.log.console, enabled=dispatch.is_main)
-        ends.callback(console.close)
         lock = RunLock(directory.path)
         ends.callback(lock.release)
         dispatch.on_main(lock.acquire)  # before anything of another run there could be touched
@@ -75,11 +82,13 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
         engines["actor"].set_total_steps(total_steps - config.algorithm.critic_warmup)
         if "critic" in engines:
             engines["critic"].set_total_steps(total_steps)
+        console.doing("starting the reward functions")
         scores = Scoring(
             config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, folders),
             total_steps=total_steps, say=console.say,
         )  # fmt: skip
         ends.callback(scores.close)
+        console.doing("starting the sampler")
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
         ends.callback(rollouts.close)
         if sampler is not None:
@@ -90,7 +99,7 @@ def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
             lambda count: take_together(source, count, dispatch), rollouts, scores,
             prompts=config.prompts_per_iteration, samples=config.rollout.samples_per_prompt,
             rounds=config.algorithm.max_sampling_rounds if recipe.dynamic_sampling else None,
-            greedy_answers=recipe.needs_greedy_answer,
+            greedy_answers=recipe.needs_greedy_answer, doing=console.doing,
         )  # fmt: skip
         evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
         yield Trainer(
@@ -207,7 +216,7 @@ def _evaluation(
     prompts = first_prompts(held_out, config.train.eval_prompts, report)
     say_left_out(console, "eval", report.counts, report.notes)
     return Evaluation(
-        config, prompts, rollouts, scores,
+        config, prompts, rollouts, scores, doing=console.doing,
         stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
         seen=lambda *evaluated: show_evaluation(config, dispatch, directory, console, *evaluated),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mrl import metrics
 from mrl.algorithms.ragged import sum_per_sequence
 from mrl.config.ppo import PPOConfig
 from mrl.rewards.scorer import Scores, faults_in_words
@@ -20,15 +21,45 @@ from mrl.trainers.rl.experience import Experience, epoch_order
 from mrl.trainers.rl.state import Trainer
 from mrl.trainers.run_directory import RunDirectory
 
+LOGGED_ROWS = 64
+"""Samples of a table in wandb and tensorboard."""
 
-def show_rollout(trainer: Trainer, step: int, collected: Collected, experience: Experience) -> None:
+
+def show_rollout(
+    trainer: Trainer, step: int, collected: Collected, experience: Experience, log: metrics.MetricsLog
+) -> None:
     """Writes a rollout that `step` is the first to be trained on, and shows some of its samples."""
     config = trainer.config
     order = epoch_order(config.seed, experience.iteration, 0, len(collected.trajectories))
     advantages_S = mean_advantages(experience)[torch.tensor(order).argsort()]  # back as they were sampled
     if config.log.samples:
         trainer.dispatch.on_main(lambda: write_rollout(trainer.directory, step, collected, advantages_S.tolist()))
+    if log.has_sinks:
+        log.histograms(step, histograms(collected, advantages_S.tolist()))
+    if not table_is_due(step, config.log.table_every, config.steps_per_iteration):
+        return
     trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table))
+    if log.has_sinks:
+        rows = table(collected.trajectories, collected.scores, LOGGED_ROWS)
+        labels = list(rows[0][3])
+        cells = [[prompt, completion, reward, *parts.values()] for prompt, completion, reward, parts in rows]
+        log.table(step, "samples", ["prompt", "completion", "reward", *labels], cells)
+
+
+def table_is_due(step: int, every: int, steps_per_rollout: int) -> bool:
+    """Whether samples are shown before `step`, the first on a rollout: of the first rollout, and each time `every` more
+    steps begin."""
+    return (step - 1) % every < steps_per_rollout
+
+
+def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[float]]:
+    """What there is one number of for each sequence of a rollout, by the name under which wandb and tensorboard show it."""
+    lengths = [float(t.response_length) for t in collected.trajectories]
+    return {
+        "histogram/reward": list(collected.scores.totals),
+        "histogram/response_length": lengths,
+        "histogram/advantage": advantages,
+    }
 
 
 def write_rollout(directory: RunDirectory, step: int, collected: Collected, advantages: list[float]) -> None:

@@ -89,6 +89,7 @@ def save(trainer: Trainer, progress: Progress, experience: Experience | None) ->
     config, dispatch, directory = trainer.config, trainer.dispatch, trainer.directory
     if progress.step == trainer.total_steps:
         dispatch.on_main(directory.forget_export)
+    trainer.console.doing("saving a checkpoint")
     state: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "data": trainer.source.state_dict(),

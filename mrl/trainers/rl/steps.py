@@ -34,6 +34,7 @@ NO_GRADIENT = "its gradient is zero"
 def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> tuple[Experience, dict[str, float]]:
     """Forwards and advantages of a rollout, checked in the first iteration, and the metrics of both."""
     config, recipe, began_s = trainer.config, trainer.recipe, time.perf_counter()
+    trainer.console.doing(f"step {progress.step + 1}: log-probs of the rollout")
     iteration, _ = trainer.position(progress.step)
     batch = trajectories_to_batch(collected.trajectories)
     batch = dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, "groups": collected.groups_S})
@@ -104,6 +105,7 @@ def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> tu
     Returns its metrics, and the experience with the old log-probs that it may have lacked.
     """
     config, began_s = trainer.config, time.perf_counter()
+    trainer.console.doing(f"step {progress.step + 1}: training")
     iteration, number = trainer.position(progress.step)
     assert iteration == experience.iteration, (
         f"step {progress.step} with the rollout of iteration {experience.iteration}"

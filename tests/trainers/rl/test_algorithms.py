@@ -170,6 +170,7 @@ def test_dynamic_sampling_takes_other_prompts(inputs, tmp_path):
     assert all(len({row["reward"] for row in group}) == 1 for group in rejected)
     row = kit.metrics_of(folder)[0]
     assert row["rollout/prompts_rejected"] == len(rejected)
+    assert row["reward/equal_groups"] == len(rejected) / len(groups)
     totals = [row["reward"] for group in trained for row in group]
     assert row["reward/mean"] == pytest.approx(sum(totals) / len(totals))
 

@@ -118,7 +118,7 @@ def ppo_advantages(rows):
 
 def actor_loss(name, actor, rows, old, advantages):
     """The clipped surrogate, with grpo's k3 to the first weights, less the entropy bonus; and its metrics."""
-    per_sequence, ratios, kls, entropies, clipped = [], [], [], [], 0
+    per_sequence, ratios, kls, entropies, low, high = [], [], [], [], 0, 0
     for row, old_log_probs, advantage in zip(rows, old, advantages, strict=True):
         log_probs, entropy = log_probs_and_entropy(actor, row)
         ratio = (log_probs - old_log_probs).exp()
@@ -126,7 +126,8 @@ def actor_loss(name, actor, rows, old, advantages):
         kl = (old_log_probs - log_probs).exp() - 1 - (old_log_probs - log_probs)
         loss = -torch.minimum(*surrogates) - ENTROPY_COEF * entropy
         per_sequence.append(loss + KL_COEF * kl if name == "grpo" else loss)
-        clipped += int((surrogates[1] < surrogates[0]).sum())
+        low += int(((ratio < 1 - CLIP) & (advantage < 0)).sum())
+        high += int(((ratio > 1 + CLIP) & (advantage > 0)).sum())
         ratios.append(ratio), kls.append(kl), entropies.append(entropy)
     tokens = sum(len(ratio) for ratio in ratios)
     loss = torch.stack([loss.mean() for loss in per_sequence]).mean()
@@ -134,7 +135,11 @@ def actor_loss(name, actor, rows, old, advantages):
         loss = torch.cat(per_sequence).mean()
     metrics = {"actor/ratio": ratios, "actor/kl": kls, "actor/entropy": entropies}
     found = {name: torch.cat(values).mean().item() for name, values in metrics.items()}
-    return loss, found | {"actor/clip_fraction": clipped / tokens, "actor/ratio_max": torch.cat(ratios).max().item()}
+    found |= {"actor/clip_fraction_low": low / tokens, "actor/clip_fraction_high": high / tokens}
+    return loss, found | {
+        "actor/clip_fraction": (low + high) / tokens,
+        "actor/ratio_max": torch.cat(ratios).max().item(),
+    }
 
 
 def critic_loss(critic, rows, returns):
@@ -182,6 +187,21 @@ def test_trap_19_and_21_log_probs_are_of_the_sampled_tokens_at_the_temperature(m
         start = len(row["tokens"]) - row["response_length"]
         assert row["mask"] == [0] * start + [1] * row["response_length"]
         assert row["log_probs"][start:] == pytest.approx(log_probs.tolist(), abs=1e-5)
+
+
+def test_what_is_said_of_the_rollout_is_counted_from_its_samples(made):
+    lengths, rewards = ([row[key] for row in made.rows] for key in ("response_length", "reward"))
+    finished = [row["response_length"] for row in made.rows if row["finished"]]
+    prompts = [len(row["tokens"]) - row["response_length"] for row in made.rows]
+    groups = [rewards[i : i + 3] for i in range(0, len(rewards), 3)]
+    expected = {
+        "reward/min": min(rewards), "reward/max": max(rewards), "rollout/response_length_min": min(lengths),
+        "rollout/response_length_max": max(lengths), "rollout/prompt_length": sum(prompts) / len(prompts),
+        "rollout/prompt_length_max": max(prompts),
+        "reward/equal_groups": sum(len(set(group)) == 1 for group in groups) / len(groups),
+    } | ({"rollout/response_length_finished": sum(finished) / len(finished)} if finished else {})  # fmt: skip
+    assert {name: made.steps[0].get(name) for name in expected} == pytest.approx(expected)
+    assert min(lengths) < max(lengths) and min(rewards) < max(rewards) and finished
 
 
 def test_advantages(made):

@@ -1,0 +1,86 @@
+"""A word in every long wait: what a run is doing, and for how long, while it has nothing else to say."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+SILENCES_S = (5.0, 15.0, 30.0, 60.0)
+"""Seconds of silence after which a word is said; after the last one, again each time that many more have passed."""
+
+
+class Watch:
+    """Says what the process is doing when nothing was said for a while. A thread of its own keeps the time.
+
+    write: shows a line; it is called in that thread.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lock = threading.Lock()
+        self._what, self._detail, self._began_s = "", "", 0.0
+        self._silent_since_s, self._words = time.monotonic(), 0
+        self._ended: threading.Event | None = None
+
+    def doing(self, what: str) -> None:
+        """`what` begins now; where nothing was watched, the silence does too."""
+        with self._lock:
+            self._what, self._detail, self._began_s = what, "", time.monotonic()
+            if self._ended is None:
+                self._silent_since_s, self._words = self._began_s, 0
+                self._ended = threading.Event()
+                threading.Thread(target=self._run, args=(self._ended,), name="mrl-waits", daemon=True).start()
+
+    def detail(self, how_far: str) -> None:
+        """How far it is."""
+        self._detail = how_far
+
+    def heard(self) -> None:
+        """Something else was said."""
+        with self._lock:
+            self._silent_since_s, self._words = time.monotonic(), 0
+
+    def close(self) -> None:
+        """Ends the thread, until `doing`. May be called twice."""
+        with self._lock:
+            if self._ended is not None:
+                self._ended.set()
+            self._ended = None
+
+    def word(self, now_s: float) -> str | None:
+        """What is to be said at a time; None where nothing is due."""
+        with self._lock:
+            later = max(0, self._words - len(SILENCES_S) + 1)
+            due_s = SILENCES_S[min(self._words, len(SILENCES_S) - 1)] + later * SILENCES_S[-1]
+            if now_s - self._silent_since_s < due_s:
+                return None
+            self._words += 1
+            detail = f": {self._detail}" if self._detail else ""
+            return f"{self._what}{detail} ({now_s - self._began_s:.0f} s so far)"
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(0.25):
+            word = self.word(time.monotonic())
+            if word is not None and not ended.is_set():
+                self._write(word)
+
+
+def write_line(line: str) -> None:
+    """Writes a line in one piece, unlike print: what a signal says comes before or after it."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def said(what: str, *, shows: bool) -> Iterator[None]:
+    """Inside, `what` is done by a process that has no console yet. shows: False says nothing."""
+    watch = Watch(write_line)
+    if shows:
+        watch.doing(what)
+    try:
+        yield
+    finally:
+        watch.close()
