@@ -385,4 +385,5 @@ def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, n
     assert done.returncode == expected, done.stderr
     assert done.stderr.count("Traceback") == (name == "fault"), done.stderr
     clean = not joined or expected in (0, 75)
-    assert done.stdout.splitlines() == ["printed", *["atexit"] * clean, *["taken down"] * (not joined)]
+    said = [line for line in done.stdout.splitlines() if not line.endswith(" s so far)")]  # on a slow machine
+    assert said == ["printed", *["atexit"] * clean, *["taken down"] * (not joined)]

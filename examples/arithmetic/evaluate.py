@@ -6,6 +6,7 @@ python examples/arithmetic/evaluate.py runs/arithmetic/hf runs/arithmetic-data/e
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import sys
 
@@ -40,6 +41,11 @@ def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question
     return tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def in_words(score: float, count: int) -> str:
+    """A share of `count` problems, and how far that of all problems may be from it: two standard errors."""
+    return f"{score:.1%} (+- {2 * math.sqrt(score * (1 - score) / count):.1%}) of {count:,} problems"
+
+
 def exact_match(folder: str | pathlib.Path, problems: str | pathlib.Path) -> tuple[float, list[tuple[str, str, str]]]:
     """The share of problems answered exactly, and (question, right answer, the model's) of each."""
     rows = [json.loads(line)["messages"] for line in pathlib.Path(problems).read_text(encoding="utf-8").splitlines()]
@@ -53,4 +59,4 @@ if __name__ == "__main__":
     score, table = exact_match(sys.argv[1], sys.argv[2])
     for question, right, given in table[:5]:
         print(f"{question}{given!r}  ({'right' if given == right else 'it is ' + right})")
-    print(f"exact match: {score:.1%} of {len(table)} problems")
+    print(f"exact match: {in_words(score, len(table))}")

@@ -2,7 +2,7 @@
 
 FOLDER/model/        config.json of a tiny Qwen3-shaped model, and a tokenizer with a chat template; no weights
 FOLDER/train.jsonl   chat rows: {"messages": [{"role": "user", "content": "37+45="}, ...], "answer": "82"}
-FOLDER/eval.jsonl    rows with problems that are not in train.jsonl
+FOLDER/eval.jsonl    1,000 rows with problems that are not in train.jsonl
 
 python examples/arithmetic/make_data.py runs/arithmetic-data
 """
@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 LARGEST = 99
-EVAL_ROWS = 200
+EVAL_ROWS = 1000
+"""A share p of them is measured to two standard errors of at most 3.2 points: 2 * sqrt(p * (1 - p) / 1000)."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant")
 CHARACTERS = "0123456789+= \n"

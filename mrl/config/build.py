@@ -37,7 +37,7 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
         if key.section is not None and key.nullable and raw.get(name) is None:
             values[name] = None
         elif key.parse is not None:
-            values[name] = key.parse(raw[name], key.path)
+            values[name] = key.parse(raw.get(name), key.path)
         elif key.section is not None:
             values[name] = build_section(key.section, raw.get(name), key.path, root)
         elif name in raw:

@@ -8,8 +8,9 @@ make one iteration.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+from mrl.config.build import build_section
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import (
     REQUIRED,
@@ -197,14 +198,37 @@ class PPOCheckpointConfig(CheckpointConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    every: int | None = key(
+        1, "write the first rollout and one every N steps, and evaluations; null for none", minimum=1, maximum=10**9
+    )
+    keep: int | None = key(
+        None, "newest rollouts and newest evaluations that are kept; null for all", minimum=1, maximum=10**9
+    )
+    max_mb: int | None = key(
+        1024, "size of the folder above which the oldest files are removed; null for no limit", minimum=1, maximum=10**9
+    )
+    tokens: bool = key(True, "write tokens, mask and log-probs too, which a replay (rollout.path) needs")
+    compress: bool = key(False, "write .jsonl.gz")
+
+
+def parse_samples(raw: Any, path: str) -> SamplesConfig:
+    """The section, which true or false may stand for."""
+    if isinstance(raw, bool):
+        return SamplesConfig(every=1 if raw else None)
+    return build_section(SamplesConfig, raw, path, PPOConfig)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOLogConfig(LogConfig):
-    samples: bool = key(True, "write every rollout to output_dir/samples as JSONL")
+    samples: SamplesConfig = key(
+        SamplesConfig, "rollouts that are written to output_dir/samples as JSONL; true and false are every 1 and none", parse=parse_samples
+    )  # fmt: skip
     table: int = key(3, "samples of a rollout shown on the console; 0 for none", minimum=0)
     table_every: int = key(
-        20,
-        "show them of the first rollout and once every N steps, on the console, in wandb and in tensorboard",
-        minimum=1,
-    )
+        20, "show them of the first rollout and once every N steps, on the console, in wandb and in tensorboard",
+        minimum=1, maximum=10**9,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,13 @@ time, and `baseline_00000012.jsonl` the greedy completions that remax compares w
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import io
 import json
 import math
 import os
+import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -19,6 +23,11 @@ from mrl.rollout.base import Limit, Trajectory
 
 Series = Literal["step", "eval", "baseline"]
 SERIES_NAMES: tuple[Series, ...] = get_args(Series)
+COMPRESSED = ".gz"
+TOKENS = ("tokens", "mask", "log_probs")
+"""Keys that `log.samples.tokens: false` leaves out."""
+
+_NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +62,9 @@ class SavedSample:
 
 
 def samples_path(folder: str, step: int, series: Series = "step") -> str:
-    return os.path.join(folder, f"{series}_{step:08d}.jsonl")
+    """The file, compressed where that one is there and the other is not."""
+    path = os.path.join(folder, f"{series}_{step:08d}.jsonl")
+    return f"{path}{COMPRESSED}" if os.path.exists(f"{path}{COMPRESSED}") and not os.path.exists(path) else path
 
 
 def write_samples(
@@ -65,17 +76,21 @@ def write_samples(
     rewards: Sequence[float] | None = None,
     parts: Mapping[str, Sequence[float]] | None = None,
     advantages: Sequence[float] | None = None,
+    tokens: bool = True,
+    compress: bool = False,
 ) -> str:
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
     step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per trajectory. parts: the same by label of a reward function.
+    tokens: False leaves out tokens, mask and log_probs.
     """
-    path = samples_path(folder, step, series)
+    plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
+    path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
     os.makedirs(folder, exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         # Half of a UTF-16 pair in a prompt has no UTF-8; "backslashreplace" writes it as JSON does.
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as out:
+        with _opened(temporary, "w", compress, errors="backslashreplace", newline="\n") as out:
             for i, t in enumerate(trajectories):
                 sample = SavedSample(
                     step=step,
@@ -98,20 +113,48 @@ def write_samples(
                     cut_by=t.cut_by,
                 )
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
+                if not tokens:
+                    fields = {name: value for name, value in fields.items() if name not in TOKENS}
                 out.write(json.dumps(fields, ensure_ascii=False) + "\n")
         os.replace(temporary, path)
+        if os.path.exists(other):  # in the other form, of a run that was started again with another config
+            os.remove(other)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
     return path
 
 
+def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
+    """A file of text; what is compressed holds no time, so that equal samples are equal bytes."""
+    if not compressed:
+        return open(path, mode, encoding="utf-8", **how)  # noqa: SIM115
+    if mode == "r":
+        return gzip.open(path, "rt", encoding="utf-8", **how)
+    return io.TextIOWrapper(gzip.GzipFile(path, mode="wb", mtime=0), encoding="utf-8", **how)
+
+
+def bound(folder: str, *, keep: int | None, max_mb: int | None) -> None:
+    """Removes the oldest files of a folder of samples: all but the newest `keep` of a series, and what is too much for `max_mb`
+    (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone."""
+    found = [(int(match[2]), match[1], entry) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
+    found.sort(key=lambda file: file[:2])
+    gone = [] if keep is None else [file for s in SERIES_NAMES for file in [f for f in found if f[1] == s][:-keep]]
+    left = [file for file in found if file not in gone]
+    size = sum(file[2].stat().st_size for file in left)
+    while max_mb is not None and size > max_mb * 1e6 and len(left) > 1:
+        gone.append(left.pop(0))
+        size -= gone[-1][2].stat().st_size
+    for _, _, entry in gone:
+        os.remove(entry.path)
+
+
 def read_samples(path: str) -> list[SavedSample]:
     """The trajectories of a file, in its order. Raises DataError with file and line for what is no trajectory."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)}); give a file that `mrl ppo` wrote") from None
     if lines.pop():
         raise DataError(f"{path}:{len(lines) + 1}: the line is cut off; copy the file again")
@@ -185,6 +228,8 @@ def _sample(line: str) -> SavedSample:
     if not isinstance(fields, dict):
         raise ValueError(f"is a JSON {type(fields).__name__} and no object")
     fields = OPTIONAL | fields
+    if len(fields) > len(OPTIONAL) and not fields.keys() & set(TOKENS):
+        raise ValueError("has no tokens: log.samples.tokens was false, and a replay needs them")
     for name in (*_CHECKS, *fields):
         if name not in fields:
             raise ValueError(f"has no {name}")

@@ -25,6 +25,7 @@ from mrl.errors import UserError
 from mrl.rewards.scorer import Scorer
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers import ppo
+from mrl.trainers.rl import show
 from tests.config.reach import DEFAULT, Run, Terminal, surroundings
 from tests.engine import tiny
 from tests.resume.rl import kit
@@ -115,17 +116,21 @@ def make(folder: pathlib.Path) -> pathlib.Path:
 
 @dataclasses.dataclass
 class Seen:
-    """limits: that generation was given. scorers: processes of the reward pool. to_host: how often a role was put away."""
+    """limits: that generation was given. scorers: processes of the reward pool. to_host: how often a role was put away. samples_mb: the bound of samples/."""
 
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
     scorers: int = 0
     to_host: int = 0
+    samples_mb: int | None = 0
 
     def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, *, told: Any, **limits: int) -> None:
         self.limits = limits
 
     def note_score(self, scorer: Scorer, *_: Any) -> None:
         self.scorers = len(scorer._pool.pids)
+
+    def note_bound(self, folder: str, *, keep: int | None, max_mb: int | None) -> None:
+        self.samples_mb = max_mb
 
     def note_move(self, engine: BaseEngine, device: str, **_: Any) -> None:
         self.to_host += device == "host"
@@ -136,6 +141,7 @@ def watching(seen: Seen) -> Iterator[None]:
     with (
         before(WorkerDispatch, "generate", seen.note_generate),
         before(Scorer, "score", seen.note_score),
+        before(show, "bound", seen.note_bound),
         before(MegatronEngine, "to", seen.note_move),
         before(FSDPEngine, "to", seen.note_move),
     ):
@@ -201,6 +207,20 @@ def named_is_the_best(metric: str, sign: int) -> Look:
         return named == max(values, key=values.get) and named in there
 
     return look
+
+
+def sample_files(run: Run) -> list[str]:
+    """Kind and step of each file of samples."""
+    names = [path.name.split(".")[0].split("_") for path in (run.folder / "samples").glob("*.jsonl*")]
+    return sorted(f"{series}_{int(step)}" for series, step in names)
+
+
+def sample_keys(run: Run) -> set[str]:
+    return set(json.loads((run.folder / "samples" / "step_00000001.jsonl").read_text().splitlines()[0]))
+
+
+def suffixes(run: Run) -> list[str]:
+    return sorted({path.suffix for path in (run.folder / "samples").iterdir()})
 
 
 def shown(run: Run) -> int:

@@ -232,3 +232,11 @@ def test_the_config_imports_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("given", "every"), [(True, 1), (False, None), ({}, 1), (None, 1), ({"every": 3}, 3)])
+def test_samples_may_be_true_or_false(given, every):
+    made = from_dict(PPO_BASE | {"log": {"samples": given}}, PPOConfig)
+    assert made.log.samples.every == every and from_dict(to_dict(made), PPOConfig) == made
+    with pytest.raises(ConfigError, match=r"^log\.samples\.evry: .*did you mean log\.samples\.every\?"):
+        from_dict(PPO_BASE | {"log": {"samples": {"evry": 1}}}, PPOConfig)

@@ -8,7 +8,7 @@ import pytest
 
 from mrl.errors import ConfigError, DataError
 from mrl.rollout.recorded import RecordedRollouts
-from mrl.rollout.samples import read_samples, write_samples
+from mrl.rollout.samples import bound, read_samples, write_samples
 from tests.data.kit import CHATML, make_tokenizer
 from tests.rollout.kit import Says, config, make_prompts, make_rollouts, write_environments
 
@@ -113,6 +113,47 @@ def test_a_file_is_whole_or_not_there(saved, prompts):
     with pytest.raises(IndexError):
         write_samples(folder, 12, trajectories, rewards=[1.0])  # fails in the middle
     assert os.listdir(folder) == ["step_00000012.jsonl"] and file.read_text(encoding="utf-8") == before
+
+
+def test_compressed_and_without_tokens(saved, prompts):
+    folder, trajectories = saved
+    write_samples(folder, 12, trajectories, compress=True)
+    assert os.listdir(folder) == ["step_00000012.jsonl.gz"] and replayed(folder, prompts) == trajectories
+    whole = Path(folder, "step_00000012.jsonl.gz")
+    before = whole.read_bytes()
+    write_samples(folder, 12, trajectories, compress=True)
+    assert whole.read_bytes() == before
+    whole.write_bytes(before[:-20])
+    with pytest.raises(DataError, match=r"step_00000012.jsonl.gz: cannot be read \(.*give a file that"):
+        replayed(folder, prompts)
+    write_samples(folder, 12, trajectories, tokens=False)
+    assert os.listdir(folder) == ["step_00000012.jsonl"]
+    assert (
+        not {"tokens", "mask", "log_probs"}
+        & json.loads(Path(folder, "step_00000012.jsonl").read_text().split("\n")[0]).keys()
+    )
+    with pytest.raises(
+        DataError, match="12.jsonl:1: has no tokens: log.samples.tokens was false, and a replay needs them"
+    ):
+        replayed(folder, prompts)
+
+
+def test_the_folder_is_bounded_from_the_oldest_file_on(tmp_path):
+    def left(*, keep=None, max_mb=None):
+        for step in (1, 2, 30):
+            for series in ("step", "eval"):
+                name = f"{series}_{step:08d}.jsonl"
+                (tmp_path / (f"{name}.gz" if step == 2 else name)).write_bytes(bytes(300_000))
+        bound(str(tmp_path), keep=keep, max_mb=max_mb)
+        return sorted(path.name.split(".")[0].replace("0000000", "") for path in tmp_path.glob("*_*"))
+
+    (tmp_path / "notes.jsonl").write_bytes(bytes(2_000_000))
+    assert left() == ["eval_00000030", "eval_1", "eval_2", "step_00000030", "step_1", "step_2"]
+    assert left(keep=1) == ["eval_00000030", "step_00000030"]
+    assert left(keep=2) == ["eval_00000030", "eval_2", "step_00000030", "step_2"]
+    assert left(max_mb=1) == ["eval_00000030", "step_00000030", "step_2"]
+    (tmp_path / "step_00000040.jsonl").write_bytes(bytes(3_000_000))
+    assert left(max_mb=1) == ["step_00000040"] and (tmp_path / "notes.jsonl").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- what is missing

@@ -22,7 +22,7 @@ from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 from mrl.trainers import console, hub, sft, throughput, waits
-from mrl.trainers.rl.show import table, table_is_due
+from mrl.trainers.rl.show import is_due, table
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
 from tests.config.test_load import BASE, PPO_BASE
@@ -119,7 +119,7 @@ def test_the_end_says_what_metrics_came_to():
 
 
 def test_the_table_comes_with_the_first_rollout_and_every_so_many_steps():
-    due = lambda every, each: [s for s in range(1, 41, each) if table_is_due(s, every, each)]  # noqa: E731
+    due = lambda every, each: [s for s in range(1, 41, each) if is_due(s, every, each)]  # noqa: E731
     assert due(20, 1) == [1, 21] and due(10, 4) == [1, 13, 21, 33] and due(2, 4) == list(range(1, 41, 4))
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from mrl import metrics
 from mrl.algorithms.ragged import sum_per_sequence
-from mrl.config.ppo import PPOConfig
+from mrl.config.ppo import PPOConfig, SamplesConfig
 from mrl.rewards.scorer import Scores, faults_in_words
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Trajectory
-from mrl.rollout.samples import write_samples
+from mrl.rollout.samples import bound, write_samples
 from mrl.trainers.console import Console
 from mrl.trainers.rl import scoring
 from mrl.trainers.rl.collect import Collected
@@ -32,11 +32,14 @@ def show_rollout(
     config = trainer.config
     order = epoch_order(config.seed, experience.iteration, 0, len(collected.trajectories))
     advantages_S = mean_advantages(experience)[torch.tensor(order).argsort()]  # back as they were sampled
-    if config.log.samples:
-        trainer.dispatch.on_main(lambda: write_rollout(trainer.directory, step, collected, advantages_S.tolist()))
+    wanted = config.log.samples
+    if wanted.every is not None and is_due(step, wanted.every, config.steps_per_iteration):
+        trainer.dispatch.on_main(
+            lambda: write_rollout(trainer.directory, wanted, step, collected, advantages_S.tolist())
+        )
     if log.has_sinks:
         log.histograms(step, histograms(collected, advantages_S.tolist()))
-    if not table_is_due(step, config.log.table_every, config.steps_per_iteration):
+    if not is_due(step, config.log.table_every, config.steps_per_iteration):
         return
     trainer.console.samples(step, table(collected.trajectories, collected.scores, config.log.table))
     if log.has_sinks:
@@ -46,9 +49,9 @@ def show_rollout(
         log.table(step, "samples", ["prompt", "completion", "reward", *labels], cells)
 
 
-def table_is_due(step: int, every: int, steps_per_rollout: int) -> bool:
-    """Whether samples are shown before `step`, the first on a rollout: of the first rollout, and each time `every` more
-    steps begin."""
+def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
+    """Whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and one each time that
+    `every` more steps begin."""
     return (step - 1) % every < steps_per_rollout
 
 
@@ -62,7 +65,9 @@ def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[
     }
 
 
-def write_rollout(directory: RunDirectory, step: int, collected: Collected, advantages: list[float]) -> None:
+def write_rollout(
+    directory: RunDirectory, wanted: SamplesConfig, step: int, collected: Collected, advantages: list[float]
+) -> None:
     """The file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice is the same:
     what is trained on, and without an advantage the groups that gave way to others; and one of the greedy answers."""
     rejected, of_rejected = collected.rejected
@@ -71,13 +76,15 @@ def write_rollout(directory: RunDirectory, step: int, collected: Collected, adva
     scores = scoring.select(scores, collected.sampled)
     write_samples(
         str(directory.samples), step, [trajectories[i] for i in collected.sampled], rewards=scores.totals, parts=scores.parts,
-        advantages=[with_none[i] for i in collected.sampled],
+        advantages=[with_none[i] for i in collected.sampled], tokens=wanted.tokens, compress=wanted.compress,
     )  # fmt: skip
     greedy, of_greedy = collected.greedy
     if greedy:
         write_samples(
-            str(directory.samples), step, greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts
-        )
+            str(directory.samples), step, greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts,
+            tokens=wanted.tokens, compress=wanted.compress,
+        )  # fmt: skip
+    bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
 
 def show_evaluation(
@@ -85,12 +92,16 @@ def show_evaluation(
 ) -> None:  # fmt: skip
     """Writes the answers to held-out prompts after `step`, and says which rewards failed on them."""
 
+    wanted = config.log.samples
+
     def write() -> None:
         write_samples(
-            str(directory.samples), step, trajectories, series="eval", rewards=scores.totals, parts=scores.parts
-        )
+            str(directory.samples), step, trajectories, series="eval", rewards=scores.totals, parts=scores.parts,
+            tokens=wanted.tokens, compress=wanted.compress,
+        )  # fmt: skip
+        bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
-    if config.log.samples:
+    if wanted.every is not None:
         dispatch.on_main(write)
     for line in faults_in_words(scores.faults):
         console.say(line)
