@@ -22,7 +22,7 @@ from mrl.config.schema import LogConfig, WandbConfig
 from mrl.errors import ConfigError
 
 SFT_METRICS: dict[str, str] = {
-    "step": "optimizer steps made, from 1",
+    "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
     "train/loss": "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, `actor/loss`",
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",

@@ -120,6 +120,7 @@ def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Exp
     What the user can put right (a bad row, a reward function) raises after a save of the state before.
     """
     before = trainer.source.state_dict()
+    trainer.console.doing(f"step {progress.step + 1}: prompts and weights for the sampler")
     try:
         prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
         with trainer.sampling(progress.step):
@@ -158,6 +159,7 @@ def evaluate_before(trainer: Trainer, progress: Progress, log: metrics.MetricsLo
     """How good the policy is before training: the line of step 0."""
     if trainer.evaluation is None or trainer.config.train.eval_every is None:
         return
+    trainer.console.doing("evaluating before training")
     with trainer.sampling(0):
         found = trainer.evaluation.run(0)
     if found is None:
