@@ -225,4 +225,4 @@ def suffixes(run: Run) -> list[str]:
 
 def shown(run: Run) -> int:
     """Lines with a sample."""
-    return sum(" -> " in line for line in run.said.splitlines())
+    return sum(line.startswith("  ") and " -> " in line for line in run.said.splitlines())
