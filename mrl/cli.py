@@ -27,12 +27,9 @@ from mrl.errors import Stopped, UserError
 from mrl.launch.slurm import ending
 
 if TYPE_CHECKING:
-    from mrl.config.ppo import PPOConfig
     from mrl.config.roots import Config
-    from mrl.config.schema import EngineConfig, SFTConfig
     from mrl.convert.verifying import Comparison
     from mrl.launch.preflight import Part
-    from mrl.parallel import ParallelDims
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
@@ -145,6 +142,7 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     from mrl.config.load import load_config
     from mrl.config.roots import ROOTS
     from mrl.launch import preflight
+    from mrl.launch.describe import describe
     from mrl.launch.environment import interface_towards, joined_world
     from mrl.launch.worker import log_path, warnings_in
     from mrl.trainers.waits import said
@@ -163,7 +161,8 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
         layouts = preflight.check_layout(config, parts, nproc if joined is None else joined.world_size)
     if dry_run:
         preflight.check_code(config)
-        _describe(command, config, parts, layouts)
+        for line in describe(command, config, parts, layouts):
+            click.echo(line)
         return
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if joined is not None:
@@ -220,58 +219,6 @@ def _start(command: str, config: Config, command_line: str, nproc: int, shows: b
 def _target(command: str) -> Callable[[Any, str], None]:
     """`run` of the command's trainer."""
     return importlib.import_module(f"mrl.trainers.{command}").run
-
-
-def _describe(command: str, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> None:
-    """Prints the resolved config, which is YAML, and comments on what it means on these processes."""
-    from mrl.config.load import dump_config
-
-    click.echo(dump_config(config), nl=False)
-    for line in _sft_comments(config, *layouts) if command == "sft" else _ppo_comments(config, parts, layouts):
-        click.echo(f"# {line}")
-
-
-def _sft_comments(config: SFTConfig, dims: ParallelDims) -> list[str]:
-    train = config.train
-    length = f"{train.steps} steps" if train.steps is not None else f"{train.resolved_epochs:g} epochs"
-    return [
-        f"layout: {dims.describe()} on {_processes(dims)}",
-        f"micro-batch: {_micro_batch(config.engine, config.data.max_length)}",
-        f"length: {length} of {train.global_batch_size} sequences a step",
-    ]
-
-
-def _ppo_comments(config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
-    from mrl.algorithms.configured import configured_recipe
-    from mrl.algorithms.recipes import in_words
-
-    train, per_iteration = config.train, config.steps_per_iteration
-    lines = [
-        f"{part.role}: {part.engine.backend} {dims.describe()} on {_processes(dims)}, micro-batches of "
-        f"{_micro_batch(part.engine, config.max_length)}"
-        for part, dims in zip(parts, layouts, strict=True)
-    ]
-    lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
-    lines.append(
-        f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained on in "
-        f"{per_iteration} steps of {config.mini_batch_size} sequences"
-    )
-    if train.steps is not None:
-        length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
-    else:
-        length = f"{1 if train.epochs is None else train.epochs:g} epochs of the prompts, in whole iterations"
-    return [*lines, f"length: {length}"]
-
-
-def _processes(dims: ParallelDims) -> str:
-    return f"{dims.world_size} {'process' if dims.world_size == 1 else 'processes'}"
-
-
-def _micro_batch(engine: EngineConfig, max_length: int) -> str:
-    from mrl.config.checks import micro_batch_tokens
-
-    tokens = micro_batch_tokens(engine.micro_batch, max_length)
-    return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"
 
 
 main.add_command(slurm)
