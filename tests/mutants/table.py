@@ -1,0 +1,310 @@
+"""The mutants: small faults that a test must catch, by what they break.
+
+A mutant replaces `text`, which stands once in `file`, by `replacement`; at least one of `tests` must fail then. Name few and cheap
+ones. A mutant whose text is gone, because the line was rewritten, gets the new line's text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """file: under mrl/. tests: what pytest is given, under tests/."""
+
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text.strip()!r} -> {self.replacement.strip()!r}"
+
+
+def _of(file: str, tests: str | tuple[str, ...], *changes: tuple[str, str]) -> tuple[Mutant, ...]:
+    """Mutants of one file that the same tests catch."""
+    named = (tests,) if isinstance(tests, str) else tests
+    return tuple(Mutant(file, text, replacement, named) for text, replacement in changes)
+
+
+LOSSES = (
+    *_of(
+        "algorithms/losses.py",
+        "algorithms/test_losses.py",
+        ("return (loss_T * weights_T).sum()", "return (loss_T * weights_T).mean()"),
+        ("loss_T = loss_T + self.kl_coef * kl_T", "loss_T = loss_T - self.kl_coef * kl_T"),
+        ("loss_T = loss_T - self.entropy_coef *", "loss_T = loss_T + self.entropy_coef *"),
+        ("return policy.loss_T * weights.weight_T, report", "return policy.loss_T, report"),
+        ('scale = data.denominators[self.denominator] / (data.denominators["tokens"] or 1.0)', "scale = 1.0"),
+        ("return values_T.masked_fill(data.loss_mask == 0, 0.0)", "return values_T"),
+    ),
+    *_of(
+        "algorithms/policy.py",
+        "algorithms/test_policy.py",
+        (
+            "kept_T = ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T",
+            "kept_T = ratio_T.clamp(1 - clip.high, 1 + clip.low) * advantages_T",
+        ),
+        ("torch.minimum(surrogate_T, kept_T), kept_T <", "torch.maximum(surrogate_T, kept_T), kept_T <"),
+        (
+            "torch.where(advantages_T < 0, torch.maximum(objective_T, bound_T), objective_T)",
+            "torch.maximum(objective_T, bound_T)",
+        ),
+        ("weight_T = ratio_T.detach().clamp(", "weight_T = ratio_T.clamp("),
+        (" / sum_per_sequence(trained_T, lengths_S).clamp(min=1)", ""),
+        ("+ log_probs_T - log_probs_T.detach()).exp()", ").exp()"),
+        ("return PolicyLoss(-advantages_T * log_probs_T,", "return PolicyLoss(-ratio_T * advantages_T,"),
+    ),
+    *_of(
+        "algorithms/aggregation.py",
+        "algorithms/test_aggregation.py",
+        ('"sequence_mean": "sequences", "fixed_length": "sequences"', '"sequence_mean": "tokens", "fixed_length": "sequences"'),
+        ("return mask_T / totals_T.masked_fill(mask_T == 0, 1.0)", "return mask_T / totals_T.mean()"),
+        ("return mask_T / fixed_length", "return mask_T / (fixed_length + 1)"),
+    ),
+    *_of(
+        "algorithms/value.py",
+        "algorithms/test_value.py",
+        ("torch.maximum(plain_T, clipped_T) / 2", "torch.minimum(plain_T, clipped_T) / 2"),
+        ("near_T = old_values_T + (values_T - old_values_T)", "near_T = values_T + (values_T - old_values_T)"),
+        ("(error_squared - error**2) / variance", "error_squared / variance"),
+    ),
+    *_of("algorithms/sft.py", "algorithms/test_sft.py", ("return (nll_T * mask_T).sum(), ctx", "return nll_T.sum(), ctx")),
+    *_of(
+        "algorithms/correction.py",
+        "algorithms/test_correction.py",
+        ("ratio_T.clamp(max=correction.cap)", "ratio_T.clamp(min=correction.cap)"),
+        (" | (ratio_T < correction.floor)", ""),
+        (".detach().masked_fill(mask_T == 0, 0.0)", ".masked_fill(mask_T == 0, 0.0)"),
+    ),
+)  # fmt: skip
+
+KL = (
+    *_of(
+        "algorithms/kl.py",
+        "algorithms/test_kl.py",
+        ("torch.expm1(-bounded(d_T)) + bounded(d_T)", "torch.expm1(bounded(d_T)) - bounded(d_T)"),
+        ("d_T.square() / 2", "d_T.square()"),
+        ("-0.2), 0.2)\n", "-0.2), 2.0)\n"),
+        ("self.coef *= 1 + self._gain * error", "self.coef *= 1 - self._gain * error"),
+        ("/ max(1, sequences)", "/ max(1, lengths_S.numel())"),
+    ),
+    *_of("algorithms/log_ratio.py", ("algorithms/test_policy.py", "algorithms/test_kl.py"), ("log_ratio.clamp(-BOUND, BOUND)", "log_ratio")),
+    *_of(
+        "trainers/rl/steps.py",
+        "trainers/rl/test_algorithms.py::test_kl_target_steers_the_coefficient[grpo-0.001]",
+        ("dataclasses.replace(loss_fn, kl_coef=trainer.kl.coef)", "dataclasses.replace(loss_fn, kl_coef=recipe.kl_coef)"),
+        ("trainer.kl.update(experience.sequence_kl)", "trainer.kl.update(0.0)"),
+    ),
+)  # fmt: skip
+
+ADVANTAGES = (
+    *_of(
+        "algorithms/advantages.py",
+        "algorithms/test_advantages.py",
+        ("deltas_NS[n] + gamma * lam * following_S", "deltas_NS[n] + lam * following_S"),
+        ("torch.zeros_like(values_NS[:1])]", "values_NS[-1:]]"),
+        ("from_trained_columns(advantages_NS + values_NS,", "from_trained_columns(advantages_NS,"),
+        ("_centered(r_G) / (r_G.std() + eps)", "_centered(r_G) / (r_G.std(correction=0) + eps)"),
+        ("_centered(r_G) * (len(r_G) / (len(r_G) - 1))", "_centered(r_G)"),
+        ("(centered.square().mean() + eps).sqrt()", "(centered.square().mean() + eps)"),
+        ("above_T[last_S[last_S >= 0]] -= baselines_S", "above_T[last_S[last_S >= 0]] += baselines_S"),
+    ),
+    *_of(
+        "algorithms/shaping.py",
+        "algorithms/test_shaping.py",
+        ("rewards_T = rewards_T - kl_coef * kl_T", "rewards_T = rewards_T + kl_coef * kl_T"),
+        ("(beyond_S / cache).clamp(0.0, 1.0)", "(beyond_S / cache).clamp(min=0.0)"),
+        ("return (lowest < highest)[group_S]", "return (lowest <= highest)[group_S]"),
+    ),
+    *_of(
+        "algorithms/ragged.py",
+        "algorithms/test_shaping.py",
+        ("torch.stack([part.max() for part in parts])", "torch.stack([part.min() for part in parts])"),
+    ),
+    *_of(
+        "algorithms/ragged.py",
+        "trainers/rl/test_algorithms.py::test_overlong_punishment_counts_observations_as_the_limit_does",
+        ("part.cummax(0).values.sum()", "part.sum()"),
+    ),
+    *_of(
+        "algorithms/recipes.py",
+        ("trainers/rl/test_experience.py", "algorithms/test_recipes.py"),
+        ("math.ceil(recipe.overlong_fraction", "math.floor(recipe.overlong_fraction"),
+        ('kl_coef=recipe.kl_coef if recipe.kl_in == "loss" else 0.0', "kl_coef=recipe.kl_coef"),
+        ("(whiten(advantages_T, rollout.mask_T) if recipe.whiten else advantages_T)", "advantages_T"),
+    ),
+    *_of(
+        "trainers/rl/experience.py",
+        "trainers/rl/test_experience.py",
+        ("kl_T=kl_T, kl_coef=kl.coef)", "kl_T=kl_T, kl_coef=recipe.kl_coef)"),
+        ('values_T=fields["old_values"].double() if', 'values_T=fields["old_values"].double().roll(1) if'),
+        ("order = range(count) if epoch == 0 else", "order = range(count) if epoch >= 0 else"),
+        ("noise_key((seed, ORDER, iteration), epoch)", "noise_key((seed, ORDER), epoch)"),
+        ("order[part * size : (part + 1) * size]).with_denominators()", "order[part * size : (part + 1) * size])"),
+    ),
+)  # fmt: skip
+
+BATCHES = (
+    *_of(
+        "batch.py",
+        ("data/test_batches.py", "algorithms/test_losses.py", "trainers/rl/test_experience.py"),
+        ("labels=flat([ids[1:] for ids in sequences]", "labels=flat([ids[:-1] for ids in sequences]"),
+        ("loss_mask=flat([m[1:] for m in masks]", "loss_mask=flat([m[:-1] for m in masks]"),
+    ),
+    *_of(
+        "engine/microbatch.py",
+        "engine/test_microbatch.py",
+        ("count = -(-len(lengths) // size)", "count = len(lengths) // size + 1"),
+        ("(len(runs[-1]) + 1) * lengths[i] <= tokens", "len(runs[-1]) * lengths[i] <= tokens"),
+        ("count = -(-count // multiple_of) * multiple_of", "count = count // multiple_of * multiple_of"),
+        ("count = max(1, agree(least))", "count = max(1, least)"),
+        ("zip(left, reversed(right), strict=True)", "zip(left, right, strict=True)"),
+    ),
+    *_of(
+        "data/packing.py",
+        "data/test_packing.py",
+        ("spaces.put(free - length, index)", "spaces.put(free, index)"),
+        ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
+    ),
+    *_of(
+        "data/stream.py",
+        ("data/test_batches.py", "data/test_prompts.py"),
+        ("position + 1 < len(self.dataset)", "position + 2 < len(self.dataset)"),
+        ("np.array([seed % 2**64, epoch]", "np.array([seed % 2**64, 0]"),
+    ),
+)  # fmt: skip
+
+SCALING_AND_OPTIMIZER = (
+    *_of(
+        "engine/megatron/scaling.py",
+        "engine/test_parity_megatron.py::test_row[llama, dp2, packed, size 2]",
+        ("(micro_batches * dp / (denominator * share))", "(micro_batches / (denominator * share))"),
+        ("(micro_batches * dp / (denominator * share))", "(dp / (denominator * share))"),
+    ),
+    *_of(
+        "engine/fsdp/step.py",
+        "engine/test_contract.py::test_contract[fsdp dp2-schedule_and_clipping]",
+        ("return loss_sum * (ranks / denominator)", "return loss_sum / denominator"),
+    ),
+    *_of(
+        "engine/fsdp/optim.py",
+        "engine/test_contract.py::test_contract[fsdp dp2-schedule_and_clipping]",
+        ("limit / (norm + 1e-6)", "0.99 * limit / (norm + 1e-6)"),
+        ("if limit and norm > limit:", "if not limit and norm > limit:"),
+        (".double().square().sum()\n", ".double().sum()\n"),
+        ('group["lr"] = lr\n', 'group["lr"] = 0.9 * lr\n'),
+    ),
+    *_of(
+        "engine/schedule.py",
+        "engine/test_schedule.py",
+        ("return peak * (step + 1) / warmup", "return peak * step / warmup"),
+        ("min(max(step - start, 0) / decay, 1.0)", "max(step - start, 0) / decay"),
+        ("low + (peak - low) * 0.5 * (1.0 + math", "(peak - low) * 0.5 * (1.0 + math"),
+        ("start = max(warmup, total_steps - ", "start = max(0, total_steps - 1 - "),
+    ),
+    *_of(
+        "engine/guards.py",
+        "engine/test_guards.py",
+        ("splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)", "splitmix.mix(words.long().clone())"),
+        ("splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)", "places * (words + 7 * places)"),
+        ("differ = (low != high).tolist()", "differ = (low > high).tolist()"),
+        ("if any(f.should_change and not f.changed for f in found)", "if all(f.should_change and not f.changed for f in found)"),
+    ),
+)  # fmt: skip
+
+MODELS = (
+    *_of(
+        "engine/logprobs.py",
+        "engine/test_logprobs.py",
+        ("log_total - weighted / total, largest", "log_total + weighted / total, largest"),
+        ("grad.div_(spec.temperature)", "grad"),
+        ("min(max(self.vocab_size - self.start, 0), columns)", "columns"),
+        ("largest = local_max.clone()\n", "largest = local_max.clone() + 1\n        local_max = local_max + 2\n"),
+    ),
+    *_of(
+        "engine/sampling.py",
+        "engine/test_sampling.py",
+        ("z = z / rows.temperature[:, None]", "z = z * rows.temperature[:, None]"),
+        ("((reached - mass) < rows.top_p[:, None])", "(reached < rows.top_p[:, None])"),
+        ("(rows.top_k - 1).clamp(", "rows.top_k.clamp("),
+        ("largest + rows.min_p.log()", "largest + rows.min_p"),
+        ("return token + shard.start, part[2] - part[3]", "return token + shard.start, part[0] - part[3]"),
+    ),
+    *_of(
+        "engine/fsdp/attention.py",
+        "engine/test_fsdp_model.py::test_windows_and_chunks_are_those_of_transformers",
+        ("self.window is not None and self.window < length", "self.window is not None and self.window + 1 < length"),
+        ("self.chunk is not None and self.chunk < length", "self.chunk is not None and self.chunk + 1 < length"),
+        ("torch.arange(length, device=device) // self.chunk", "(torch.arange(length, device=device) + 1) // self.chunk"),
+        ("DocumentMask(chunk=local_size) if chunked else", "DocumentMask(window=local_size) if chunked else"),
+    ),
+    *_of(
+        "engine/fsdp/rotary.py",
+        "engine/test_fsdp_parity.py::test_equal_to_hugging_face[phi3 long rope, dp1, padded, size 4, fsdp]",
+        ("clamp(min=min(limit, int(lengths.max())))", "clamp(min=int(lengths.max()))"),
+    ),
+    *_of(
+        "mcore_models/kv_cache.py",
+        "mcore_models/test_attention.py",
+        ("hidden |= places <= at - window", "hidden |= places < at - window"),
+        ("allowed.triu(k_length - q_length - window + 1)", "allowed.triu(k_length - q_length - window)"),
+    ),
+    *_of(
+        "mcore_models/attention.py",
+        "mcore_models/test_attention.py",
+        ("self.window is None or self.window >= length", "self.window is None or self.window + 1 >= length"),
+        ("config.window_size[0] + 1 if windowed", "config.window_size[0] if windowed"),
+    ),
+)  # fmt: skip
+
+CONVERTERS = (
+    *_of(
+        "converters/algebra.py",
+        "converters/test_algebra.py",
+        ("group * rows + low - at, high - low", "group * rows, high - low"),
+        ("real = min(max(rows - start, 0), length)", "real = min(rows, length)"),
+        ("return -(-vocab_size // unit) * unit", "return vocab_size // unit * unit"),
+        ("Piece(0, 1, *cut.share(shapes[0][1], 1))", "Piece(0, 0, *cut.share(shapes[0][0], 1))"),
+        ("return self.rank * (n // self.degree)", "return (self.degree - 1 - self.rank) * (n // self.degree)"),
+    ),
+    *_of(
+        "converters/quantized.py",
+        "converters/test_quantized.py",
+        ("[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]"),
+        ("(scales.int() - 127)", "(scales.int() - 128)"),
+        ("factors[top - low * self.block[0] :, left", "factors[0:, left"),
+    ),
+    *_of(
+        "converters/fused.py",
+        "converters/test_fused.py",
+        ("self.first + start : self.first + stop", "start : stop"),
+    ),
+)  # fmt: skip
+
+CHECKPOINTS = (
+    *_of(
+        "engine/checkpoint.py",
+        (
+            "engine/test_checkpoint.py::test_the_last_n_are_kept",
+            "engine/test_checkpoint.py::test_order_is_of_time_not_of_steps",
+            "engine/test_checkpoint.py::test_all_ranks_write_into_one_folder",
+            "engine/test_checkpoint.py::test_a_damaged_or_foreign_checkpoint_is_refused_by_name",
+            "engine/test_checkpoint.py::test_leftovers_of_a_kill_are_removed_by_the_next_save",
+        ),
+        ("in _whole(root)[:-keep]", "in _whole(root)[: -keep - 1]"),
+        ("key=lambda item: (item[1].serial, item[0])", "key=lambda item: item[0]"),
+        ('content=facts["size"] <= SMALL_BYTES', "content=False"),
+        ("everyone[i % ranks.size][file]", "everyone[0][file]"),
+        ("            shutil.rmtree(os.path.join(root, entry))\n\n\ndef _settle", "            pass\n\n\ndef _settle"),
+    ),
+    *_of(
+        "rollout/stops.py",
+        "rollout/test_stops.py",
+        ("while start > 0 and whole <= self._longest", "while start > 0 and whole < self._longest - 1"),
+        ("skip_special_tokens=False", "skip_special_tokens=True"),
+    ),
+)  # fmt: skip
+
+MUTANTS = (*LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS)

@@ -1,0 +1,43 @@
+"""The table of mutants fits the tree, and no mutant of it lives."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.runner import REPO, SURVIVED, run, survivors
+from tests.mutants.table import MUTANTS, Mutant
+
+
+def test_every_mutant_is_a_change_of_the_source_that_can_be_run():
+    assert len(MUTANTS) >= 60 and len(set(MUTANTS)) == len(MUTANTS)
+    for mutant in MUTANTS:
+        text = Path(REPO, "mrl", mutant.file).read_text(encoding="utf-8")
+        assert text.count(mutant.text) == 1, f"{mutant}: the text is there {text.count(mutant.text)} times"
+        changed = text.replace(mutant.text, mutant.replacement)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), f"{mutant}: changes nothing"
+
+
+def test_every_mutant_names_tests_that_exist():
+    for mutant in MUTANTS:
+        assert mutant.tests
+        for test in mutant.tests:
+            path, *function = test.split("::")
+            file = Path(REPO, "tests", path)
+            assert file.exists(), f"{mutant}: {test}"
+            assert not function or re.search(rf"def {re.escape(function[0].split('[')[0])}\(", file.read_text()), test
+
+
+@pytest.mark.nightly
+def test_no_mutant_lives():
+    assert survivors(run(MUTANTS)) == []
+
+
+@pytest.mark.nightly
+def test_a_mutant_that_no_test_catches_is_a_survivor():
+    harmless = Mutant(
+        "algorithms/sft.py", "nll_T = -log_probs_T", "nll_T = -1 * log_probs_T", ("algorithms/test_sft.py",)
+    )
+    outcomes = run([harmless])
+    assert outcomes == {harmless: SURVIVED} and survivors(outcomes)
