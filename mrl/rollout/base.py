@@ -120,6 +120,9 @@ class Sampler(abc.ABC):
 class TrajectorySource(abc.ABC):
     """Where the trajectories of prompts come from: sampled, or replayed."""
 
+    earlier_s = 0.0
+    """Seconds that it took to sample what the latest `sample` gave, where an earlier start of the run did."""
+
     exact = False
     """As `Sampler.exact`."""
 
@@ -138,6 +141,12 @@ class TrajectorySource(abc.ABC):
 
         step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
         """
+
+    def begin(self, run_id: str) -> None:  # noqa: B027 (not every source has something to do)
+        """Is told which run samples, before it does."""
+
+    def forget(self) -> None:  # noqa: B027 (not every source has something to do)
+        """Removes what is kept for a later start: all is trained on. Collective."""
 
     @abc.abstractmethod
     def close(self) -> None:

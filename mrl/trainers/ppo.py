@@ -63,6 +63,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)
+    trainer.collector.rollouts.begin(progress.run_id)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
     console.doing("opening the logs")
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))
@@ -74,6 +75,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
         loop(trainer, progress, experience, log)
+        trainer.collector.rollouts.forget()
     finally:
         console.doing("closing the logs")
         log.close()

@@ -29,7 +29,7 @@ from mrl.engine.lora import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
-OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed")
+OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 
@@ -55,6 +55,11 @@ class RunDirectory:
     def samples(self) -> pathlib.Path:
         """Rollouts as JSONL."""
         return self.path / "samples"
+
+    @property
+    def pending(self) -> pathlib.Path:
+        """What was sampled and is not trained on yet, until the run ends."""
+        return self.path / "pending"
 
     @property
     def partial_hf(self) -> pathlib.Path:

@@ -154,7 +154,7 @@ class Collector:
         sampled_s = time.perf_counter()
         self.doing(f"step {step}: scoring")
         scores = self.scores.score(trajectories, step=step, made=step - 1)
-        self._rollout_s += sampled_s - began_s
+        self._rollout_s += sampled_s - began_s + self.rollouts.earlier_s
         self._reward_s += time.perf_counter() - sampled_s
         return trajectories, scores
 

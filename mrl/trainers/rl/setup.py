@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl import metrics
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.recipes import Recipe, kl_controller
+from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
@@ -28,6 +29,7 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
 from mrl.roles.roles import build_roles
 from mrl.rollout.base import Sampler, TrajectorySource
+from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
@@ -90,6 +92,11 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         ends.callback(scores.close)
         console.doing("starting the sampler")
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
+        if sampler is not None:
+            rollouts = KeptRollouts(
+                rollouts, directory.pending, origin=_origin(config, folders["actor"], dispatch.world_size),
+                on_main=dispatch.on_main, say=console.say,
+            )  # fmt: skip
         ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
@@ -174,6 +181,20 @@ def _rollouts(
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
     )  # fmt: skip
     return rollouts, sampler
+
+
+def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
+    """What the samples of given steps depend on. The weights are known by their files' sizes and times."""
+    plain = to_dict(config)
+    files = sorted(pathlib.Path(folder).glob("*.*"))
+    environment = (config.rollout.environment or "").rpartition(":")[0]
+    return {
+        "config": {name: plain[name] for name in ("seed", "rollout", "data")},
+        "actor": {name: plain["actor"][name] for name in ("model", "engine")},
+        "model": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()],
+        "environment": pathlib.Path(environment).read_text(encoding="utf-8") if environment else None,
+        "world_size": world_size,
+    }
 
 
 def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:

@@ -46,9 +46,20 @@ def test_a_reward_function_that_raises_saves_first_and_goes_on_when_it_is_mended
         f"steps 1 to 4 are saved in {own}/run/checkpoints/step_00000004",
     ):  # fmt: skip
         assert words in message, message
-    assert kit.train(config, 1)[:2] == (ended, message), "until it is mended it says the same"
+    report = own / "run" / "failed" / "reward_step_5.txt"
+    assert f"its traceback and the completion are in {report}; steps" in message
+    assert all(
+        words in report.read_text() for words in ("the judge is ill", 'rewards.py", line 10, in digits', "completion:")
+    )
+    (kept,) = (own / "run" / "pending").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = kit.train(config, 1)
+    assert again[:2] == (ended, message), "until it is mended it says the same"
+    assert f"step 5: 8 samples are those in {kept}, which were not scored to the end" in again[2]
+    assert kept.stat().st_mtime_ns == written, "what was sampled is not sampled again"
     (own / "faults.txt").unlink()
-    kit.finish(config, 1)
+    assert f"step 5: 8 samples are those in {kept}" in kit.finish(config, 1)
+    assert not (own / "run" / "pending").exists()
     assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
 
 
@@ -90,7 +101,11 @@ def test_a_run_that_ends_before_its_first_step_evaluates_the_start_again(inputs,
     config = config_of(inputs, own, "run")
     (own / "faults.txt").write_text(" ".join(f"train{i}" for i in range(10, 20)))
     for _ in range(2):
-        assert kit.train(config, 1)[0] == "RewardError"
+        ended, _, said = kit.train(config, 1)
+        assert ended == "RewardError"
+    assert "step 1: 8 samples are those in " in said
+    other = kit.train({**config, "seed": 4}, 1)
+    assert other[0] == "RewardError" and "samples are those in" not in other[2], "other samples are asked for"
     assert [row["step"] for row in resume.steps(own / "run")] == [0]
 
 

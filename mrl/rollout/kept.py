@@ -1,0 +1,138 @@
+"""Rollouts on disk from sampling on, so that a run that fails or is killed while it scores goes on from what was sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mrl.data.prompts import Prompt
+from mrl.rollout.base import Trajectory, TrajectorySource
+from mrl.rollout.rollouts import OnMain
+from mrl.rollout.samples import Series
+
+_OF_PROMPT = ("content", "tokens", "truncated")  # what an environment's reset may have replaced
+_FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")
+
+
+class KeptRollouts(TrajectorySource):
+    """Another source's trajectories, each list of which is in a file of `folder` until rollouts of later weights come.
+
+    The file is read instead of sampling anew where the same is asked for with the same weights: after as many steps of the
+    same run, or before the first step, and with an equal origin.
+
+    origin: plain data that what is sampled depends on, beside the steps made. say: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        source: TrajectorySource,
+        folder: pathlib.Path,
+        *,
+        origin: Mapping[str, Any],
+        on_main: OnMain,
+        say: Callable[[str], None],
+    ) -> None:
+        self._source, self._folder, self._on_main, self._say = source, folder, on_main, say
+        self._origin = json.dumps(origin, sort_keys=True, default=str)
+        self._run_id: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """As `Sampler.exact`."""
+        return self._source.exact
+
+    def begin(self, run_id: str) -> None:
+        """As `TrajectorySource.begin`."""
+        self._run_id = run_id
+        self._source.begin(run_id)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        samples: int,
+        greedy: bool = False,
+        round: int = 0,
+        series: Series = "step",
+    ) -> list[Trajectory]:
+        """As `TrajectorySource.sample`."""
+        made = step if series == "eval" else step - 1
+        asked = {
+            "made": made, "step": step, "series": series, "round": round, "greedy": greedy, "samples": samples,
+            "prompts": [prompt.index for prompt in prompts], "run": self._run_id if made else "", "origin": self._origin,
+        }  # fmt: skip
+        path = self._folder / f"{series}_{step:08d}_{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}.pt"
+        found = self._on_main(lambda: self._read(path, asked, prompts))
+        self.earlier_s = 0.0
+        if found is not None:
+            trajectories, self.earlier_s = found
+            self._say(
+                f"{series} {step}: {len(trajectories):,} samples are those in {path}, which were not scored to the end"
+            )
+            return trajectories
+        began_s = time.perf_counter()
+        trajectories = self._source.sample(
+            prompts, step=step, samples=samples, greedy=greedy, round=round, series=series
+        )
+        seconds = time.perf_counter() - began_s
+        self._on_main(lambda: self._write(path, asked, trajectories, seconds))
+        return trajectories
+
+    def forget(self) -> None:
+        """As `TrajectorySource.forget`."""
+        self._on_main(lambda: self._remove(lambda name: True))
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _read(
+        self, path: pathlib.Path, asked: Mapping[str, Any], prompts: Sequence[Prompt]
+    ) -> tuple[list[Trajectory], float] | None:
+        """The trajectories in a file, and the seconds that sampling them took. None where there is no such file."""
+        if not path.exists():
+            return None
+        try:
+            kept = torch.load(path, weights_only=True)
+            if kept["asked"] != asked:
+                return None
+            given = [prompt for prompt in prompts for _ in range(asked["samples"])]
+            trajectories = [
+                Trajectory(prompt=dataclasses.replace(prompt, **fields.pop("prompt")), **fields)
+                for prompt, fields in zip(given, kept["trajectories"], strict=True)
+            ]
+            return trajectories, kept["seconds"]
+        except (OSError, EOFError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            self._say(f"{path}: cannot be read ({type(error).__name__}), and is sampled again")
+            return None
+
+    def _write(
+        self, path: pathlib.Path, asked: Mapping[str, Any], trajectories: Sequence[Trajectory], seconds: float
+    ) -> None:
+        """Whole or not at all; files of other weights go."""
+        steps = (f"eval_{asked['made']:08d}_", *(f"{name}_{asked['made'] + 1:08d}_" for name in ("step", "baseline")))
+        self._remove(lambda name: not name.startswith(steps))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _OF_PROMPT}}
+            for t in trajectories
+        ]
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        torch.save({"asked": dict(asked), "trajectories": rows, "seconds": seconds}, temporary)
+        os.replace(temporary, path)
+
+    def _remove(self, which: Callable[[str], bool]) -> None:
+        for file in self._folder.glob("*_*.*"):
+            if which(file.name):
+                file.unlink()
+        if self._folder.exists() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
