@@ -94,15 +94,18 @@ def _tested(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -
 
 def _waited(pid: int, timeout_s: float) -> int | None:
     """The exit code of a child, which leads a group of its own; None where the group was ended for its time."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    end, code, ended = time.monotonic() + timeout_s, None, False
+    try:
+        while time.monotonic() < end and not ended:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            ended = done == pid
+            code = os.waitstatus_to_exitcode(status) if ended else None
+            time.sleep(0.05)
+    finally:  # also where this process is interrupted
+        if not ended:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return code
 
 
 def _become_pytest(tree: Path, tests: Sequence[str], output: int, *, write_bytecode: bool) -> None:

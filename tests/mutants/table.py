@@ -185,7 +185,7 @@ SCALING_AND_OPTIMIZER = (
     ),
     *_of(
         "engine/fsdp/step.py",
-        "engine/test_contract.py::test_contract[fsdp dp2-schedule_and_clipping]",
+        "engine/test_fsdp_parity.py::test_equal_to_hugging_face[llama, dp2, packed, size 2, fsdp]",
         ("return loss_sum * (ranks / denominator)", "return loss_sum / denominator"),
     ),
     *_of(
