@@ -4,28 +4,68 @@ The command line turns a `UserError` into that line on stderr and exit code 2, w
 Everything else that escapes is a fault of ours: a traceback and exit code 1.
 """
 
+from __future__ import annotations
+
+LONGEST = 400
+"""Characters of the message of an error about keys, rows or a model: values that users write may be of any length."""
+
+
+def one_line(text: object, longest: int | None = None) -> str:
+    """`text` on one line: what cannot be printed is escaped, and of more than `longest` characters the middle is left out."""
+    line = " ".join(str(text).split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    if longest is None or len(line) <= longest:
+        return line
+    tail = longest * 2 // 5  # what would work stands at the end
+    return f"{line[: longest - tail - 5]} ... {line[-tail:]}"
+
+
+def shortened(text: str, longest: int = 160) -> str:
+    """A path or a name as the user wrote it; of a long one, both ends."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2 - 2]}...{text[2 - longest // 2 :]}"
+
+
+def quoted(text: str, longest: int = 160) -> str:
+    """As `shortened`, in quotes."""
+    return repr(shortened(text, longest))
+
 
 class UserError(Exception):
     """Something the user can put right; the message is one line and says how."""
+
+    longest: int | None = None
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(message, self.longest))
 
 
 class ConfigError(UserError):
     """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; what would work`."""
 
+    longest = LONGEST
+
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
     """The line on an output_dir that cannot be made or written. at: the file or folder that `error` is about."""
     return ConfigError(
-        f"output_dir: value {output_dir!r} cannot be written ({at}: {error.strerror or error}); give a folder that can"
+        f"output_dir: value {quoted(output_dir)} cannot be written ({shortened(str(at), 80)}: {error.strerror or error}); give a "
+        "folder that can"
     )
 
 
 class DataError(UserError):
     """A data file or row is wrong: `file:line: what is wrong; what would work`."""
 
+    longest = LONGEST
+
 
 class ModelError(UserError):
     """A Hugging Face model folder is wrong or not supported: names the file, field or tensor."""
+
+    longest = LONGEST
 
 
 class CheckpointError(UserError):

@@ -203,11 +203,12 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def last_step(path: pathlib.Path) -> int | None:
-    """The newest step of a metrics.jsonl; None where it is empty, torn or not there."""
+def last_line(path: pathlib.Path) -> dict[str, float] | None:
+    """The line of the newest step of a metrics.jsonl; None where it is empty, torn or not there."""
     try:
-        return int(json.loads(path.read_text(encoding="utf-8").splitlines()[-1])["step"])
-    except (OSError, ValueError, LookupError):
+        line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        return {**line, "step": int(line["step"])}
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 

@@ -8,6 +8,7 @@ Ranks are laid out as megatron-core does it (order `tp-cp-ep-dp-pp`, the fastest
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from mrl.errors import ConfigError
 
@@ -119,3 +120,15 @@ def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
     sizes = [base + (s in order[:surplus]) for s in range(stages)]
     starts = [sum(sizes[:s]) for s in range(stages)]
     return [list(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number`, in order; of a number above 10^12, not those between 10^6 and a millionth of it."""
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def divisors_near(number: int, near: int, most: int = 12) -> str:
+    """Divisors of `number` in words: all of them, or where there are many, those that are nearest to `near`."""
+    found = sorted(sorted(divisors(number), key=lambda n: abs(n - near))[:most])
+    return ", ".join(map(str, found))

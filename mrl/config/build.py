@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES
-from mrl.config.keys import Key, expected, kind, nearest, section_keys, show, walk
+from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, show, walk
 from mrl.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
     if not isinstance(raw, Mapping):
         first = next(iter(keys.values()))
         raise ConfigError(
-            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping with any of the keys {', '.join(keys)}, or one of them, "
+            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping with any of the keys {listed(keys)}, or one of them, "
             f"as in {first.path}=VALUE ({first.help})"
         )
     for name in raw:
@@ -50,17 +50,19 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
 
 
 def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> ConfigError:
-    dotted = f"{path}.{name}" if path else str(name)
-    guess = nearest(str(name), section, root, path)
+    name = name if isinstance(name, str) else show(name)
+    dotted = f"{path}.{name}" if path else name
+    guess = nearest(name, section, root, path)
     if isinstance(value, Mapping) and len(value) == 1:  # `trian.steps=10`: the section is what is not known
         (below, value), *_ = value.items()
+        below = below if isinstance(below, str) else show(below)
         dotted = f"{dotted}.{below}"
         if f"{guess}.{below}" in {key.path for key in walk(root)}:
             guess = f"{guess}.{below}"
     elsewhere = ALIASES.get(dotted, ())
     if elsewhere and {key.path for key in walk(root)}.issuperset(elsewhere):
         guess = " and ".join(elsewhere)
-    known = ", ".join(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
+    known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
     return ConfigError(f"{dotted}: value {show(value)} is given to an unknown key; {advice}")
 
@@ -80,9 +82,21 @@ def _coerce(annotation: Any, value: Any, key: Key) -> Any:
         return _in_bounds(_float(value), value, key)
     if annotation is int and type(value) is int:
         return _in_bounds(value, value, key)
-    if annotation in (bool, str, type(None)) and type(value) is annotation:
+    if annotation is str and type(value) is str:
+        return _text(value, key)
+    if annotation in (bool, type(None)) and type(value) is annotation:
         return value
     return _refuse(value, key)
+
+
+def _text(value: str, key: Key) -> str:
+    """Text that can be written to files and given to the operating system: no NUL, no half of a UTF-16 pair."""
+    for character in value:
+        if character == "\0" or "\ud800" <= character <= "\udfff":
+            raise ConfigError(
+                f"{key.path}: value {show(value)} holds the character U+{ord(character):04X}, which no text can have; leave it out"
+            )
+    return value
 
 
 def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
@@ -112,12 +126,19 @@ def _float(value: float) -> float:
 
 
 def _in_bounds(value: float, written: Any, key: Key) -> float:
-    low, above, high = (key.bounds[name] for name in ("minimum", "above", "maximum"))
-    outside = (low is not None and value < low) or (above is not None and value <= above)
-    if outside or (high is not None and value > high) or not math.isfinite(value):
-        reason = "out of range" if math.isfinite(value) else "not finite"
-        raise ConfigError(f"{key.path}: value {show(written)} is {reason}; give {expected(key.annotation, key.bounds)}")
-    return value
+    finite = isinstance(value, int) or math.isfinite(value)  # isfinite() makes a float of an int, which may not fit
+    if finite and _is_within(value, key.bounds):
+        return value
+    bounds = key.bounds if finite and _is_within(value, key.stated) else key.stated
+    reason = "out of range" if finite else "not finite"
+    raise ConfigError(f"{key.path}: value {show(written)} is {reason}; give {expected(key.annotation, bounds)}")
+
+
+def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
+    low, above, high = (bounds[name] for name in ("minimum", "above", "maximum"))
+    if (low is not None and value < low) or (above is not None and value <= above):
+        return False
+    return high is None or value <= high
 
 
 def _refuse(value: Any, key: Key) -> typing.NoReturn:
@@ -129,7 +150,7 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
         what += " (quote it to make it text)"
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
-        f"{key.path}: value {show(value)} is {what}{hint}; give {expected(key.annotation, key.bounds)}"
+        f"{key.path}: value {show(value)} is {what}{hint}; give {expected(key.annotation, key.stated)}"
     ) from None
 
 

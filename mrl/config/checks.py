@@ -23,7 +23,10 @@ from mrl.config.schema import (
     SFTConfig,
 )
 from mrl.errors import ConfigError, ModelError
-from mrl.parallel import ParallelDims, stage_layers
+from mrl.parallel import ParallelDims, divisors_near, stage_layers
+
+MOST_PASSES = 1000
+"""How often one batch may have each row, which a run on a handful of rows does on purpose."""
 
 
 def check_config(config: SFTConfig) -> None:
@@ -48,6 +51,19 @@ def check_world(config: SFTConfig, world_size: int) -> ParallelDims:
             f"replicas ({dims.describe()} on {world_size} processes); give at least {dims.dp} or use fewer processes"
         )
     return dims
+
+
+def check_batch(global_batch_size: int, rows_of_batch: int, rows: int) -> None:
+    """Refuses a batch in which each row would be many times: the rows or the batch are others than was meant.
+
+    rows_of_batch: rows that are read for it; of `mrl ppo` one for each prompt. rows: of data.train.
+    """
+    if rows_of_batch > MOST_PASSES * rows:
+        raise ConfigError(
+            f"train.global_batch_size: value {global_batch_size} has each of the {rows} rows of data.train "
+            f"{math.ceil(rows_of_batch / rows)} times in one step; give {global_batch_size * rows // rows_of_batch} for each of them "
+            "once, or more rows"
+        )
 
 
 def parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
@@ -214,7 +230,7 @@ def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") 
     """Copies of the weights (HSDP) that fit the number of processes."""
     replicate = engine.fsdp.replicate
     if processes % replicate:
-        fit = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        fit = divisors_near(processes, replicate)
         raise ConfigError(
             f"{path}.fsdp.replicate: value {replicate} does not divide the {processes} processes; use one of {fit}"
         )
@@ -257,7 +273,7 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engin
     model = model.get("text_config") or model
     heads = _whole(model, "num_attention_heads") if "num_attention_heads" in model else cp
     if heads % cp:
-        fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        fit = divisors_near(heads, cp)
         raise ConfigError(
             f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
             f"its ranks; use one of {fit}"

@@ -19,9 +19,11 @@ _HEADER = """\
 Made from `mrl/config/schema.py` and `mrl/config/ppo.py` by `make docs`; `mrl config sft` and `mrl config ppo` print the same. A
 config is a YAML file; any key can be set on the command line too, as in
 `mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
-Values there are YAML. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so
-do missing files, a layout that does not fit, and an architecture in config.json that the engine does not know: `--dry-run`
-checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its first step.
+Values there are YAML. Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
+zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing files, a
+layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the engine does not
+know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its
+first step.
 """
 
 
@@ -64,7 +66,7 @@ def tables(root: type) -> str:
             continue
         lines += [f"## {path}: {help}" if path else "## Top level", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]  # fmt: skip
         for key in keys:
-            cells = (f"`{key.path}`", expected(key.annotation, key.bounds), f"`{default_text(key)}`", key.help)
+            cells = (f"`{key.path}`", expected(key.annotation, key.stated), f"`{default_text(key)}`", key.help)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -113,7 +115,7 @@ def text(root: type, part: str = "", wanted: str | None = None) -> str:
         lines += [f"{path}: {help}" if path else "top level", ""]
         for key in keys:
             default = "required" if key.required else f"default {default_text(key)}"
-            lines += [f"  {key.path}  ({default}; {expected(key.annotation, key.bounds)})", f"      {key.help}"]
+            lines += [f"  {key.path}  ({default}; {expected(key.annotation, key.stated)})", f"      {key.help}"]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -8,19 +8,31 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
+import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from mrl.errors import shortened
+
 NUMBERS = (int, float)
+MOST = {int: 2**31 - 1, float: 1e9}
+"""The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is larger
+does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32 arithmetic."""
+
+
+SHOWN = 80
+"""Characters of a value in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
     """One key. path: dotted. annotation: its type. default: MISSING where the user must give it.
 
+    stated: the bounds that the schema gives a number. bounds: these, and `MOST` where it gives none.
     parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
     """
 
@@ -28,8 +40,21 @@ class Key:
     annotation: Any
     default: Any
     help: str
-    bounds: Mapping[str, float | None]
+    stated: Mapping[str, float | None]
     parse: Callable[[Any, str], Any] | None = None
+
+    @property
+    def bounds(self) -> Mapping[str, float | None]:
+        numbers = numbers_in(self.annotation)
+        if not numbers:
+            return self.stated
+        most = MOST[int if int in numbers else float]
+        low, above, high = (self.stated[name] for name in ("minimum", "above", "maximum"))
+        return {
+            "minimum": -most if low is None and above is None else low,
+            "above": above,
+            "maximum": most if high is None else high,
+        }
 
     @property
     def required(self) -> bool:
@@ -51,22 +76,31 @@ def _arms(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
+def numbers_in(annotation: Any) -> set[type]:
+    """The types of number that a value of this type is or holds."""
+    if annotation in NUMBERS:
+        return {annotation}
+    return {number for arm in typing.get_args(annotation) if arm is not Ellipsis for number in numbers_in(arm)}
+
+
 @functools.cache
 def annotations(section: type) -> dict[str, Any]:
     """Name -> type of the keys of one section, with string annotations resolved."""
     return typing.get_type_hints(section)
 
 
-def section_keys(section: type, path: str = "") -> Iterator[Key]:
+@functools.cache
+def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
     """The keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
-    hints = annotations(section)
+    hints, found = annotations(section), []
     for field in dataclasses.fields(section):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         dotted = f"{path}.{field.name}" if path else field.name
-        bounds = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
-        yield Key(dotted, hints[field.name], default, field.metadata["help"], bounds, field.metadata["parse"])
+        stated = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
+        found.append(Key(dotted, hints[field.name], default, field.metadata["help"], stated, field.metadata["parse"]))
+    return tuple(found)
 
 
 def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
@@ -107,11 +141,49 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
 
 
 def show(value: Any) -> str:
-    """A value as the user may have written it, on one line and not too long."""
-    text = json.dumps(
-        value, ensure_ascii=False, default=lambda v: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else str(v)
-    )
-    return text if len(text) <= 80 else text[:77] + "..."
+    """A value as the user may have written it, on one line and not too long, however large or deep it is."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > SHOWN:  # nor is more of it looked at
+            return text[: SHOWN - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The JSON of a value, piece by piece."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        yield "{"
+        for i, (name, inner) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _pieces(name if isinstance(name, str) else show(name))
+            yield ": "
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "["
+        for i, inner in enumerate(value):
+            yield ", " if i else ""
+            yield from _pieces(inner)
+        yield "]"
+    elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
+        yield f"(a number of {int(value.bit_length() * math.log10(2)) + 1} digits)"
+    elif isinstance(value, str):
+        yield json.dumps(value[: SHOWN + 1], ensure_ascii=False)
+    elif value is None or isinstance(value, int | float):
+        yield json.dumps(value)
+    else:
+        yield json.dumps(str(value), ensure_ascii=False)
+
+
+def listed(names: Iterable[str], room: int = 200) -> str:
+    """Names with commas between them; where they are too many for a message, how many more there are."""
+    names = [shortened(name, 60) for name in names]
+    fit = list(itertools.takewhile(lambda n: len(", ".join(names[:n])) <= room, range(1, len(names) + 1)))
+    more = len(names) - len(fit)
+    return ", ".join(names[: len(fit)]) + (f" and {more} more" if more else "")
 
 
 def kind(value: Any) -> str:
@@ -127,11 +199,20 @@ def kind(value: Any) -> str:
 
 def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
     words = [
-        f"{prefix} {bounds[name]}"
+        f"{prefix} {_number(bounds[name])}"
         for name, prefix in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
         if bounds.get(name) is not None
     ]
     return (" of " if words and not words[0].startswith("above") else " ") + " and ".join(words) if words else ""
+
+
+def _number(value: float) -> str:
+    """A number as people write it: 1e9, not 1000000000.0."""
+    return (
+        str(value)
+        if isinstance(value, int) or abs(value) < 1e6
+        else f"{value:g}".replace("e+0", "e").replace("e+", "e")
+    )
 
 
 def _list_in_words(element: Any) -> str:

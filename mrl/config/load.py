@@ -7,6 +7,7 @@ one line: `dotted.key: value VALUE is ...; what would work`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -46,11 +47,11 @@ def _check_command(raw: Mapping[str, Any], path: str | pathlib.Path, root: type)
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     """The mapping in a YAML file, not checked against the schema."""
-    path = pathlib.Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise ConfigError(f"{path}: the config file does not exist; give the path of a YAML file")
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(yaml_text.LONGEST + 1)  # it may be a file of rows by mistake
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"{path}: the config file cannot be read: {reason}; give a YAML file") from None

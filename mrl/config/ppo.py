@@ -13,6 +13,9 @@ from typing import Any, Literal
 from mrl.config.build import build_section
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import (
+    MOST_SECONDS,
+    MOST_SEQUENCES,
+    MOST_WAYS,
     REQUIRED,
     CheckpointConfig,
     EngineConfig,
@@ -83,9 +86,9 @@ class ServerConfig:
     weights_dir: str | None = key(
         None, "folder that trainer and servers share, for new weights; null is one in output_dir"
     )
-    bucket_mb: int = key(512, "weights that are handed over at once: one file", minimum=1)
-    concurrency: int = key(128, "requests at a time at each server", minimum=1)
-    timeout_s: float = key(600.0, "longest wait for an answer", above=0)
+    bucket_mb: int = key(512, "weights that are handed over at once: one file", minimum=1, maximum=10**6)
+    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
     memory_fraction: float = key(0.5, "of a GPU's memory, for an engine inside the trainer", above=0, maximum=1)
 
@@ -97,7 +100,7 @@ class RolloutConfig:
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
     max_new_tokens: int = key(512, "tokens after the prompt; in conversations with an environment all turns together", minimum=1)  # fmt: skip
-    temperature: float = key(1.0, "divides the logits, of the sampler and of the trainer", above=0)
+    temperature: float = key(1.0, "divides the logits, of the sampler and of the trainer", minimum=0.01, maximum=100)
     top_k: int = key(0, "sample from the k most probable tokens; 0 for all", minimum=0)
     top_p: float = key(1.0, "sample from the fewest tokens whose probabilities reach p; 1 for all", above=0, maximum=1)
     min_p: float = key(0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1)  # fmt: skip
@@ -111,7 +114,9 @@ class RolloutConfig:
     max_turn_tokens: int | None = key(
         None, "tokens of one such turn at most; null is as many as max_new_tokens leaves", minimum=1
     )
-    environment_timeout_s: float = key(60.0, "longest wait for one reset or step of an environment", above=0)
+    environment_timeout_s: float = key(
+        60.0, "longest wait for one reset or step of an environment", above=0, maximum=MOST_SECONDS
+    )
     server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang")
 
 
@@ -173,8 +178,9 @@ class PPOTrainConfig:
         None,
         "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; neither means one",
         above=0,
+        maximum=1e6,
     )
-    global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1)  # fmt: skip
+    global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1, maximum=MOST_SEQUENCES)  # fmt: skip
     eval_every: int | None = key(
         None, "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set", minimum=1
     )  # fmt: skip

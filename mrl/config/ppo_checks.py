@@ -9,14 +9,14 @@ import difflib
 from collections.abc import Iterator
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
-from mrl.config.keys import Key, changed, show
+from mrl.config.keys import Key, changed, listed, show
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 from mrl.metrics import CONVERSATION_METRICS, PPO_METRICS
-from mrl.parallel import ParallelDims
+from mrl.parallel import ParallelDims, divisors_near
 
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction",)
@@ -88,11 +88,9 @@ def _check_sizes(config: PPOConfig) -> None:
             f"{_nearest_multiples(batch, samples)}"
         )
     if batch % mini_batch:
-        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-        near = sorted(sorted(divisors, key=lambda d: abs(d - mini_batch))[:2])
+        near = divisors_near(batch, mini_batch, most=2).replace(", ", " or ")
         raise ConfigError(
-            f"algorithm.mini_batch_size: value {mini_batch} does not divide train.global_batch_size {batch}; give "
-            f"{' or '.join(map(str, near))}"
+            f"algorithm.mini_batch_size: value {mini_batch} does not divide train.global_batch_size {batch}; give {near}"
         )
 
 
@@ -267,7 +265,7 @@ def _check_best(config: PPOConfig) -> None:
     if checkpoint.best not in written:
         same_name = [name for name in written if name.rsplit("/", 1)[-1] == checkpoint.best.rsplit("/", 1)[-1]]
         close = same_name if len(same_name) == 1 else difflib.get_close_matches(checkpoint.best, written, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"give one of {', '.join(written)}"
+        advice = f"did you mean {close[0]}?" if close else f"give one of {listed(written)}"
         raise ConfigError(
             f"checkpoint.best: value {show(checkpoint.best)} is no metric that the run can be best at; {advice}"
         )

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from mrl.config.build import build_section
 from mrl.config.keys import kind, section_keys, show
-from mrl.config.schema import REQUIRED, key
+from mrl.config.schema import MOST_SECONDS, MOST_WAYS, REQUIRED, key
 from mrl.errors import ConfigError
 
 
@@ -90,8 +90,10 @@ class CodeReward:
     label: str | None = _label()
     field: str = key("tests", "the row's field: Python text, a list of Python texts, or a list of {input, output}")
     score: Literal["fraction", "all"] = key("fraction", "the fraction of tests that pass, or 1 only if all do")
-    time_s: float = key(2.0, "wall and CPU time of one test", above=0)
-    total_s: float = key(8.0, "wall time of all tests of a completion; tests not reached fail", above=0)
+    time_s: float = key(2.0, "wall and CPU time of one test", above=0, maximum=MOST_SECONDS)
+    total_s: float = key(
+        8.0, "wall time of all tests of a completion; tests not reached fail", above=0, maximum=MOST_SECONDS
+    )
     memory_mb: int = key(1024, "address space of a test", minimum=64)
     file_mb: int = key(16, "size of a file that a test writes, its output among them", minimum=1)
 
@@ -125,9 +127,9 @@ NAMED: Mapping[str, type] = {
 class RewardPoolConfig:
     """How rewards are run: the keys of `rewards` beside `functions`."""
 
-    timeout_s: float = key(10.0, "wall time of one call of one function", above=0)
-    workers: int = key(4, "processes that call the functions, on each rank that scores", minimum=1)
-    concurrency: int = key(16, "calls of async functions in flight in a process", minimum=1)
+    timeout_s: float = key(10.0, "wall time of one call of one function", above=0, maximum=MOST_SECONDS)
+    workers: int = key(4, "processes that call the functions, on each rank that scores", minimum=1, maximum=1024)
+    concurrency: int = key(16, "calls of async functions in flight in a process", minimum=1, maximum=MOST_WAYS)
     retries: int = key(
         0,
         "how often a call of your own function that failed is made again; for judges that may be busy",
@@ -241,5 +243,5 @@ def check_spec(spec: str, path: str, example: str) -> None:
 def _check_regex(pattern: str | None, path: str) -> None:
     try:
         re.compile(pattern or "")
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"{path}: value {show(pattern)} is no regex: {error}; give a Python regex") from None

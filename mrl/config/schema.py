@@ -12,6 +12,15 @@ from typing import Any, Literal
 
 REQUIRED: Any = dataclasses.MISSING
 
+MOST_WAYS = 2**16
+"""Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or any weight matrix has."""
+
+MOST_SEQUENCES = 10**7
+"""Sequences of a batch: what a run holds of it on the host would take hundreds of gigabytes with more."""
+
+MOST_SECONDS = 1e6
+"""Longest wait, some eleven days: the system calls that wait take milliseconds as a 32-bit number."""
+
 
 def key(
     default: Any,
@@ -22,7 +31,8 @@ def key(
     maximum: float | None = None,
     parse: Callable[[Any, str], Any] | None = None,
 ):
-    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive).
+    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that states none has
+    those of `mrl.config.keys.MOST`).
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
     """
@@ -38,7 +48,7 @@ def key(
 class LoraConfig:
     """Low-rank adapters, with peft's names and meanings: a weight `W` acts as `W + scale * B A`, and only A and B train."""
 
-    rank: int = key(16, "rank of each adapter", minimum=1)
+    rank: int = key(16, "rank of each adapter", minimum=1, maximum=MOST_WAYS)
     alpha: float = key(32.0, "adapters are scaled by alpha / rank", above=0)
     dropout: float = key(0.0, "dropout of what goes into an adapter, while training", minimum=0, maximum=0.99)
     target_modules: str | tuple[str, ...] = key(
@@ -72,12 +82,16 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1)
-    pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1)
-    vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1)
-    cp: int = key(1, "context parallel: ranks that share each sequence (by Ulysses on backend fsdp)", minimum=1)
-    ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1)
-    etp: int | None = key(None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1)
+    tp: int = key(1, "tensor parallel: ranks that share each weight matrix", minimum=1, maximum=MOST_WAYS)
+    pp: int = key(1, "pipeline parallel: ranks that share the layers", minimum=1, maximum=MOST_WAYS)
+    vpp: int = key(1, "virtual pipeline: model chunks per pipeline rank", minimum=1, maximum=MOST_WAYS)
+    cp: int = key(
+        1, "context parallel: ranks that share each sequence (by Ulysses on backend fsdp)", minimum=1, maximum=MOST_WAYS
+    )
+    ep: int = key(1, "expert parallel: ranks that share the experts", minimum=1, maximum=MOST_WAYS)
+    etp: int | None = key(
+        None, "tensor parallel of the experts; null is 1 where ep is above 1, else tp", minimum=1, maximum=MOST_WAYS
+    )
     sp: bool | Literal["auto"] = key(
         "auto", "sequence parallel; auto is true where tp is above 1 (MoE with tp needs it)"
     )
@@ -111,6 +125,7 @@ class FSDPConfig:
         1,
         "copies of the weights, each sharded over processes / replicate neighbours (HSDP); 1 shards over all",
         minimum=1,
+        maximum=MOST_WAYS,
     )
     reshard_after_forward: bool = key(
         True,
@@ -150,11 +165,11 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: float = key(1e-5, "peak learning rate of AdamW", above=0)
-    min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0)
+    lr: float = key(1e-5, "peak learning rate of AdamW", above=0, maximum=10)
+    min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0, maximum=10)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
-    eps: float = key(1e-8, "AdamW's epsilon", above=0)
-    weight_decay: float = key(0.0, "AdamW's weight decay; not applied to biases and norms", minimum=0)
+    eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=1)
+    weight_decay: float = key(0.0, "AdamW's weight decay; not applied to biases and norms", minimum=0, maximum=1000)
     clip_grad: float = key(1.0, "gradient norm above which gradients are scaled down; 0 for never", minimum=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "learning-rate schedule after the warm-up")
     warmup_steps: int = key(0, "steps over which the learning rate rises linearly from 0", minimum=0)
@@ -208,8 +223,11 @@ class TrainConfig:
         "passes over the rows that can be used, which are counted first where some may be left out; excludes `steps`; "
         "neither means one epoch",
         above=0,
+        maximum=1e6,
     )
-    global_batch_size: int = key(REQUIRED, "sequences per optimizer step over all ranks", minimum=1)
+    global_batch_size: int = key(
+        REQUIRED, "sequences per optimizer step over all ranks", minimum=1, maximum=MOST_SEQUENCES
+    )
     eval_every: int | None = key(
         None,
         "evaluate every N steps and at the end; null for never unless data.eval is set (then at the end)",

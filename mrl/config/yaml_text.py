@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
 import yaml
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, quoted
+
+LONGEST = 100_000
+"""Characters of a config, which PyYAML reads in about a second and a half; a file of rows that was named by mistake has more."""
+
+_DEEPEST = 100
+"""Levels of lists and mappings in a config: the schema has fewer than ten."""
+
+_MOST_DIGITS = 300
+"""Of a whole number: no key takes more, and Python refuses to read or write far longer ones, in words of its own."""
+
+_KINDS = {"int": "whole number", "float": "number", "bool": "true or false", "timestamp": "date", "binary": "base64"}
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
@@ -37,23 +49,87 @@ def parse(text: str, source: str, path: str = "") -> Any:
 
     source: a file name or an override, and path: the dotted key that the value is for, in a ConfigError's message.
     """
-    loader = _Loader(text)
+    if len(text) > LONGEST:
+        raise ConfigError(f"{source}: has more than {LONGEST} characters, which is no config; give a YAML file of keys")
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_duplicates(node, source, path, seen=set())
-        return loader.construct_document(node)
+        loader = _Loader(text)  # reads the first characters already
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_nodes(node, source)
+            _refuse_duplicates(node, source, path, seen=set())
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{source}:{line}: is not valid YAML: it holds the character U+{error.character:04X}; remove it, or write it with an "
+            f'escape, as in "\\x{error.character:02x}"'
+        ) from None
     except yaml.MarkedYAMLError as error:
         marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
         at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
         line = f":{at.line + 1}" if at else ""
         problem = " ".join((error.problem or error.context or "cannot be read").split())
         raise ConfigError(f"{source}{line}: is not valid YAML: {problem}; correct it there") from None
+    except RecursionError:
+        raise _too_deep(source) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(error).split())}; correct it there") from None
-    finally:
-        loader.dispose()
+        raise ConfigError(f"{source}: is not valid YAML: {error}; correct it there") from None
+
+
+def _construct(loader: _Loader, node: yaml.Node) -> Any:
+    """A scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as in `!!int x`."""
+    name = node.tag.rpartition(":")[2]
+    try:
+        value = getattr(yaml.SafeLoader, f"construct_yaml_{name}")(loader, node)
+    except (ValueError, LookupError, AttributeError, OverflowError):
+        value = None
+    problem = None if value is not None else f"is no {_KINDS[name]}"
+    if name == "int" and (len(node.value) > 4000 if value is None else abs(value) >= 10**_MOST_DIGITS):
+        problem = f"is a number of more than {_MOST_DIGITS} digits"
+    if problem is not None:
+        where = f"{quoted(str(node.value), 40)} {problem}"
+        raise yaml.constructor.ConstructorError(None, None, where, node.start_mark)
+    return value
+
+
+for _name in _KINDS:
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct)
+
+
+def _check_nodes(root: yaml.Node, source: str) -> None:
+    """Refuses what no function that walks the value would end with: a value that holds itself, aliases of aliases that stand
+    for millions of values, and lists in lists without end."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, above: tuple[int, ...]) -> int:
+        """Values in `node`, each as often as an alias names it. above: the nodes that it is in."""
+        if id(node) in above:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"{source}:{line}: is not valid YAML: the value holds itself by an alias; write it out")
+        if len(above) > _DEEPEST:
+            raise _too_deep(source)
+        if id(node) not in sizes:
+            inner = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = itertools.chain.from_iterable(inner)
+            sizes[id(node)] = 1 + sum(size(child, (*above, id(node))) for child in inner)
+        if sizes[id(node)] > LONGEST:
+            raise ConfigError(
+                f"{source}: its aliases stand for more than {LONGEST} values, which is no config; write fewer"
+            )
+        return sizes[id(node)]
+
+    size(root, ())
+
+
+def _too_deep(source: str) -> ConfigError:
+    return ConfigError(
+        f"{source}: has lists or mappings in more than {_DEEPEST} others, which is no config; write it flatter"
+    )
 
 
 def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) -> None:

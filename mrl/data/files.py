@@ -30,6 +30,7 @@ JSONL_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".json") for packed 
 SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 BLOCK = 8 << 20  # bytes read at a time while indexing
 ENDS = 1 << 20  # bytes hashed at each end of a file that is not read whole
+DEEPEST = 100  # levels of objects and lists in a row: templates and pickle walk it by recursion
 ARROW_ROWS = 1024  # rows in a record batch of an Arrow copy
 
 
@@ -173,13 +174,20 @@ class JsonlFile:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            row = json.loads(self._read(index).decode("utf-8"))
+            text = self._read(index).decode("utf-8")
+            row = json.loads(text)
         except UnicodeDecodeError as e:
             raise BadRow(f"is not UTF-8 (byte {e.start} of the line); save the file as UTF-8") from None
-        except (json.JSONDecodeError, RecursionError) as e:
+        except json.JSONDecodeError as e:
             raise BadRow(self._why_not_json(index, one_line(e))) from None
+        except RecursionError:
+            raise _too_deep() from None
+        except ValueError:  # Python reads no longer ones
+            raise BadRow("holds a number of more than 4300 digits; write it as text, or remove the row") from None
         if not isinstance(row, dict):
             raise BadRow(self._why_not_json(index, f"the line is a JSON {type(row).__name__}"))
+        if text.count("[") + text.count("{") > DEEPEST and _is_deeper(row, DEEPEST):
+            raise _too_deep()
         return row
 
     def _read(self, index: int) -> bytes:
@@ -207,6 +215,19 @@ class JsonlFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _too_deep() -> BadRow:
+    return BadRow(f"has objects or lists in more than {DEEPEST} others; write it flatter, or remove the row")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a value of JSON has objects and lists in more than `levels` others."""
+    level = [value]
+    for _ in range(levels):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, dict | list)]
+    return bool(level)
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:

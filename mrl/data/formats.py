@@ -29,6 +29,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config.keys import listed
 from mrl.data.files import BadRow
 from mrl.data.images import Image, check_parts, image_of
 from mrl.errors import DataError
@@ -206,7 +207,7 @@ def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
 
 
 def _fields(row: Row) -> str:
-    return ", ".join(row) or "none"
+    return listed(row) or "none"
 
 
 # ---------------------------------------------------------------------------------------------------- conversations
@@ -217,7 +218,7 @@ def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
     if isinstance(tools, str):  # Parquet has no type for schemas of any shape, so they come as JSON text
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:
             raise BadRow(f"tools is a string that is not JSON ({e}); give a list of function schemas") from None
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"tools is {_kind(tools)}; give a list of function schemas")

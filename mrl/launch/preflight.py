@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import itertools
 import json
 import logging
 import math
@@ -16,15 +17,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.checks import check_model, check_positions, check_replicate, check_world, parallel_dims, smallest_world
+from mrl.config.checks import (
+    MOST_PASSES,
+    check_batch,
+    check_model,
+    check_positions,
+    check_replicate,
+    check_world,
+    parallel_dims,
+    smallest_world,
+)
+from mrl.config.keys import show
 from mrl.config.ppo import PPOConfig, PromptsConfig
 from mrl.config.ppo_checks import check_replicas
 from mrl.config.rewards import FunctionReward
 from mrl.config.roles import ROLES, engine_of, keys_of, model_of, roles_of
 from mrl.config.roots import Config
 from mrl.config.schema import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, SFTConfig
-from mrl.errors import ConfigError, DataError, ModelError, unwritable
+from mrl.errors import ConfigError, DataError, ModelError, quoted, unwritable
 from mrl.parallel import ParallelDims
+
+MOST_PROCESSES = 1024
+"""Processes that a layout alone, without --nproc, is given on a machine without GPUs."""
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
@@ -59,6 +73,7 @@ def check_files(config: Config) -> list[Part]:
         ]  # fmt: skip
         _check_rollout(config)
     _check_data(config.data)
+    _check_rows(config)
     return parts
 
 
@@ -175,6 +190,11 @@ def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key:
     """
     if device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
         raise ConfigError(f'{key}.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+    if asked is None and not gpus and needed > MOST_PROCESSES:
+        raise ConfigError(
+            f"{key}.parallel: the layout needs {needed} processes, and at most {MOST_PROCESSES} are started on one machine; give "
+            "smaller degrees, or start it with torchrun or srun on several"
+        )
     if asked is None:
         return gpus or needed
     if gpus and asked > gpus:
@@ -185,26 +205,26 @@ def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key:
 def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
     """config.json of a model folder or hub id. key: where the config has the model."""
     folder = pathlib.Path(model.path)
-    if folder.is_dir():
+    if os.path.isdir(model.path):  # of os.path: pathlib raises where a name is too long
         path = folder / "config.json"
         if not path.is_file() and (folder / "adapter_config.json").is_file():
             raise ModelError(
-                f"{key}.path: value {model.path!r} is an adapter and no model; set model.lora.export to merged in the run that made "
+                f"{key}.path: value {quoted(model.path)} is an adapter and no model; set model.lora.export to merged in the run that made "
                 "it, or make a model of its checkpoint with `mrl convert export`"
             )
         if not path.is_file():
             hf = folder / "hf"
             of_run = f"; it is the folder of a run: give {hf}" if (hf / "config.json").is_file() else ""
             raise ModelError(
-                f"{key}.path: value {model.path!r} has no config.json{of_run or '; give a Hugging Face model folder'}"
+                f"{key}.path: value {quoted(model.path)} has no config.json{of_run or '; give a Hugging Face model folder'}"
             )
         _check_weights(model, folder, key)
         return _read_json(path)
-    if folder.exists():
-        raise ModelError(f"{key}.path: value {model.path!r} is a file; give the folder that holds config.json")
+    if os.path.exists(model.path):
+        raise ModelError(f"{key}.path: value {quoted(model.path)} is a file; give the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
         raise ModelError(
-            f"{key}.path: value {model.path!r} does not exist; give a Hugging Face model folder or a hub id"
+            f"{key}.path: value {quoted(model.path)} does not exist; give a Hugging Face model folder or a hub id"
         )
     return _read_json(_from_hub(model.path, key))
 
@@ -213,7 +233,7 @@ def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
     imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
     if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{key}.path: value {model.path!r} has no *.safetensors weights; save the model with save_pretrained"
+            f"{key}.path: value {quoted(model.path)} has no *.safetensors weights; save the model with save_pretrained"
             + (f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else "")
         )
 
@@ -232,7 +252,7 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
     except (OSError, ValueError, HTTPError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"{key}.path: value {hub_id!r} is no folder here and cannot be read from the hub ({reason}); give a model "
+            f"{key}.path: value {quoted(hub_id)} is no folder here and cannot be read from the hub ({reason}); give a model "
             "folder, or a hub id that is cached or can be downloaded"
         ) from None
 
@@ -251,15 +271,30 @@ def _check_data(data: DataConfig | PromptsConfig) -> None:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if value is not None and _is_missing(value):
             raise DataError(
-                f"{key}: value {value!r} does not exist; give a .jsonl or .parquet file, a folder or glob of them, or a hub id"
+                f"{key}: value {quoted(value)} does not exist; give a .jsonl or .parquet file, a folder or glob of them, or a hub id"
             )
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
-        raise DataError(f"data.chat_template: value {data.chat_template!r} does not exist; give a Jinja file")
+        raise DataError(f"data.chat_template: value {quoted(data.chat_template)} does not exist; give a Jinja file")
+
+
+def _check_rows(config: Config) -> None:
+    """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes, hardly ever more
+    than a few; other forms the run looks at."""
+    path = os.path.expanduser(config.data.train)
+    batch = config.train.global_batch_size
+    rows_of_batch = batch if isinstance(config, SFTConfig) else config.prompts_per_iteration
+    needed = math.ceil(rows_of_batch / MOST_PASSES)
+    if not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
+        return
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # which the run has more words for
+        rows = sum(1 for _ in itertools.islice((line for line in file if line.strip()), needed))
+        if 0 < rows < needed:
+            check_batch(batch, rows_of_batch, rows)
 
 
 def _is_missing(path: str) -> bool:
     """Whether `path` can only be a file, folder or glob, and there is none; a hub id is looked up later."""
-    if os.path.exists(path) or glob.glob(path, recursive=True):
+    if os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None:
         return False
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(_DATA_SUFFIXES)
     return looks_local or any(c in path for c in "*?[") or not path
@@ -268,14 +303,32 @@ def _is_missing(path: str) -> bool:
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
         raise ConfigError('output_dir: value "" is empty; give a folder, as in runs/demo')
+    if not output_dir.isprintable():
+        raise ConfigError(
+            f"output_dir: value {show(output_dir)} has a character that cannot be printed; give a folder, as in runs/demo"
+        )
     folder = existing = pathlib.Path(output_dir).absolute()
     try:
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"output_dir: value {output_dir!r} is a file; give a folder")
+            raise ConfigError(f"output_dir: value {quoted(output_dir)} is a file; give a folder")
+        if (held := _of_model(folder)) is not None:
+            raise ConfigError(
+                f"output_dir: value {quoted(output_dir)} is the folder of a model (it holds {held}), whose files a run would be mixed "
+                "with; give a folder of its own, as in runs/demo"
+            )
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
     except OSError as error:
         raise unwritable(output_dir, existing, error) from None
+
+
+def _of_model(folder: pathlib.Path) -> str | None:
+    """A file that tells that `folder` is a model's, of Hugging Face or imported, or one of adapters or GGUF files."""
+    with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
+        if "model_type" in _read_json(folder / "config.json"):
+            return "config.json"
+    found = (next(folder.glob(name), None) for name in ("adapter_config.json", "*.safetensors", "*.gguf"))
+    return next((file.name for file in found if file is not None), None)
 
 
 def _check_rollout(config: PPOConfig) -> None:
@@ -289,13 +342,15 @@ def _check_rollout(config: PPOConfig) -> None:
     if config.rollout.environment is not None:
         specs["rollout.environment"] = config.rollout.environment
     for key, spec in specs.items():
-        path = pathlib.Path(spec.rpartition(":")[0])
-        if not path.is_file():
-            raise ConfigError(f"{key}: value {spec!r} names the file {path}, which does not exist; give path.py:name")
+        path = spec.rpartition(":")[0]
+        if not os.path.isfile(path):
+            raise ConfigError(
+                f"{key}: value {quoted(spec)} names the file {path}, which does not exist; give path.py:name"
+            )
     replayed = config.rollout.path
     if replayed is not None and not os.path.isdir(os.path.expanduser(replayed)):
         raise ConfigError(
-            f"rollout.path: value {replayed!r} is no folder; give the samples folder of a run, as runs/demo/samples"
+            f"rollout.path: value {quoted(replayed)} is no folder; give the samples folder of a run, as runs/demo/samples"
         )
 
 
@@ -303,7 +358,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     resume, remote = checkpoint.resume, checkpoint.remote
     if resume not in ("auto", "never") and "://" not in resume and not os.path.isdir(resume):
         raise ConfigError(
-            f"checkpoint.resume: value {resume!r} is no folder; give auto, never, or the folder of a checkpoint"
+            f"checkpoint.resume: value {quoted(resume)} is no folder; give auto, never, or the folder of a checkpoint"
         )
     if remote is None:
         return
@@ -313,5 +368,5 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(remote))
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"checkpoint.remote: value {remote!r} is of no known file system ({error}); give an fsspec URL, as in file:///backup"
+            f"checkpoint.remote: value {quoted(remote)} is of no known file system ({error}); give an fsspec URL, as in file:///backup"
         ) from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.parallel import ParallelDims, stage_layers
+from mrl.parallel import ParallelDims, divisors_near, stage_layers
 
 
 def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
@@ -14,7 +14,7 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
 
     def divides(key: str, degree: int, name: str, count: int) -> None:
         if count % degree:
-            fits = ", ".join(str(d) for d in range(1, degree) if count % d == 0)
+            fits = divisors_near(count, degree)
             raise ConfigError(
                 f"engine.parallel.{key}: value {degree} does not divide the model's {count} {name}; use one of {fits}"
             )

@@ -10,7 +10,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from mrl import metrics
+from mrl.config.load import read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig, SFTConfig
 from mrl.converters.accounting import further_layers
@@ -26,6 +29,7 @@ from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
 from mrl.trainers.signals import StopSignal, signal_name
+from mrl.trainers.throughput import memory_gb
 
 T = TypeVar("T")
 
@@ -34,8 +38,8 @@ T = TypeVar("T")
 class Progress:
     """What a run has done so far; saved with a checkpoint.
 
-    step: optimizer steps made. tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while they are not
-    in the log, because its evaluation has yet to be done.
+    step: optimizer steps made. tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while its evaluation
+    has yet to be done: its line in the log, if there is one, is without it, and the next start writes that line anew.
     """
 
     step: int = 0
@@ -45,7 +49,7 @@ class Progress:
 
     @property
     def logged(self) -> int:
-        """Steps in the log."""
+        """Steps in the log whose lines are whole."""
         return self.step - bool(self.unlogged)
 
 
@@ -54,6 +58,9 @@ class Ranks(Protocol):
 
     @property
     def is_main(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def on_main(self, fn: Callable[[], T]) -> T: ...
 
@@ -79,8 +86,7 @@ def already_done(
 
     lora: whose `export` says what kind of files.
     """
-    last_is_logged = ranks.on_main(lambda: metrics.last_step(directory.path / "metrics.jsonl") != start.step - 1)
-    if start.step < total_steps or not last_is_logged:
+    if start.step < total_steps or not ranks.on_main(lambda: _last_is_logged(directory, start.step)):
         console.say(start.message)
         return False
     steps = f"{start.step} of {total_steps} steps are made"
@@ -97,6 +103,23 @@ def already_done(
     for note in start.moved:
         console.say(f"changed since, and not looked at, as there is nothing to do: {note}")
     return True
+
+
+def _last_is_logged(directory: RunDirectory, step: int) -> bool:
+    """Whether the log has the line of `step`, which was made last, with its evaluation where the run has one at its end."""
+    last = metrics.last_line(directory.path / "metrics.jsonl")
+    if last is None or last["step"] != step:
+        return last is None or last["step"] != step - 1
+    before = read_yaml(directory.config) if directory.config.exists() else {}
+    return (before.get("data") or {}).get("eval") is None or any(name.startswith("eval/") for name in last)
+
+
+def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Progress) -> None:
+    """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the evaluation."""
+    if progress.unlogged:
+        (memory,) = ranks.max_over_ranks(memory_gb(ranks.device))
+        log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
+    log.sync()
 
 
 def load_newest(

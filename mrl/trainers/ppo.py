@@ -21,6 +21,7 @@ from mrl.trainers.common import (
     already_done,
     check_outside,
     export,
+    log_without_evaluation,
     say_adapters,
     say_all,
     say_done,
@@ -146,7 +147,7 @@ def saved_before(
     trainer: Trainer, progress: Progress, experience: Experience | None, error: UserError, log: metrics.MetricsLog
 ) -> UserError:
     """Saves what was done before an error that the user can put right, and says so in it."""
-    log.sync()
+    log_without_evaluation(trainer.dispatch, log, progress)
     saved = save(trainer, progress, experience)
     return type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}")
 
@@ -181,7 +182,7 @@ def finish_step(trainer: Trainer, progress: Progress, experience: Experience | N
         except UserError as error:
             raise saved_before(trainer, progress, experience, error, log) from error
         if found is None:
-            log.sync()
+            log_without_evaluation(dispatch, log, progress)
             raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
         row |= found
     stop_requested, row["perf/memory_gb"] = dispatch.max_over_ranks(trainer.stop.requested, memory_gb(dispatch.device))

@@ -19,7 +19,7 @@ from typing import Any
 from mrl import metrics
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
-from mrl.config.checks import check_schedule, resolve_engine_tokens
+from mrl.config.checks import check_batch, check_schedule, resolve_engine_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
@@ -42,6 +42,7 @@ from mrl.trainers.common import (
     export,
     last_good,
     load_newest,
+    log_without_evaluation,
     problems_in_words,
     say_adapters,
     say_all,
@@ -124,14 +125,15 @@ def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int
 
     The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
     """
-    epochs, rows = config.train.resolved_epochs, len(train_set)
+    epochs, rows, batch = config.train.resolved_epochs, len(train_set), config.train.global_batch_size
+    check_batch(batch, batch, rows)
     if epochs is None:
         return config.train.steps
     usable, counts = rows, {}
     if may_leave_out(config.data):
         console.say(f"data.train: counting which of its {rows} rows can be used, for the length of the run")
         usable, counts = count_usable(train_set)
-    steps = steps_for_epochs(epochs, usable, config.train.global_batch_size)
+    steps = steps_for_epochs(epochs, usable, batch)
     length = f"the {steps} steps of {epochs:g} epochs"
     if usable < rows:
         left_out = ", ".join(f"{what}: {number}" for what, number in counts.items() if number)
@@ -228,6 +230,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
         row = progress.unlogged
         if trainer.eval_set is not None and due(config.train.eval_every):
             if (loss := evaluation.run(progress.step)) is None:
+                log_without_evaluation(engine, log, progress)
                 raise stopped_after(trainer, progress, save(trainer, progress))
             row["eval/loss"] = loss
         bad_row = trainer.source.next_error() if progress.step < total_steps else None

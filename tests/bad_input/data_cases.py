@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ CASES = [
     Case("unknown role", "rows.jsonl:3", ("role is 'gpt'", "assistant"), edit=row({"messages": [{"role": "gpt", "content": "2"}]})),
     Case("no role", "rows.jsonl:3", ("messages[0].role",), edit=row({"messages": [{"content": "2"}]})),
     Case("no answer", "rows.jsonl:3", ("nothing to train on", "data.loss_on"), edit=row({"messages": GOOD["messages"][:1]})),
+    Case("number of 5,000 digits", "rows.jsonl:3", ("more than 4300 digits", "as text"), edit=row('{"text": ' + "9" * 5000 + "}")),
+    Case("row of 2,000 levels", "rows.jsonl:3", ("more than 100 others", "flatter"), edit=row('{"text": ' + "[" * 2000 + "]" * 2000 + "}")),
+    Case("field of 150 levels", "rows.jsonl:3", ("more than 100 others",), edit=row(json.dumps(GOOD)[:-1] + ', "more": ' + "[" * 150 + "]" * 150 + "}")),
+    Case("fields of 10,000 characters", "rows.jsonl:1", ("aaa...aaa", "fit no format", "data.columns"), edit=rows({"a" * 5000: "1", "b" * 5000: "2"})),
+    Case("a batch of a million", "train.global_batch_size", ("each of the 4 rows of data.train 250000 times", "give 4"), ("train.global_batch_size=1000000", "data.train='*.jsonl'")),
     Case("long row", "rows.jsonl:3", ("data.max_length is 64", "data.truncation"), edit=row(chat("1+" * 50 + "1=", "51"))),
     Case("token id", "rows.jsonl:2", ("99999", "own tokenizer"), edit=rows({"input_ids": [1, 2]}, {"input_ids": [1, 99999]}, {"input_ids": [1, 2]}, {"input_ids": [1, 2]})),
     Case("mask length", "rows.jsonl:1", ("loss_mask has 1",), edit=rows(*[{"input_ids": [1, 2], "loss_mask": [1]}] * 4)),

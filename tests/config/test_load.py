@@ -132,9 +132,9 @@ def values_of(annotation, bounds) -> st.SearchStrategy:
     if args:
         return st.one_of([values_of(arm, bounds) for arm in args])
     if annotation is int:
-        return st.integers(int(low or 0), int(bounds["maximum"] or 10**9))
+        return st.integers(int(low), int(bounds["maximum"]))
     if annotation is float:
-        return st.floats(low or 0, 1e300, exclude_min=bounds["above"] is not None)
+        return st.floats(low, bounds["maximum"], exclude_min=bounds["above"] is not None)
     return {bool: st.booleans(), str: st.text()}[annotation]
 
 
@@ -219,6 +219,7 @@ def test_defaults_are_within_their_bounds(root, raw):
     for key in walk(root):
         if isinstance(key.default, int | float) and not isinstance(key.default, bool):
             assert math.isfinite(key.default), key.path
+            assert key.default <= key.bounds["maximum"], key.path
             assert key.bounds["minimum"] is None or key.default >= key.bounds["minimum"], key.path
             assert key.bounds["above"] is None or key.default > key.bounds["above"], key.path
 

@@ -182,7 +182,7 @@ def _check_time(config: Config, options: SlurmConfig) -> list[str]:
 def step_seconds(run_dir: pathlib.Path) -> float | None:
     """Median seconds of the newest steps in a run's metrics.jsonl; None where it has none."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists() or metrics.last_step(path) is None:
+    if not path.exists() or metrics.last_line(path) is None:
         return None
     times = [row["perf/step_s"] for row in metrics.read(path)[-RECENT_STEPS:] if "perf/step_s" in row]
     return statistics.median(times) if times else None

@@ -61,7 +61,7 @@ def _last_note(target: jobs.Target, job_id: str) -> list[str]:
 def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
     """The last line of metrics.jsonl, and how long the steps that are left take at the pace of the newest."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists() or metrics.last_step(path) is None:
+    if not path.exists() or metrics.last_line(path) is None:
         return [f"  {run_dir}: no step yet"]
     row = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
     steps = _length(run_dir / "config.yaml")

@@ -16,6 +16,7 @@ from mrl import metrics
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.recipes import Recipe, kl_controller
 from mrl.config.load import to_dict
+from mrl.config.checks import check_batch
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
@@ -143,11 +144,12 @@ def _offload_idle(config: PPOConfig, actor: BaseEngine) -> bool:
 
 def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     """Optimizer steps of the run: train.steps, or as many iterations as train.epochs passes over the prompts need."""
-    train, per_iteration = config.train, config.steps_per_iteration
+    train, per_iteration, rows = config.train, config.steps_per_iteration, len(source.dataset)
+    check_batch(train.global_batch_size, config.prompts_per_iteration, rows)
     if train.steps is not None:
         return train.steps
     epochs = 1.0 if train.epochs is None else train.epochs
-    usable, rows = source.usable(), len(source.dataset)
+    usable = source.usable()
     iterations = max(1, math.ceil(Fraction(str(epochs)) * usable / config.prompts_per_iteration))
     steps = iterations * per_iteration
     length = f"the {steps} steps of {epochs:g} epochs"

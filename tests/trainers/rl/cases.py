@@ -24,6 +24,7 @@ from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
 from mrl.trainers.rl import experience, steps
+from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
 
@@ -142,6 +143,13 @@ def forwards_are_counted(stop_after: int | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def signal_in_evaluation(step: int) -> Iterator[None]:
+    """SIGTERM when the evaluation after `step` begins."""
+    with before(Evaluation, "run", lambda _, at: at == step and os.kill(os.getpid(), signal.SIGTERM)):
+        yield
+
+
+@contextlib.contextmanager
 def after(owner: Any, name: str, then: Callable[..., Any]) -> Iterator[None]:
     """Calls `then` with the same arguments after each call of `owner.name`."""
     original = getattr(owner, name)
@@ -163,5 +171,6 @@ HAPPENINGS: dict[str, Callable[..., contextlib.AbstractContextManager[None]]] = 
     "steps_are_counted": steps_are_counted,
     "old_log_probs_come_first": old_log_probs_come_first,
     "forwards_are_counted": forwards_are_counted,
+    "signal_in_evaluation": signal_in_evaluation,
     "step_changes": step_changes,
 }

@@ -18,10 +18,10 @@ from tests.trainers.rl import kit
 from tests.trainers.rl.kit import engine
 
 
-def train(config, world=1, **kwargs):
-    ended = run_case(world, "tests.trainers.rl.cases:train", config=config, **kwargs)
-    assert ended[:2] == ("done", ""), ended
-    return ended[2]
+def train(config, world=1, ended="done", **kwargs):
+    found = run_case(world, "tests.trainers.rl.cases:train", config=config, **kwargs)
+    assert found[0] == ended, found
+    return found[2]
 
 
 def answers(folder, iteration=0, series="step"):
@@ -247,15 +247,25 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
 
 @pytest.mark.parametrize("name", slow_but(["dapo"], ["ppo", "remax", "dapo"]))
 def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
-    """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines."""
+    """All metrics, the rollout's gap among them, and the weights, bit for bit; with evaluations, rejected groups, baselines.
+
+    Also where a signal comes in the evaluation after step `stop_at`: the step is in the log then, without its evaluation.
+    """
+    stop_at = {"ppo": 2, "dapo": 4}.get(name)
     changes = {
         "rewards": function(tmp_path, SIGNAL_IN_SOME), "data": {"eval": str(inputs / "eval.jsonl")},
         "train": {"steps": 4, "eval_every": 2},
     }  # fmt: skip
     train(kit.make_config(inputs, tmp_path / "first", name, **changes))
     rollout = {"backend": "recorded", "path": str(tmp_path / "first" / "samples")}
-    train(kit.make_config(inputs, tmp_path / "again", name, rollout=rollout, **changes))
     first, again = tmp_path / "first", tmp_path / "again"
+    config = kit.make_config(inputs, again, name, rollout=rollout, **changes)
+    if stop_at is not None:
+        train(config, ended="stopped", happening="signal_in_evaluation", step=stop_at)
+        *_, last = kit.metrics_of(first)[: stop_at + 1]
+        without = {name: value for name, value in last.items() if not name.startswith("eval/")}
+        assert kit.metrics_of(again) == [*kit.metrics_of(first)[:stop_at], without]
+    train(config)
     assert kit.metrics_of(again) == kit.metrics_of(first)
     assert kit.samples_of(again) == kit.samples_of(first) and len(kit.samples_of(first)) >= 5
     expected = kit.weights_of(first / "hf")
