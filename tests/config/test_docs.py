@@ -16,8 +16,9 @@ def test_the_file_is_current():
 
 def test_every_key_is_in_both():
     for root in ROOTS.values():
+        table, lines = tables(root), text(root)
         for key in walk(root):
-            assert f"| `{key.path}` |" in tables(root)
-            assert f"\n  {key.path}  (" in text(root)
-            assert key.help in text(root)
-        assert tables(root) in markdown()
+            assert f"| `{key.path}` |" in table
+            assert f"\n  {key.path}  (" in lines
+            assert key.help in lines
+        assert table in markdown()

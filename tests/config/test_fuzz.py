@@ -29,8 +29,14 @@ def workspace(tmp_path_factory) -> Workspace:
     return made
 
 
-def numeric(section: type, path: str = "") -> list:
-    return [key for key in walk(section, path) if numbers_in(key.annotation)]
+def numeric(section: type) -> list:
+    """The numeric keys, each once: of `mrl ppo` an engine's and an optimizer's are the actor's."""
+    keys = {
+        (key.path.rsplit(".", 1)[-1], key.help): key
+        for key in reversed(list(walk(section)))
+        if numbers_in(key.annotation)
+    }
+    return list(keys.values())
 
 
 def refusal(build, *arguments) -> str | None:
