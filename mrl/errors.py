@@ -11,10 +11,13 @@ LONGEST = 400
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """`text` on one line: what cannot be printed is escaped, and of more than `longest` characters the middle is left out."""
+    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words lose their
+    middle, and where that does not suffice, the line does."""
     line = " ".join(str(text).split())
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    if longest is not None and len(line) > longest:
+        line = " ".join(shortened(word, 100) for word in line.split(" "))
     if longest is None or len(line) <= longest:
         return line
     tail = longest * 2 // 5  # what would work stands at the end

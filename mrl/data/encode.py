@@ -256,11 +256,11 @@ class Encoder:
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
             return DataError(
                 f"messages[{turn}]: the text rendered {extent} is tokenized otherwise alone ({here}) than in the whole "
-                f"conversation ({there}), so the model would be trained after other tokens than it is given; put {{% generation %}} "
-                "markers around the assistant's text in data.chat_template, or end its prompt so that no token reaches over it"
+                f"conversation ({there}), which the model would be trained after; put {{% generation %}} markers around the "
+                "assistant's text in data.chat_template, or end its prompt so that no token reaches over it"
             )
         return DataError(
-            f"messages[{turn}]: the conversation rendered {extent} has {here} where the whole conversation has {there}: the "
-            "chat template rewrites turns, so which tokens train cannot be told; put {% generation %} markers around the "
-            f"assistant's text in data.chat_template, or set data.loss_on to {instead}"
+            f"messages[{turn}]: the conversation rendered {extent} has {here} where the whole one has {there}: the chat template "
+            "rewrites turns; put {% generation %} markers around the assistant's text in data.chat_template, or set "
+            f"data.loss_on to {instead}"
         )
