@@ -96,7 +96,7 @@ def test_the_package_says_the_same_version():
 def test_config_prints_every_key():
     result = invoke("config")
     assert result.exit_code == 0
-    assert "engine.parallel.tp  (default 1; a whole number of at least 1)" in result.output
+    assert "engine.parallel.tp  (default 1; a whole number of at least 1 and at most 65536)" in result.output
     assert invoke("config", "sft").output == result.output
     assert "rollout.samples_per_prompt  (default 8; a whole number of at least 1)" in invoke("config", "ppo").output
     assert invoke("config", "dpo").exit_code == 2
