@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES
 from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, show, walk
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, shortened
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:
@@ -64,7 +64,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
         guess = " and ".join(elsewhere)
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
-    return ConfigError(f"{dotted}: value {show(value)} is given to an unknown key; {advice}")
+    return ConfigError(f"{shortened(dotted)}: value {show(value)} is given to an unknown key; {advice}")
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:

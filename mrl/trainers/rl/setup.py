@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from mrl import metrics
 from mrl.algorithms.configured import check_algorithm
 from mrl.algorithms.recipes import Recipe, kl_controller
-from mrl.config.load import to_dict
 from mrl.config.checks import check_batch
+from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
