@@ -60,6 +60,9 @@ NEUTRAL = frozenset(
         "use_bfloat16",
         "min_length",
         "do_sample",
+        "max_sequence_length",  # of Llama 1 and Vicuna, beside max_position_embeddings; transformers reads the latter
+        "unsloth_fixed",
+        "unsloth_version",
     ]
 )
 """Fields that no family has to read: names, tokens, outputs, training hints, and those that the loader handles itself."""

@@ -202,7 +202,8 @@ RELATIONS = (
         ("low_freq_factor", "high_freq_factor"),
         lambda low, high: low < high,
     ),
-    Relation("beta_slow is below beta_fast", ("beta_slow", "beta_fast"), lambda slow, fast: slow < fast),
+    # Kimi-K2 has 1 in both, which is a step and not a ramp
+    Relation("beta_slow is at most beta_fast", ("beta_slow", "beta_fast"), lambda slow, fast: slow <= fast),
 )
 
 

@@ -106,7 +106,7 @@ NONSENSE = {
     "unknown key": ("llama", {"rope_parameters": {"base": 3.0}}, "rope_parameters.base = 3.0 has no meaning"),
     "key of another type": ("llama", {"rope_parameters": {"beta_fast": 3.0}}, "rope_parameters.beta_fast = 3.0 has no meaning"),
     "factor of no type": ("qwen2", {"rope_parameters": {"factor": 3.0}}, "in rotary embeddings of type default"),
-    "yarn's betas": ("gpt_oss", {"rope_parameters": {"beta_fast": 1.0, "beta_slow": 4.0}}, "beta_slow is below beta_fast"),
+    "yarn's betas": ("gpt_oss", {"rope_parameters": {"beta_fast": 1.0, "beta_slow": 4.0}}, "beta_slow is at most beta_fast"),
     "kind in a list": ("llama", {"rope_parameters": {"rope_type": ["llama3"]}}, "rope_parameters.rope_type = ['llama3'] is not a text"),
     "more chosen than experts": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is at most the number of experts"),
     "KV heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads divides num_attention_heads"),
@@ -130,6 +130,35 @@ def test_what_is_no_model_is_refused(name):
 
 def test_a_window_that_is_switched_off_may_be_anything():
     assert said(config_of("qwen2") | {"use_sliding_window": False, "sliding_window": 0}) is None
+
+
+PUBLISHED = {
+    "meta-llama/Llama-3.2-1B": ("llama", {"rope_parameters": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    "lmsys/vicuna-7b-v1.5-16k": ("llama", {"max_sequence_length": 16384, "pad_token_id": 0}),
+    "unsloth/Llama-3.2-1B": ("llama", {"unsloth_fixed": True, "unsloth_version": "2024.9"}),
+    "mistralai/Mistral-Nemo-Base-2407": ("mistral", {"max_position_embeddings": 1024000, "sliding_window": None}),
+    "Qwen/Qwen2.5-Math-1.5B": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 4096}),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (
+        "qwen3_moe", {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True, "max_window_layers": 28},
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral", {"router_jitter_noise": 0.0, "head_dim": None}),
+    "moonshotai/Kimi-K2-Instruct as deepseek_v3": (
+        "deepseek_v3", {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0, "rope_parameters": {
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        }},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_published_files_say_is_accepted(name):
+    """Fields and values of config.json files on the hub, in the tiny model of their family."""
+    model_type, changes = PUBLISHED[name]
+    whole = config_of(model_type)
+    for field, value in changes.items():
+        whole[field] = whole[field] | value if isinstance(value, dict) else value
+    assert said(whole) is None
 
 
 @pytest.mark.parametrize("levels", [MOST_LEVELS + 1, 500, 30_000])

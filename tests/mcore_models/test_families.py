@@ -135,7 +135,7 @@ def test_biases_and_head_norms(read):
     [
         {"rope_type": "linear", "factor": 3.0}, LLAMA3, LLAMA3 | {"factor": 8.0, "low_freq_factor": 1.0}, YARN,
         YARN | {"beta_fast": 4.0, "beta_slow": 2.0, "truncate": False}, YARN | {"attention_factor": 1.25},
-        YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, YARN | {"mscale": 1.0},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, YARN | {"mscale": 1.0}, YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
     ],
     ids=str,
 )  # fmt: skip

@@ -33,6 +33,7 @@ FAMILY = Family(
     reads=DENSE | EXPERTS | {
         "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
         "sliding_window", "use_sliding_window", "max_window_layers",  # transformers slides in every layer or in none
+        "use_qk_norm",  # true in Qwen3-Coder; transformers norms whatever it says
     },
     fields=fields,
 )  # fmt: skip
