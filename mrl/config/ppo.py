@@ -106,7 +106,11 @@ class RolloutConfig:
     min_p: float = key(0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1)  # fmt: skip
     stop: tuple[str, ...] = key((), "texts that end a completion, beside the model's own end tokens")
     stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own", minimum=0)
-    cache_tokens: int = key(65536, "tokens whose keys and values a replica of the model keeps at once", minimum=1)
+    cache_tokens: int = key(
+        65536,
+        "tokens whose keys and values a replica of the model keeps at once; up to half of conversations between their turns",
+        minimum=1,
+    )
     prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
@@ -114,6 +118,9 @@ class RolloutConfig:
     max_turn_tokens: int | None = key(
         None, "tokens of one such turn at most; null is as many as max_new_tokens leaves", minimum=1
     )
+    environment_parts: int = key(
+        2, "parts that conversations are sampled in: while the environments of one answer, another generates", minimum=1, maximum=1024
+    )  # fmt: skip
     environment_timeout_s: float = key(
         60.0, "longest wait for one reset or step of an environment", above=0, maximum=MOST_SECONDS
     )

@@ -25,6 +25,7 @@ from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
+from mrl.engine.kept import KeptSequences
 from mrl.engine.lora import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
@@ -305,13 +306,15 @@ class BaseEngine(abc.ABC):
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
         told: Callable[[int, int], None] = tell_nobody,
+        kept: KeptSequences | None = None,
     ) -> list[Completion]:
         """Completions of the prompts in their order, the same on every rank and layout (fp32). Every rank passes all requests.
 
         A completion depends on its request and the weights alone. cache_tokens: tokens whose keys and values each
         replica keeps at once, which bounds how many sequences run together; each has room for the longest request.
         prefill_tokens: prompt tokens in one forward at most. told: called after each forward with how many of this replica's
-        requests are complete, and how many it has. Raises ConfigError where a request alone does not fit.
+        requests are complete, and how many it has. kept: what stays from call to call of the requests' keys and values; completions are the
+        same without it, and an engine may leave it alone. Raises ConfigError where a request alone does not fit.
         """
 
     @abc.abstractmethod

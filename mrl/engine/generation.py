@@ -9,6 +9,9 @@ with the same prompt runs, a new one copies its row and feeds the prompt's last 
 Few completions are as long as they may be. So rows start short and many, and where one is full all become longer and
 fewer within the same memory; sequences that have no row any more wait, and are fed again from their first token. What
 they draw does not change by it.
+
+A conversation is several requests, each of which begins with all that was said before. Where the caller gives `KeptSequences`, the
+keys and values of a sequence that ends are copied out of its row, and back into one for the request that goes on with it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections.abc import Sequence
 import torch
 
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.engine.sampling import SamplingRows, noise_key
+from mrl.engine.kept import KeptSequences
+from mrl.engine.sampling import SamplingKey, SamplingRows, noise_key
 from mrl.errors import ConfigError
 
 FIRST_NEW_TOKENS = 256
@@ -28,13 +32,15 @@ FIRST_NEW_TOKENS = 256
 
 @dataclasses.dataclass(eq=False)
 class _Running:
-    """A request at work. context: its prompt and what followed. cached: how many of these the cache has."""
+    """A request at work. context: its prompt and what followed. cached: how many of these the cache has. kept: how many of its
+    prompt are kept from an earlier request."""
 
     request: GenerateRequest
     index: int
     prompt: tuple[int, ...]
     context: list[int]
     log_probs: list[float] = dataclasses.field(default_factory=list)
+    kept: int = 0
     cached: int = 0
     row: int = -1
     finished: bool = False
@@ -59,7 +65,8 @@ class Step:
     """One forward. Row `i` of the cache belongs to sequence `i`.
 
     shape: (rows, places of a row) of the cache from this forward on; None for as it is. copies: (source row, target row,
-    places), to be made in order before the shape changes and the forward is made. new: the tokens of each sequence. cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
+    places), to be made in order before the shape changes and the forward is made. restored: (row, key) of sequences whose keys and
+    values are then put back into their rows (`KeptSequences.restore`). new: the tokens of each sequence. cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
     """
 
     shape: tuple[int, int] | None
@@ -68,6 +75,12 @@ class Step:
     cached: list[int]
     sampled: list[int]
     sequences: list[_Running]
+    restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
+
+    @property
+    def ended(self) -> list[_Running]:
+        """After `Schedule.take`: the sequences whose last token this step has chosen."""
+        return [s for s in self.sequences if s.done]
 
     @property
     def last(self) -> list[int]:
@@ -96,11 +109,6 @@ def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
             )
 
 
-def share(count: int, part: int, parts: int) -> range:
-    """Which of `count` requests a replica takes: neighbours, because samples of one prompt share its prefill."""
-    return range(count * part // parts, count * (part + 1) // parts)
-
-
 DUMMY = Step(None, [], [[0]], [0], [], [])
 """A forward of one token that nothing comes of, for a rank that has nothing to do while others need it."""
 
@@ -109,13 +117,22 @@ class Schedule:
     """The steps of one generation over `requests`, each with its index in the caller's list.
 
     cache_tokens: tokens whose keys and values are kept at once. `rows` times `length` is never more.
-    prefill_tokens: prompt tokens of one forward at most.
+    prefill_tokens: prompt tokens of one forward at most. kept: what earlier calls have left of these sequences.
     """
 
     def __init__(
-        self, requests: Sequence[tuple[int, GenerateRequest]], *, cache_tokens: int, prefill_tokens: int
+        self,
+        requests: Sequence[tuple[int, GenerateRequest]],
+        *,
+        cache_tokens: int,
+        prefill_tokens: int,
+        kept: KeptSequences | None = None,
     ) -> None:
         self.sequences = [_Running(r, i, tuple(r.tokens), list(r.tokens)) for i, r in requests]
+        if kept is not None:
+            kept.begin([r for _, r in requests])
+            for s in self.sequences:
+                s.kept = kept.length(s.request.key)
         self.waiting = [s for s in self.sequences if not s.done]
         self.running: list[_Running] = []
         self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
@@ -137,6 +154,7 @@ class Schedule:
         prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row
         followers, fresh = self._admit(self.prefill_tokens - sum(len(s.context) - s.cached for s in prompts))
         copies = self._place(decoding, followers, prompts + fresh)
+        restored = [(s.row, s.request.key) for s in fresh if s.kept]
         self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
         new, cached, left = [], [s.cached for s in self.running], self.prefill_tokens
         for i, s in enumerate(self.running):
@@ -145,7 +163,7 @@ class Schedule:
             left -= 0 if decodes else len(new[-1])
             s.cached += len(new[-1])
         sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
-        return Step(shape, copies, new, cached, sampled, self.running)
+        return Step(shape, copies, new, cached, sampled, self.running, restored)
 
     def _grow(self) -> tuple[int, int] | None:
         """Longer rows where a sequence has filled its own; the shortest sequences wait again where rows become too few."""
@@ -167,7 +185,7 @@ class Schedule:
         followers, fresh, kept = [], [], []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():
-            begun = len(s.context) > len(s.prompt)
+            begun = len(s.context) > len(s.prompt) or s.kept > 0
             leader = None if begun else self._leaders.get(s.prompt)
             if len(followers) + len(fresh) == free:
                 kept.append(s)
@@ -178,7 +196,8 @@ class Schedule:
                 if not begun:
                     self._leaders[s.prompt] = s
                 fresh.append(s)
-                left -= len(s.context)
+                s.cached = s.kept
+                left -= len(s.context) - s.kept
             else:
                 kept.append(s)
         if free:

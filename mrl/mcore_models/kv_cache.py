@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+RowCopy = dict[int, tuple[Tensor, Tensor]]
+"""Layer -> keys and values [G, places, D] of one sequence."""
+
 
 class KVCache:
     """[R, G, L, D] keys and values for each layer that asks; a layer's are made at its first forward."""
@@ -43,6 +46,23 @@ class KVCache:
                 self.layers[layer] = (_reshaped(pair[0], *shape), _reshaped(pair[1], *shape))
         if shape is not None:
             self.rows, self.length = shape
+
+    def copy_row(self, row: int, places: int) -> RowCopy:
+        """What the first places of a row hold, in every layer."""
+        return {
+            layer: (keys[row, :, :places].clone(), values[row, :, :places].clone())
+            for layer, (keys, values) in self.layers.items()
+        }
+
+    def put_row(self, row: int, copy: RowCopy) -> None:
+        """Puts a copy into the first places of a row; the cache may be new."""
+        for layer, pair in copy.items():
+            if layer not in self.layers:
+                self.layers[layer] = tuple(
+                    part.new_zeros(self.rows, part.shape[0], self.length, part.shape[2]) for part in pair
+                )
+            for tensor, part in zip(self.layers[layer], pair, strict=True):
+                tensor[row, :, : part.shape[1]] = part
 
 
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:

@@ -103,6 +103,13 @@ class Sampler(abc.ABC):
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Completions in the order of the requests, the same on every rank. Collective."""
 
+    def for_conversations(self, parts: int) -> list[Sampler]:
+        """Samplers for the conversations of one rollout, which are sampled in `parts`, one for each.
+
+        Each may keep what it has computed of its conversations until their next turns; what it gives is the same.
+        """
+        return [self] * parts
+
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (not every sampler has something to do)
         """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of them
         are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do."""

@@ -4,8 +4,8 @@
         def reset(self, row): ...      # None, or a prompt in place of the row's: text or messages
         def step(self, text): ...      # (observation, reward, done)
 
-Either method may be async. The calls of a round are made at the same time: those of a plain class in a few threads, where
-all calls of an object are made in the same one; those of an async class on one event loop.
+Either method may be async. Calls are made at the same time, and while the caller does something else: those of a plain class
+in threads, where all calls of an object are made in the same one; those of an async class on one event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mrl.errors import ConfigError, RewardError
 from mrl.rewards.calls import as_float
 from mrl.rewards.functions import describe, is_async, load_named
 
-THREADS = 32
+THREADS = 256
 KEY = "rollout.environment"
 
 Said = str | list[dict[str, Any]]
@@ -65,15 +65,15 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call of one conversation's object. started: when it began, by time.monotonic; None while it waits its turn."""
+    """A call of one conversation's object. started, ended: when, by time.monotonic; started is None while it waits its turn."""
 
     number: int
     method: Literal["reset", "step"]
     argument: Any
     started: float | None = None
+    ended: float | None = None
     value: Any = None
     fault: str | None = None
-    ended: bool = False
 
 
 class Environments:
@@ -87,7 +87,7 @@ class Environments:
         self._objects: list[Any] = []
         self._prompts: list[Prompt] = []
         self._changed = threading.Condition()
-        self._left = 0
+        self._under_way: dict[int, list[_Call]] = {}  # the calls of each part of the conversations
         self._asynchronous = any(is_async(getattr(environment, method)) for method in ("reset", "step"))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: list[queue.SimpleQueue[_Call | None]] = []
@@ -97,12 +97,23 @@ class Environments:
         self._prompts, self._objects = list(prompts), [None] * len(prompts)
         self._start()
         calls = [_Call(i, "reset", copy.deepcopy(prompt.row)) for i, prompt in enumerate(prompts)]
-        return [self._checked(call, self._prompt_of) for call in self._run(calls)]
+        self._under_way = {}
+        self._begin(0, calls)
+        return [self._checked(call, self._prompt_of) for call in self._ended(wait=True)[0]]
 
-    def step(self, said: Sequence[tuple[int, str]]) -> list[Step]:
-        """The answers to what the policy said, in the conversations with these numbers."""
-        calls = [_Call(number, "step", text) for number, text in said]
-        return [self._checked(call, self._step_of) for call in self._run(calls)]
+    def begin_steps(self, part: int, turns: Sequence[tuple[int, str]]) -> None:
+        """Gives the policy's turns to the conversations with these numbers, a part of all; `answers` has what comes of it."""
+        self._begin(part, [_Call(number, "step", text) for number, text in turns])
+
+    def answers(self, *, wait: bool) -> dict[int, list[Step]]:
+        """The answers of each part whose conversations have all answered, in the order of its turns; not given again.
+
+        wait: until there is one. Otherwise there may be none.
+        """
+        return {
+            part: [self._checked(call, self._step_of) for call in calls]
+            for part, calls in self._ended(wait=wait).items()
+        }
 
     def close(self) -> None:
         """Forgets the objects and ends the threads; one that hangs in a call ends with the process."""
@@ -124,28 +135,45 @@ class Environments:
             self._threads.append(queue.SimpleQueue())
             threading.Thread(target=self._serve, args=(self._threads[-1],), name="mrl-environment", daemon=True).start()
 
-    def _run(self, calls: list[_Call]) -> list[_Call]:
-        """Makes the calls and waits for all; the first fault, by conversation, is raised."""
-        self._left = len(calls)
+    def _begin(self, part: int, calls: list[_Call]) -> None:
+        assert part not in self._under_way, f"part {part} has not answered yet"
+        self._under_way[part] = calls
         for call in calls:
             if self._loop is not None:
                 asyncio.run_coroutine_threadsafe(self._make_async(call), self._loop)
             else:
                 self._threads[call.number % len(self._threads)].put(call)
+
+    def _ended(self, *, wait: bool) -> dict[int, list[_Call]]:
+        """Takes the parts that have ended from those under way; the first fault, by conversation, is raised."""
         with self._changed:
-            while self._left:
-                now = time.monotonic()
-                running = [c for c in calls if not c.ended and c.started is not None]
-                for call in running:
-                    if now - call.started > self._timeout_s:
-                        call.fault = f"took more than {self._timeout_s:g} s"
-                        raise self._error(call, f"make it faster, or raise {KEY}_timeout_s")
-                first = min((c.started for c in running), default=now)
-                self._changed.wait(min(1.0, first + self._timeout_s - now + 0.01))  # others may begin meanwhile
-        for call in calls:
-            if call.fault is not None:
-                raise self._error(call, "correct the environment")
-        return calls
+            while True:
+                self._check_time()
+                ended = {p: calls for p, calls in self._under_way.items() if all(c.ended is not None for c in calls)}
+                if ended or not wait:
+                    break
+                assert self._under_way, "there is nothing to wait for"
+                self._changed.wait(self._until_next_limit())
+        for part, calls in ended.items():
+            del self._under_way[part]
+            for call in calls:
+                if call.fault is not None:
+                    raise self._error(call, "correct the environment")
+        return ended
+
+    def _check_time(self) -> None:
+        """A call that took too long while nobody waited for it is as wrong as one that is waited for."""
+        now = time.monotonic()
+        for call in (c for calls in self._under_way.values() for c in calls if c.started is not None):
+            if (now if call.ended is None else call.ended) - call.started > self._timeout_s:
+                call.fault = f"took more than {self._timeout_s:g} s"
+                raise self._error(call, f"make it faster, or raise {KEY}_timeout_s")
+
+    def _until_next_limit(self) -> float:
+        """Seconds; at most one, because a call that has not begun may begin meanwhile."""
+        calls = [c for calls in self._under_way.values() for c in calls if c.ended is None and c.started is not None]
+        first = min((c.started for c in calls), default=time.monotonic())
+        return min(1.0, first + self._timeout_s - time.monotonic() + 0.01)
 
     def _serve(self, calls: queue.SimpleQueue[_Call | None]) -> None:
         while (call := calls.get()) is not None:
@@ -172,10 +200,8 @@ class Environments:
 
     def _end(self, call: _Call) -> None:
         with self._changed:
-            call.ended = True
-            self._left -= 1
-            if not self._left:
-                self._changed.notify()
+            call.ended = time.monotonic()
+            self._changed.notify()
 
     # ----------------------------------------------------------------------------------------------------- answers
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.kept import KeptSequences
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.stops import StopTexts
 
 
 class EngineSampler(Sampler):
-    """Samples by `generate`, which is `BaseEngine.generate` of the actor with its limits of memory."""
+    """Samples by `generate`, which is `BaseEngine.generate` of the actor with its limits of memory.
+
+    kept_tokens: of conversations, how many tokens' keys and values each replica of the actor keeps between their turns.
+    """
 
     exact = True
 
     def __init__(
-        self, generate: Callable[[list[GenerateRequest]], list[Completion]], tokenizer: PreTrainedTokenizerBase
+        self, generate: Callable[..., list[Completion]], tokenizer: PreTrainedTokenizerBase, *, kept_tokens: int = 0
     ) -> None:
-        self._generate, self._tokenizer = generate, tokenizer
+        self._generate, self._tokenizer, self._kept_tokens = generate, tokenizer, kept_tokens
         self._stops: dict[tuple[str, ...], StopTexts] = {}
+
+    def for_conversations(self, parts: int) -> list[Sampler]:
+        # A part has room of its own: what is kept, and so what is computed anew, does not depend on when others answer.
+        room = self._kept_tokens // parts
+        return [
+            EngineSampler(functools.partial(self._generate, kept=KeptSequences(room)), self._tokenizer)
+            for _ in range(parts)
+        ]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         return self._generate([self._for_engine(request) for request in requests])

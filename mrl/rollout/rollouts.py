@@ -1,15 +1,19 @@
 """From prompts to trajectories: single completions, or conversations of several turns with a user's environment.
 
 A trajectory's tokens are only ever appended to. Those that the policy sampled stay as they were sampled, with mask 1, the
-end token among them; what an environment says follows with mask 0. All live conversations are sampled together, a turn of
-each in a round. The same on every rank.
+end token among them; what an environment says follows with mask 0. The same on every rank.
+
+Conversations are divided into fixed parts. Those of a part that go on are sampled together, a turn of each in a round, and answered
+together; while the environments of one part answer, another is sampled. Which sequences share a forward, and with it the last
+bits of their log-probs, does not depend on how long an environment takes.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -144,12 +148,10 @@ class Rollouts(TrajectorySource):
         Raises RewardError for what an environment does wrong.
         """
         conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
-        live = conversations
-        while live:
-            completions = self._sampler.sample([self._request(conversation, greedy) for conversation in live])
-            for conversation, completion in zip(live, completions, strict=True):
-                self._add_turn(conversation, completion)
-            live = self._answer(live) if self._converses else []
+        if self._converses:
+            self._converse(conversations, greedy)
+        else:
+            self._sample_turn(self._sampler, conversations, greedy)
         return [conversation.trajectory() for conversation in conversations]
 
     def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
@@ -171,6 +173,11 @@ class Rollouts(TrajectorySource):
         for conversation in conversations:
             conversation.append(conversation.prompt.tokens, mask=0)
         return conversations
+
+    def _sample_turn(self, sampler: Sampler, conversations: Sequence[_Conversation], greedy: bool) -> None:
+        completions = sampler.sample([self._request(conversation, greedy) for conversation in conversations])
+        for conversation, completion in zip(conversations, completions, strict=True):
+            self._add_turn(conversation, completion)
 
     def _request(self, conversation: _Conversation, greedy: bool) -> SampleRequest:
         config = self._config
@@ -222,13 +229,31 @@ class Rollouts(TrajectorySource):
             )
         conversation.prompt = dataclasses.replace(conversation.prompt, content=content, tokens=tokens, truncated=False)
 
-    def _answer(self, live: list[_Conversation]) -> list[_Conversation]:
-        """Lets the environments answer; the conversations that go on."""
-        said = [(conversation.number, conversation.turns[-1]) for conversation in live]
-        steps = self._on_main(lambda: self._environments.step(said))
-        return [
-            conversation for conversation, step in zip(live, steps, strict=True) if self._goes_on(conversation, step)
-        ]
+    def _converse(self, conversations: Sequence[_Conversation], greedy: bool) -> None:
+        """Samples and answers turns until all conversations have ended."""
+        count, parts = len(conversations), min(self._config.environment_parts, len(conversations))
+        live = {i: list(conversations[count * i // parts : count * (i + 1) // parts]) for i in range(parts)}
+        samplers = self._sampler.for_conversations(parts)
+        ready = collections.deque(live)
+        while live:
+            part = ready.popleft() if ready else None
+            if part is not None:
+                self._sample_turn(samplers[part], live[part], greedy)
+            exchange = functools.partial(self._exchange, part, live, wait=not ready)
+            for answered, steps in self._on_main(exchange).items():
+                goes_on = [c for c, step in zip(live.pop(answered), steps, strict=True) if self._goes_on(c, step)]
+                if goes_on:
+                    live[answered] = goes_on
+                    ready.append(answered)
+
+    def _exchange(
+        self, part: int | None, live: Mapping[int, Sequence[_Conversation]], *, wait: bool
+    ) -> dict[int, list[Step]]:
+        """Gives the last turns of a part to its environments, and takes the answers of parts that have all theirs."""
+        if part is not None:
+            turns = [(conversation.number, conversation.turns[-1]) for conversation in live[part]]
+            self._environments.begin_steps(part, turns)
+        return self._environments.answers(wait=wait)
 
     def _goes_on(self, conversation: _Conversation, step: Step) -> bool:
         """Takes the reward, and the observation where there is a turn of the policy after it."""

@@ -66,6 +66,7 @@ CASES = [
     Case("sampling of a replay", "rollout.top_p", ("samples nothing",), ("rollout={backend: recorded, path: ., samples_per_prompt: 4, max_new_tokens: 32, top_p: 0.9}",)),
     Case("turns alone", "rollout.max_turns", ("without rollout.environment",), ("rollout.max_turns=3",)),
     Case("a turn's limit alone", "rollout.max_turn_tokens", ("without rollout.environment",), ("rollout.max_turn_tokens=3",)),
+    Case("parts alone", "rollout.environment_parts", ("without rollout.environment",), ("rollout.environment_parts=3",)),
     Case("a turn longer than all", "rollout.max_turn_tokens", ("more than rollout.max_new_tokens 16",), ("rollout.max_turn_tokens=17", "rollout.max_new_tokens=16", "rollout.environment='env.py:Env'")),
     Case("environment's timeout alone", "rollout.environment_timeout_s", ("without rollout.environment",), ("rollout.environment_timeout_s=3",)),
     Case("environment without a class", "rollout.environment", ("my_env.py:Env",), ("rollout.environment=env.py",)),

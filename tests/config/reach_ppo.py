@@ -116,15 +116,16 @@ def make(folder: pathlib.Path) -> pathlib.Path:
 
 @dataclasses.dataclass
 class Seen:
-    """limits: that generation was given. scorers: processes of the reward pool. to_host: how often a role was put away. samples_mb: the bound of samples/."""
+    """limits: that generation was given. generated: how often. scorers: processes of the reward pool. to_host: how often a role was put away. samples_mb: the bound of samples/."""
 
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    generated: int = 0
     scorers: int = 0
     to_host: int = 0
     samples_mb: int | None = 0
 
     def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, *, told: Any, **limits: int) -> None:
-        self.limits = limits
+        self.limits, self.generated = limits, self.generated + 1
 
     def note_score(self, scorer: Scorer, *_: Any) -> None:
         self.scorers = len(scorer._pool.pids)

@@ -132,6 +132,7 @@ ROLLOUT = [
         {"rollout.max_turns": DEFAULT, "rollout.max_new_tokens": 2}),
     Row("rollout.max_turns", lambda run: max(sampled("turns")(run)), [(1, 1), (2, 2)],
         ENVIRONMENT | {"rollout.max_new_tokens": 30, "rollout.stop_tokens": list(range(6, 16))}),
+    Row("rollout.environment_parts", noted("generated"), [(DEFAULT, 2), (1, 1), (9, 4)], ENVIRONMENT | {"rollout.max_turns": 1}),
     Row("rollout.max_turn_tokens", lambda run: max(sampled("response_length")(run)), [(DEFAULT, 6), (3, 3)],
         ENVIRONMENT | {"rollout.max_turns": 1}),
     Row(

@@ -10,7 +10,9 @@ import pytest
 
 from mrl.engine import generation
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.engine.generation import Schedule, check_room, share
+from mrl.engine.generation import Schedule, check_room
+from mrl.engine.kept import KeptSequences, share
+from mrl.engine.sampling import SamplingKey
 from mrl.errors import ConfigError
 
 
@@ -27,10 +29,22 @@ def alone(request):
     return Completion(new, [float(t) for t in new], finished)
 
 
-def complete(requests, *, cache_tokens, prefill_tokens):
+class Cache(list):
+    """Rows of tokens, with the methods of KVCache that copy them out and in."""
+
+    def copy_row(self, row, places):
+        assert len(self[row]) == places
+        return self[row][:places]
+
+    def put_row(self, row, copy):
+        self[row] = list(copy)
+
+
+def complete(requests, *, cache_tokens, prefill_tokens, kept=None):
     """(completions, steps) of a schedule over the toy."""
-    schedule = Schedule(list(enumerate(requests)), cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
-    cache = [[] for _ in range(schedule.rows)]
+    limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+    schedule = Schedule(list(enumerate(requests)), **limits, kept=kept)
+    cache = Cache([] for _ in range(schedule.rows))
     steps = []
     while not schedule.done:
         step = schedule.next()
@@ -39,7 +53,9 @@ def complete(requests, *, cache_tokens, prefill_tokens):
             cache[target] = cache[source][:places]
         if step.shape is not None:
             assert step.shape[0] <= len(cache)
-            cache = cache[: step.shape[0]]
+            del cache[step.shape[0] :]
+        if kept is not None:
+            kept.restore(step.restored, cache)
         assert len(cache) == schedule.rows and schedule.rows * schedule.length <= max(cache_tokens, 1)
         assert 1 <= len(step.new) <= schedule.rows and all(step.new)
         decoding = next((i for i, new in enumerate(step.new) if len(new) > 1), len(step.new))
@@ -52,6 +68,9 @@ def complete(requests, *, cache_tokens, prefill_tokens):
         steps.append(step)
         whole = schedule.completed
         schedule.take(step, chosen, [float(t) for t in chosen])
+        if kept is not None:
+            kept.keep(step.ended, [cache])
+            assert kept.tokens <= kept.room
         assert whole <= schedule.completed <= len(requests)
     assert schedule.completed == len(requests)
     return [completion for _, completion in schedule.completions()], steps
@@ -76,6 +95,48 @@ def test_every_sequence_is_as_alone(monkeypatch, cache_tokens, prefill_tokens, f
         wanted = requests(numbers, numbers.randint(0, 14))
         done, _ = complete(wanted, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
         assert done == [alone(request) for request in wanted]
+
+
+def fed(steps):
+    return sum(len(new) for step in steps for new in step.new)
+
+
+@pytest.mark.parametrize("room", [0, 20, 1000])
+@pytest.mark.parametrize(("cache_tokens", "prefill_tokens", "first"), [(60, 3, 4), (200, 100, 256)])
+def test_conversations_go_on_with_what_is_kept(monkeypatch, room, cache_tokens, prefill_tokens, first):
+    """Random conversations: those that go on, end, or change what was said before, are as without anything kept."""
+    monkeypatch.setattr(generation, "FIRST_NEW_TOKENS", first)
+    with_kept, without, restored = 0, 0, 0
+    for seed in range(100):
+        numbers, kept = random.Random(seed), KeptSequences(room)
+        key = lambda i: SamplingKey(sample=i)  # noqa: E731
+        live = {i: [numbers.randrange(50) for _ in range(numbers.choice((1, 5)))] for i in range(numbers.randint(1, 8))}
+        while live:
+            wanted = [GenerateRequest(t, numbers.randint(1, 6), (5, 6, 7), key=key(i)) for i, t in live.items()]
+            limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+            (done, steps), (_, plain) = complete(wanted, **limits, kept=kept), complete(wanted, **limits)
+            assert done == [alone(request) for request in wanted]
+            with_kept, without = with_kept + fed(steps), without + fed(plain)
+            restored += sum(len(step.restored) for step in steps)
+            for i, completion in zip(list(live), done, strict=True):
+                live[i] = [*live[i], *completion.tokens, *[numbers.randrange(50)] * numbers.choice((0, 1, 4))]
+                if len(live[i]) > 40 or numbers.random() < 0.2:
+                    del live[i]
+                elif numbers.random() < 0.1:
+                    live[i][0] += 1
+    assert (restored > 0) == (room > 0)
+    assert with_kept < 0.5 * without if room == 1000 else with_kept <= without
+
+
+def test_a_conversation_stays_with_its_replica():
+    def wanted(*samples):
+        return [GenerateRequest([1], 1, key=SamplingKey(sample=i)) for i in samples]
+
+    for room in (0, 9):
+        kept = KeptSequences(room)
+        assert [kept.share(wanted(*range(8)), part, 2) for part in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        later = [kept.share(wanted(3, 4, 5, 6), part, 2) for part in (0, 1)]
+        assert later == ([[0], [1, 2, 3]] if room else [[0, 1], [2, 3]])
 
 
 def test_a_finished_sequence_makes_room_at_once():

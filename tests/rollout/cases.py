@@ -9,6 +9,8 @@ import os
 import torch
 
 from mrl.config.schema import RoleConfig
+from mrl.data.prompts import Prompt
+from mrl.engine.generation import Schedule
 from mrl.engine.registry import build_engine
 from mrl.errors import RewardError
 from mrl.rollout.base import Trajectory
@@ -20,6 +22,7 @@ from mrl.rollout.samples import write_samples
 from mrl.rollout.stops import end_tokens
 from tests.data.kit import make_tokenizer
 from tests.rollout import kit
+from tests.trainers.cases import before
 
 ROWS = [{"prompt": "hello"}, {"prompt": "the quick brown fox jumps", "last": "x"}, {"prompt": "4"}, {"prompt": "hello"}]
 STOP = ("e", "th", " a", "é")  # texts that a model of random weights comes upon
@@ -61,8 +64,33 @@ def samples(
     )
     if environment is not None:
         assert (rollouts._environments is not None) == engine.is_main
+        the_same_with_kept_sequences(engine, tokenizer, rollouts, prompts)
     rollouts.close()
     return plain(trajectories)
+
+
+def the_same_with_kept_sequences(engine, tokenizer, rollouts: Rollouts, prompts: list[Prompt]) -> None:
+    """What is kept of conversations over their turns, in parts or all together, changes what is computed and not what is sampled;
+    and with it two rollouts are equal to the bit."""
+    fed, made = [], []
+    limits = {"cache_tokens": 400, "prefill_tokens": 32}
+    with before(Schedule, "take", lambda schedule, step, *_: fed.append(sum(map(len, step.new)))):
+        for kept_tokens, parts in ((0, 1), (400, 1), (400, 2), (400, 2), (150, 2)):
+            fed.clear()
+            rollouts._sampler = EngineSampler(
+                functools.partial(engine.generate, **limits), tokenizer, kept_tokens=kept_tokens
+            )
+            rollouts._config = dataclasses.replace(rollouts._config, environment_parts=parts)
+            trajectories = rollouts.sample(prompts, step=4, samples=2)
+            everywhere = torch.tensor(sum(fed))
+            torch.distributed.all_reduce(everywhere)
+            made.append((trajectories, int(everywhere)))
+    (plain, most), _, (once, _), (twice, _), _ = made
+    assert once == twice and all(tokens < most for _, tokens in made[1:]), [tokens for _, tokens in made]
+    for trajectories, _ in made[1:]:
+        for t, expected in zip(trajectories, plain, strict=True):
+            assert dataclasses.replace(t, log_probs=expected.log_probs) == expected
+            assert max(abs(a - b) for a, b in zip(t.log_probs, expected.log_probs, strict=True)) < 1e-5
 
 
 def check_against_trainer(engine, trajectories: list[Trajectory]) -> None:

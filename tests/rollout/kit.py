@@ -114,7 +114,7 @@ def write_environments(folder) -> str:
 
 
 def config(**keys) -> RolloutConfig:
-    return RolloutConfig(**{"samples_per_prompt": 2, "max_new_tokens": 60, **keys})
+    return RolloutConfig(**{"samples_per_prompt": 2, "max_new_tokens": 60, "environment_parts": 1, **keys})
 
 
 def make_prompts(rows, tokenizer):
@@ -138,6 +138,19 @@ class Says(Sampler):
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         cut = [ids[: r.max_new_tokens] for r in requests]
         return [Completion(c, [-(i + 1) / 8 for i in range(len(c))], len(c) == len(ids)) for c in cut]
+
+
+class ByTokens(Says):
+    """Says dog, and what it heard last."""
+
+    def sample(self, requests):
+        self.rounds.append(list(requests))
+        heard = [
+            self.tokenizer.decode(r.tokens).split("<|im_start|>user\n")[-1].split("<|im_end|>")[0] for r in requests
+        ]
+        said = ["dog" if "fox" not in text else f"dog {text}" for text in heard]
+        ids = [self.tokenizer(text + self.end, add_special_tokens=False)["input_ids"] for text in said]
+        return [Completion(i, [-1.0] * len(i), True) for i in ids]
 
 
 def make_rollouts(sampler, *, template=kit.CHATML, **keys):

@@ -128,17 +128,19 @@ def test_calls_of_a_round_run_at_the_same_time(path, name):
     for _ in range(2):  # a rollout, and the next one
         start = time.monotonic()
         environments.reset(prompts)
-        assert environments.step([(i, "dog") for i in range(20)]) == [Step("fox", 0.5, True)] * 20
+        environments.begin_steps(0, [(i, "dog") for i in range(20)])
+        assert environments.answers(wait=False) == {}
+        assert environments.answers(wait=True) == {0: [Step("fox", 0.5, True)] * 20}
         assert time.monotonic() - start < 6, "20 calls of 0.2 s, twice, one after the other take 8 s"
     environments.close()
 
 
 def test_more_conversations_than_threads(path):
-    prompts = make_prompts([{"prompt": "hello", "last": "x" * i} for i in range(100)], TOKENIZER)
+    prompts = make_prompts([{"prompt": "hello", "last": "x" * i} for i in range(300)], TOKENIZER)
     environments = Environments(load_environment(f"{path}:Count"), "Count", timeout_s=5)
     environments.reset(prompts)
-    steps = environments.step([(i, "x" * i) for i in range(0, 100, 3)])
-    assert steps == [Step(f"{i} fox", 1.0, True) for i in range(0, 100, 3)]
+    environments.begin_steps(0, [(i, "x" * i) for i in range(0, 300, 3)])
+    assert environments.answers(wait=True) == {0: [Step(f"{i} fox", 1.0, True) for i in range(0, 300, 3)]}
     environments.close()
 
 

@@ -1,5 +1,7 @@
 """Trajectories: which tokens are in them, which of them train, and what is asked of the sampler. On layouts: test_layouts.py."""
 
+import threading
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from mrl.errors import RewardError
 from mrl.rollout.batch import trajectories_to_batch
 from mrl.rollout.rollouts import ROUND, SERIES
 from tests.data.kit import CHATML, make_tokenizer
-from tests.rollout.kit import Says, make_prompts, make_rollouts, write_environments
+from tests.rollout.kit import ByTokens, Says, make_prompts, make_rollouts, write_environments
 
 TOKENIZER = make_tokenizer()
 ROWS = [{"prompt": "hello"}, {"prompt": "the quick fox", "last": "dog"}]
@@ -191,6 +193,32 @@ def test_no_trajectory_is_longer_than_max_new_tokens_and_none_ends_with_an_obser
     whole, rest = divmod(room, turn + answer)
     assert t.turns == t.reward == whole + (rest > 0)
     assert new == room if 0 < rest <= turn else new == whole * (turn + answer) + (turn if rest else -answer)
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_slow_environment_holds_its_own_part_alone(slow):
+    """It answers for the first time when the conversations of the other part have had all their turns, in either order."""
+    turns, others_done = [], threading.Event()
+
+    class Waits:
+        def reset(self, row):
+            self.number = row["number"]
+
+        def step(self, text):
+            turns.append(self.number)
+            if sum(number // 2 != slow // 2 for number in turns) == 6:
+                others_done.set()
+            assert self.number != slow or others_done.wait(20), "the others wait for it"
+            return f"{self.number} fox", 1, False
+
+    sampler = ByTokens(TOKENIZER)
+    rollouts = make_rollouts(sampler, environment_class=Waits, max_turns=3, environment_parts=2)
+    rows = [{"prompt": "hello", "number": i} for i in range(4)]
+    made = rollouts.sample(make_prompts(rows, TOKENIZER), step=0, samples=1)
+    rollouts.close()
+    assert [t.turns for t in made] == [3] * 4
+    assert sorted([r.key.prompt for r in requests] for requests in sampler.rounds) == [[0, 1]] * 3 + [[2, 3]] * 3
+    assert [t.text for t in made] == ["\n\n".join(["dog", *[f"dog {i} fox"] * 2]) for i in range(4)]
 
 
 def test_a_class_may_be_given(path):

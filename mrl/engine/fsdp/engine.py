@@ -31,7 +31,8 @@ from mrl.engine.fsdp import checkpoint, generate, step
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
-from mrl.engine.generation import check_room, share
+from mrl.engine.generation import check_room
+from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
@@ -260,20 +261,23 @@ class FSDPEngine(BaseEngine):
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
         told: Callable[[int, int], None] = tell_nobody,
+        kept: KeptSequences | None = None,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         self.model.check_generates(max((len(r.tokens) + r.max_new_tokens for r in requests), default=0))
         check_room(requests, cache_tokens)
+        kept = KeptSequences(0) if kept is None else kept
         alone = self.world_size == 1  # then the shards are the model, and gathering them at every step is for nothing
         with self.eval_mode(), self.model.kept_gathered() if alone else contextlib.nullcontext():
             found = generate.generate(
                 self.model.module,
-                [(i, requests[i]) for i in share(len(requests), dist.get_rank(), self.world_size)],
+                [(i, requests[i]) for i in kept.share(requests, dist.get_rank(), self.world_size)],
                 device=self.device,
                 any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
                 told=told,
+                kept=kept,
                 rule=self.model.rule,
             )
         everyone: list[dict[int, Completion]] = [{}] * self.world_size

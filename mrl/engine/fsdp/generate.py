@@ -14,6 +14,7 @@ from torch import nn
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.fsdp.output import hidden_states, output_weight
 from mrl.engine.generation import DUMMY, Schedule, Step
+from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import LogitRule, VocabShard
 from mrl.engine.sampling import choose
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
@@ -29,6 +30,7 @@ def generate(
     cache_tokens: int,
     prefill_tokens: int,
     told: Callable[[int, int], None],
+    kept: KeptSequences,
     rule: LogitRule,
 ) -> dict[int, Completion]:
     """Completes `requests`, each with its index, by which the completions come back. Every rank calls this together.
@@ -36,12 +38,14 @@ def generate(
     use: runs a function of the model where its weights are gathered. rule: what the model makes of its output layer's numbers. any_rank: whether the flag is set on any rank;
     a rank that is done keeps step with the others, because gathering weights takes all.
     """
-    schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
+    schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept)
     cache = KVCache(schedule.rows, schedule.length)
     while any_rank(not schedule.done):
         step = DUMMY if schedule.done else schedule.next()
         cache.arrange(step.copies, step.shape)
+        kept.restore(step.restored, cache)
         schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device, rule)))
+        kept.keep(step.ended, [cache])
         told(schedule.completed, len(requests))
     return dict(schedule.completions())
 

@@ -32,6 +32,7 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
+from mrl.engine.kept import KeptSequences
 from mrl.engine.lora import adapters
 from mrl.engine.lora_base import facts
 from mrl.engine.microbatch import plan_micro_batches, token_budget
@@ -322,10 +323,12 @@ class MegatronEngine(BaseEngine):
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
         told: Callable[[int, int], None] = tell_nobody,
+        kept: KeptSequences | None = None,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
-            return generate.run(self, requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, told=told)
+            limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+            return generate.run(self, requests, **limits, told=told, kept=kept)
 
     def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.state.installed(), self.offload.used(kind):

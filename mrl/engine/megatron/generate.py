@@ -19,7 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from mrl.engine.base import Completion, GenerateRequest
-from mrl.engine.generation import DUMMY, Schedule, Step, check_room, share
+from mrl.engine.generation import DUMMY, Schedule, Step, check_room
+from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
 from mrl.engine.sampling import choose
 from mrl.mcore_models import decoder, platform
@@ -37,20 +38,23 @@ def run(
     cache_tokens: int,
     prefill_tokens: int,
     told: Callable[[int, int], None],
+    kept: KeptSequences | None,
 ) -> list[Completion]:
     """Completions in the order of the requests, on every rank."""
     check_room(requests, cache_tokens)
     dims, coords = engine.dims, engine.coords
     replicas = dims.dp * dims.cp
-    mine = share(len(requests), coords.dp_rank * dims.cp + coords.cp_rank, replicas)
+    kept = KeptSequences(0) if kept is None else kept
+    mine = kept.share(requests, coords.dp_rank * dims.cp + coords.cp_rank, replicas)
     schedule = Schedule(
-        [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens
+        [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
     )  # fmt: skip
     with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):
-        runner = _Runner(engine, schedule)
+        runner = _Runner(engine, schedule, kept)
         while _work_left(engine, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
+            kept.keep(step.ended, runner.caches)
             told(schedule.completed, len(mine))
     found = dict(schedule.completions())
     if replicas > 1:
@@ -86,8 +90,8 @@ def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
 class _Runner:
     """The chunks of this rank, and their caches, through the steps of one generation."""
 
-    def __init__(self, engine: "MegatronEngine", schedule: Schedule) -> None:
-        self.engine, self.dims = engine, engine.dims
+    def __init__(self, engine: "MegatronEngine", schedule: Schedule, kept: KeptSequences) -> None:
+        self.engine, self.dims, self.kept = engine, engine.dims, kept
         self.lean = all(decoder.fits(model) for model in engine.models)
         self.decoders = [decoder.Decoder(model) for model in engine.models] if self.lean else []
         self.caches = [KVCache(schedule.rows, schedule.length) for _ in engine.models]
@@ -105,6 +109,7 @@ class _Runner:
             chunk, pp_rank = divmod(stage, dims.pp)
             if pp_rank == self.engine.coords.pp_rank:
                 self.caches[chunk].arrange(step.copies, step.shape)
+                self.kept.restore(step.restored, self.caches[chunk], chunk)
                 cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
                 if stage and dims.pp > 1:
                     hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)

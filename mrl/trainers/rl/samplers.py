@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.batch import make_batch
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import Completion, GenerateRequest
+from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.base import Sampler
 from mrl.rollout.native import EngineSampler
@@ -31,12 +32,15 @@ def make_sampler(
     """The sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's model."""
     rollout = config.rollout
     if rollout.backend == "native":
-        limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
+        # Half of the cache for conversations between their turns, but for what the longest sequence needs.
+        kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - config.max_length)
 
-        def generate(requests: list[GenerateRequest]) -> list[Completion]:
-            return dispatch.generate("actor", requests, **limits, told=console.generated)
+        def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
+            limits = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
+            limits |= {"prefill_tokens": rollout.prefill_tokens, "told": console.generated}
+            return dispatch.generate("actor", requests, **limits, **kept)
 
-        return EngineSampler(generate, tokenizer)
+        return EngineSampler(generate, tokenizer, kept_tokens=kept_tokens)
     if rollout.backend == "vllm" and not rollout.server.urls:
         return VLLMSampler(
             rollout.server, path=folder, dtype=config.actor.model.dtype, temperature=rollout.temperature,

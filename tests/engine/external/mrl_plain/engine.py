@@ -24,7 +24,8 @@ from mrl.converters.mcore_weights import architecture, check_architecture
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import base, collective, guards
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
-from mrl.engine.generation import check_room, share
+from mrl.engine.generation import check_room
+from mrl.engine.kept import share
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
 from mrl.engine.microbatch import plan_micro_batches
@@ -281,9 +282,9 @@ class PlainEngine(BaseEngine):
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, cache_tokens=base.CACHE_TOKENS, prefill_tokens=base.PREFILL_TOKENS,
-        told: Callable[[int, int], None] = base.tell_nobody,
+        told: Callable[[int, int], None] = base.tell_nobody, kept: base.KeptSequences | None = None,
     ) -> list[Completion]:  # fmt: skip
-        """Nothing is cached: each token takes a forward of all before it."""
+        """Nothing is cached or kept: each token takes a forward of all before it."""
         check_room(requests, cache_tokens)
         mine = share(len(requests), self.dp_rank, self.dp_size)
         with self.eval_mode():
