@@ -65,7 +65,7 @@ class Console:
 
     def generated(self, done: int, of: int) -> None:
         """`done` of `of` completions are whole: those of the main process's replica, of which others do like shares."""
-        if self.shows:
+        if self.shows and of:  # a replica may have none of them
             self.detail(f"{done / of:.0%} of the completions are whole")
 
     def start(self, step: int, total_steps: int) -> None:

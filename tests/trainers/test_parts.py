@@ -96,6 +96,7 @@ def test_a_console_says_its_waits_by_itself(capsys, monkeypatch):
     monkeypatch.setattr(waits, "SILENCES_S", (0.0, 60.0))
     plain = console.open_console("plain", enabled=True)
     plain.doing("sampling")
+    plain.generated(0, 0)  # fewer completions than replicas
     plain.generated(2, 8)
     seen = ""
     for _ in range(200):
