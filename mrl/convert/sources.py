@@ -345,10 +345,10 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
         (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
     _check_beside(companions)
+    hf_config = read_hf_config(companions, quick=True)  # first: what is wrong with config.json is then one line
     notes = (
         [] if imported else _check_tokenizer(_state(folder, inside, backend, role), companions, given=model is not None)
     )
-    hf_config = read_hf_config(companions, quick=True)
     if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
             f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run writes its own "

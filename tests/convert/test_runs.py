@@ -68,6 +68,9 @@ def refuses_another_tokenizer(folder: pathlib.Path, run: str, role: str | None) 
     assert done.notes == [
         f"tokenizer and chat template: those of {folder / 'model'}, which are not those that the run had"
     ]
+    (folder / "model/config.json").write_text('{"model_type"')
+    code, said = mrl_convert("export", folder / run, folder / "broken", *given)
+    assert code == 2 and said.count("\n") == 1 and "config.json: not readable as JSON" in said, said
 
 
 def test_each_role_of_a_ppo_run(tmp_path):
