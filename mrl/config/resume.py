@@ -26,7 +26,7 @@ MAY_CHANGE: Mapping[type, tuple[str, ...]] = {
     PPOConfig: (
         "output_dir", *(f"{role}.model.path" for role in ROLES), "actor.model.trust_remote_code", "actor.model.lora.export", "critic.model.lora.export",
         *(f"{role}.engine.{name}" for role in ROLES for name in _ENGINE), "rewards.workers", "rewards.timeout_s",
-        "rewards.concurrency", "rewards.retries", "rewards.retry_wait_s", "rewards.on_error", "algorithm.max_sampling_rounds", "rollout.cache_tokens", "rollout.prefill_tokens", "rollout.environment_timeout_s",
+        "rewards.concurrency", "rewards.retries", "rewards.retry_wait_s", "rewards.on_error", "algorithm.max_sampling_rounds", "rollout.cache_tokens", "rollout.prefill_tokens", "rollout.environment_parts", "rollout.environment_timeout_s",
         "rollout.server", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every",
         "train.eval_samples", "train.eval_prompts", "train.offload_idle", "train.guards", "checkpoint", "log",
     ),

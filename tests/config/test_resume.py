@@ -111,6 +111,8 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         assert f"{role}.engine.parallel.tp: 1 at the save, 2 now" in notes
     assert 'critic.model.path: "m" at the save, "critic" now' in notes
     assert "rewards.workers: 4 at the save, 1 now" in notes
+    parts = [plain_ppo(rollout={"environment": "e.py:E", "environment_parts": count}) for count in (2, 4)]
+    assert check_resume(*parts) == ["rollout.environment_parts: 2 at the save, 4 now"]
 
 
 @pytest.mark.parametrize(
