@@ -65,7 +65,7 @@ class Row:
     """A key, and what is seen of a run with each of some values of it.
 
     seen: pairs of a value, or DEFAULT where the key is left out, and what `look` gives (or a Refusal). given: other
-    keys. slow: in the slow tier. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
+    keys. what: tells rows of one key apart. world: processes. on: backends. after: keys of a run that was there before,
     in the same output_dir. terminal: it prints to a terminal. environ: environment variables.
     """
 
@@ -80,7 +80,6 @@ class Row:
     after: Mapping[str, Any] | None = None
     terminal: bool = False
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}{f', {self.what}' if self.what else ''}"

@@ -173,7 +173,7 @@ ENGINE = [
         on=FSDP, world=2,
     ),
     Row("engine.fsdp.reshard_after_forward", looks.gathered, [(DEFAULT, 0), (True, 0), (False, 2)], on=FSDP, world=2),
-    Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP, slow=True),
+    Row("engine.fsdp.compile", looks.compiled, [(DEFAULT, False), (True, True)], on=FSDP),
     *(
         Row(f"engine.fsdp.{name}", steps, [(DEFAULT, [1]), (value, Refusal("ConfigError", f"engine.fsdp.{name}"))], on=MEGATRON)
         for name, value in (("replicate", 2), ("reshard_after_forward", False), ("compile", True))
@@ -445,18 +445,10 @@ def runs(tmp_path_factory):
     server.server_close()
 
 
-def is_slow(row: Row, backend: str) -> bool:
-    """A key that both backends have is seen on one of them in `make test`, on each in turn."""
-    return row.slow or backend != row.on[ROWS.index(row) % len(row.on)]
-
-
+@pytest.mark.slow  # a few hundred runs; that every key has a row is seen in `make test`
 @pytest.mark.parametrize(
     "row, backend",
-    [
-        pytest.param(row, backend, id=f"{row}, {backend}", marks=[pytest.mark.slow] * is_slow(row, backend))
-        for row in ROWS
-        for backend in row.on
-    ],
+    [pytest.param(row, backend, id=f"{row}, {backend}") for row in ROWS for backend in row.on],
 )
 def test_key_reaches_what_it_configures(runs: Runs, row: Row, backend: str):
     for value, expected in row.seen:

@@ -248,14 +248,6 @@ UNSEEN = {"rollout.server.memory_fraction"}
 """Read on a GPU only, by vLLM in the trainer's process: untried."""
 
 
-SLOW = (
-    "log.wandb.", "log.tensorboard", "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.remote",
-    "data.on_bad_row", "data.columns", "data.split", "data.truncation", "data.shuffle", "data.system", "data.chat_template",
-    "train.epochs", "train.eval_every", "rollout.environment_timeout_s", "algorithm.name", "log.console", "seed", "output_dir",
-)  # fmt: skip
-"""Keys that are in the slow tier: the same code reads them as for `mrl sft`, or they take their time."""
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = reach_ppo.make(tmp_path_factory.mktemp("inputs"))
@@ -265,9 +257,8 @@ def runs(tmp_path_factory):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=[pytest.mark.slow] * row.key.startswith(SLOW)) for row in ROWS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_key_reaches_what_it_configures(runs: Runs, row: Row):
     for value, expected in row.seen:
         run = runs(row, "megatron", value)

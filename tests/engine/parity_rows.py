@@ -7,6 +7,7 @@ batches; 1, 2 and 4 micro-batches and token budgets; uneven pipelines; tied embe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from mrl.config.schema import FSDPConfig
 from tests.engine.layouts import EXTERNAL
@@ -152,6 +153,17 @@ NIGHTLY_ROWS = (
     Row("qwen3_moe", "tp2+spxpp2xdp2xep2", size=2),
     Row("mixtral", "tp2+spxcp2xdp2xep4xetp2", size=4),
 )
+
+
+def first_rows(rows: Sequence[Row]) -> list[Row]:
+    """The first row of each model, layout and selection of adapters, and those where a rank has no sequence."""
+    found: list[Row] = []
+    for row in rows:
+        seen = [{getattr(other, field) for other in found} for field in ("model", "layout", "lora")]
+        new = any(value not in known for value, known in zip((row.model, row.layout, row.lora), seen, strict=True))
+        if new or row.sequences == 3:
+            found.append(row)
+    return found
 
 
 def _fsdp(*rows: Row) -> tuple[Row, ...]:

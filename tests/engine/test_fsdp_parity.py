@@ -2,8 +2,15 @@
 
 import pytest
 
-from tests.engine.parity import Row, Table
-from tests.engine.parity_rows import EXTERNAL_ROWS, FSDP_LORA_ROWS, FSDP_NIGHTLY_LORA_ROWS, FSDP_NIGHTLY_ROWS, FSDP_ROWS
+from tests.engine.parity import Table
+from tests.engine.parity_rows import (
+    EXTERNAL_ROWS,
+    FSDP_LORA_ROWS,
+    FSDP_NIGHTLY_LORA_ROWS,
+    FSDP_NIGHTLY_ROWS,
+    FSDP_ROWS,
+    first_rows,
+)
 from tests.tiers import slow_but
 
 
@@ -18,16 +25,7 @@ NIGHTLY = [pytest.param(row, marks=pytest.mark.nightly) for row in (*FSDP_NIGHTL
 ROWS = [*FSDP_ROWS, *FSDP_LORA_ROWS, *EXTERNAL_ROWS]
 
 
-def is_fast(row: Row) -> bool:
-    """The first row of each model, each layout and each selection of adapters, and those where a rank has no sequence."""
-    before = ROWS[: ROWS.index(row)]
-    new = any(
-        all(getattr(other, field) != getattr(row, field) for other in before) for field in ("model", "layout", "lora")
-    )
-    return new or row.sequences == 3
-
-
-@pytest.mark.parametrize("row", [*slow_but(list(filter(is_fast, ROWS)), ROWS), *NIGHTLY], ids=str)
+@pytest.mark.parametrize("row", [*slow_but(first_rows(ROWS), ROWS), *NIGHTLY], ids=str)
 def test_equal_to_hugging_face(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

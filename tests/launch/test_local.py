@@ -164,6 +164,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
     process = start("wait_forever", tmp_path)
     pids = wait_for_pids(tmp_path)

@@ -56,7 +56,7 @@ OLD_AND_NEW = {
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
     ),
     "dtype and heads": ("llama", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16", "head_dim": None}),
-    "experts": ("qwen3_moe", {"num_experts": 4}, {"num_local_experts": 4}),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "windows": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
@@ -104,9 +104,13 @@ def test_windows(read):
 
 
 def test_sparse_layers_and_routing(read):
-    step = fields_of(read("qwen3_moe", num_experts=4, decoder_sparse_step=2, norm_topk_prob=True))
+    step = fields_of(
+        read("qwen3_moe", num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2, norm_topk_prob=True)
+    )
     assert step["moe_layer_freq"] == [0, 1, 0, 1] and step["moe_router_pre_softmax"] is False
-    only = fields_of(read("qwen3_moe", num_experts=4, mlp_only_layers=[0, 3], norm_topk_prob=False))
+    only = fields_of(
+        read("qwen3_moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0, 3], norm_topk_prob=False)
+    )
     assert only["moe_layer_freq"] == [0, 1, 1, 0] and only["moe_router_pre_softmax"] is True
     mixtral = fields_of(read("mixtral", num_local_experts=4))
     assert mixtral["moe_layer_freq"] == [1] * 4 and mixtral["moe_router_pre_softmax"] is False
@@ -236,7 +240,7 @@ LAYOUTS = {
     "chunks": ({}, {"pp": 2, "vpp": 4}, "engine.parallel: pp*vpp (2*4 = 8) is more than the model's 4 layers"),
     "no experts": ({}, {"ep": 2, "dp": 2}, "engine.parallel.ep: value 2 needs a mixture-of-experts model"),
     "experts": ({"model_type": "mixtral", "num_local_experts": 6}, {"ep": 4, "dp": 4}, "engine.parallel.ep: value 4 does not divide"),
-    "expert channels": ({"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 9}, {"tp": 2, "etp": 2, "sp": True},
+    "expert channels": ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 9}, {"tp": 2, "etp": 2, "sp": True},
                         "engine.parallel.etp: value 2 does not divide the model's 9 expert channels"),
     "split experts with biases": ({"model_type": "gpt_oss", "num_local_experts": 4}, {"tp": 2, "etp": 2, "sp": True},
                                   "engine.parallel.etp: value 2 does not work for experts with biases"),
@@ -279,7 +283,7 @@ def test_fused_kernels_that_need_apex_are_off_and_bf16_is_said(read):
 @pytest.mark.parametrize(("aux", "z", "kind"), [(0.0, 0.0, "none"), (0.01, 0.0, "aux_loss"), (0.0, 0.001, "none")])
 def test_router_losses_are_what_the_config_says(read, aux, z, kind):
     """Hugging Face's own router_aux_loss_coef is a hint that training here does not take over (trap 9)."""
-    hf = read("qwen3_moe", num_experts=4, router_aux_loss_coef=0.5)
+    hf = read("qwen3_moe", num_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5)
     config = transformer_config(hf, ParallelDims(), dtype=torch.float32, aux_loss=aux, z_loss=z)
     assert config.moe_router_load_balancing_type == kind and config.moe_aux_loss_coeff == aux
     assert config.moe_z_loss_coeff == (z or None)

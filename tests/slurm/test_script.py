@@ -18,6 +18,8 @@ from mrl.launch.slurm import jobs
 from tests.bad_input.kit import Workspace
 from tests.slurm import kit
 
+pytestmark = pytest.mark.slow
+
 ONE = ("--nodes", "1", "--gpus-per-node", "0", "--processes-per-node", "1", "--time", "10:00")
 
 
@@ -356,7 +358,6 @@ def test_a_server_that_ends_meanwhile_ends_the_run_and_says_where_to_look(site, 
     assert said[2:] == [why, f"stopped: {why}; the newest checkpoint is step_3"]
 
 
-@pytest.mark.slow
 def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, workspace):
     """A heterogeneous job; the server and the training are a few lines of Python."""
     server = make_server(site)

@@ -14,6 +14,8 @@ from tests.engine.tiny import relative_l2
 from tests.resume import kit as resume_kit
 from tests.slurm import kit
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = resume_kit.Layout(4, parallel={"tp": 2})
 PLAIN = resume_kit.Layout(2, "plain", parallel={"tp": 2})
 """Without dropout, whose draws belong to a layout."""
@@ -92,7 +94,7 @@ def went_on(site, run_dir, job):
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param((), marks=pytest.mark.slow, id="static"),
+        pytest.param((), id="static"),
         pytest.param(("--rendezvous", "c10d"), marks=pytest.mark.nightly, id="c10d"),
         pytest.param(("--launcher", "srun"), marks=pytest.mark.nightly, id="srun"),
     ],
@@ -125,7 +127,7 @@ def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, i
     ("node", "back_s"),
     [
         pytest.param("n1", None, marks=pytest.mark.nightly, id="n1"),
-        pytest.param("n2", None, marks=pytest.mark.slow, id="n2"),
+        pytest.param("n2", None, id="n2"),
         pytest.param("n2", 3.0, marks=pytest.mark.nightly, id="n2 soon"),
     ],
 )

@@ -82,6 +82,7 @@ def test_another_set_of_roles_is_refused(inputs, stopped, tmp_path, change, key)
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_model_and_rows_that_moved_are_the_same_run(inputs, stopped, unharmed, tmp_path):
     """The reference's too, which the actor's path stands for; other weights under the new path are refused."""
     shutil.copytree(stopped("grpo"), tmp_path / "run")

@@ -18,6 +18,7 @@ from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
 from mrl.trainers.rl.guards import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
+from tests.tiers import slow_but
 from tests.trainers.kit import write_config
 from tests.trainers.rl import kit
 from tests.trainers.rl.kit import engine
@@ -108,7 +109,7 @@ def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_pat
 # -- the first update ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", slow_but(["megatron"], ["megatron", "fsdp"]))
 def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
     """Without the check the run goes on: what it samples and compares with is free of dropout, only the updates have it."""
     actor = {"model": {"path": str(with_dropout(inputs, tmp_path))}, "engine": engine(backend)}
@@ -174,7 +175,7 @@ def rewards(tmp_path, body):
     return {"functions": [{"function": f"{file}:score"}], "workers": 1}
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"])
+@pytest.mark.parametrize("name", slow_but(["ppo", "grpo"], ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"]))
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
     config = kit.make_config(
         inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
