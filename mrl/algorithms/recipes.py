@@ -31,8 +31,8 @@ class Recipe:
     advantage: of `ESTIMATORS`. whiten: advantages over the whole rollout. gamma, lam: discount and GAE's lambda.
     objective, ratio, clip_low, clip_high, dual_clip (0: none): see `policy`. value_clip (0: none): see `value`.
     aggregation: see `aggregation`; the critic's is the same. kl_in: what the KL penalty is taken from, with kl_estimator,
-    kl_cap (0: none) and kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is fixed). entropy_coef: of
-    the bonus. correction, with correction_level, correction_cap, correction_floor: see `correction`.
+    kl_cap (0: none) and kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is
+    fixed). entropy_coef: of the bonus. correction, with correction_level, correction_cap, correction_floor: see `correction`.
     dynamic_sampling: whether groups without differences are sampled anew. overlong_fraction: the last part of the length
     limit, over which the punishment grows (0: none).
     """
@@ -80,9 +80,10 @@ class Recipe:
         return self.kl_in != "none"
 
 
-# Each number's source stands beside it: a paper, or a trainer with the file in which it was read; docs/rl.md has the list. Those
-# that no row sets (clips, gamma, lambda, the value's clip) are of openai/lm-human-preferences, lm_human_preferences/train_policy.py,
-# PpoHParams. No row has a dual clip: no paper below has one, and it is off in TRL (`delta`) and OpenRLHF (`--actor.dual_clip`).
+# Each number's source stands beside it: a paper, or a trainer with the file in which it was read; docs/rl.md has the
+# list. Those that no row sets (clips, gamma, lambda, the value's clip) are of openai/lm-human-preferences,
+# lm_human_preferences/train_policy.py, PpoHParams. No row has a dual clip: no paper below has one, and it is off in TRL
+# (`delta`) and OpenRLHF (`--actor.dual_clip`).
 RECIPES: Mapping[str, Recipe] = {
     # Schulman 2017; for language models Ziegler 2019, Ouyang 2022 (appendix C.4: the coefficient; KL in the reward).
     "ppo": Recipe(advantage="gae", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.02),

@@ -118,7 +118,10 @@ def _ground_truth(sample: Sample) -> Any:
 
 
 def _extra_info(sample: Sample) -> dict[str, Any]:
-    return {**(sample.row.get("extra_info") or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
+    info = sample.row.get("extra_info")
+    if info is not None and not isinstance(info, Mapping):
+        raise ValueError(f"extra_info of the row is {_shown(info)}, which is no mapping")
+    return {**(info or {}), "num_turns": sample.turns, "rollout_reward_scores": {}}
 
 
 def _trl_completion(sample: Sample) -> str | list[Mapping[str, Any]]:
@@ -224,7 +227,8 @@ class RewardCall:
         return self._rest or any(_plain(p.name) in ("tokens", "completion_ids") for p in self._known)
 
     def arguments(self, samples: Sequence[Sample], position: Position) -> tuple[list[Any], dict[str, Any]]:
-        """By place, and by name. Raises Missing where a row lacks a field that has no default."""
+        """By place, and by name. Raises ValueError where a field of a row is wrong, and Missing where one that has no
+        default is not there."""
         by_place: list[Any] = []
         by_name: dict[str, Any] = {}
         for parameter in self._known:

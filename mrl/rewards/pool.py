@@ -9,6 +9,7 @@ import heapq
 import math
 import multiprocessing.connection
 import os
+import pickle
 import random
 import time
 import weakref
@@ -187,9 +188,9 @@ class RewardPool:
             # calls that are not async are made one after another: each message of answers moves the limit on
             process.running |= {run.first + i: now + limit_s for i in indices}
             process.exclusive = not shared
-            calls = tuple(Call(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices)
+            calls = [Call(run.first + i, run.tasks[i].function, run.tasks[i].samples) for i in indices]
             try:
-                process.connection.send(Calls(calls, run.position))
+                process.connection.send(Calls(tuple(map(pickle.dumps, calls)), run.position))
             except OSError:  # it died since its last call, or does not read
                 blamed = index in run.alone and len(process.running) == 1
                 self._fail(run, process, "does not take calls" if blamed else None, again=not blamed)

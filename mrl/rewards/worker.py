@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import mmap
 import os
+import pickle
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 from mrl.config.rewards import Reward
 from mrl.errors import ConfigError
-from mrl.rewards.calls import Missing, Position, RewardCall, Sample, Scope
+from mrl.rewards.calls import Position, RewardCall, Sample, Scope
 from mrl.rewards.functions import describe, is_async, load_reward, whole_traceback
 
 NUMBER_BYTES = 8
@@ -65,9 +66,13 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """One message: a round trip for each call took longer than most functions do."""
+    """One message: a round trip for each call took longer than most functions do.
 
-    calls: tuple[Call, ...]
+    calls: each pickled by itself. In one pickle, samples of a prompt would have one row, and a function that changes its
+    row would change that of the next call.
+    """
+
+    calls: tuple[bytes, ...]
     position: Position
 
 
@@ -120,13 +125,13 @@ class Worker:
 
     def receive(self) -> None:
         received: Calls = self.connection.recv()
-        self.waiting.extend((call, received.position) for call in received.calls)
+        self.waiting.extend((pickle.loads(call), received.position) for call in received.calls)
 
     def run(self, call: Call, position: Position) -> Answer:
         reward, began_s = self.functions[call.function], time.perf_counter()
         try:
             by_place, by_name = reward.arguments(call.samples, position)
-        except Missing as error:
+        except ValueError as error:  # a field of the row is missing, or is not what the form has
             return Answer(call.number, None, str(error))
         try:
             value = reward.function(*by_place, **by_name)
@@ -167,7 +172,7 @@ class Worker:
         reward = self.functions[call.function]
         try:
             by_place, by_name = reward.arguments(call.samples, position)
-        except Missing as error:
+        except ValueError as error:  # a field of the row is missing, or is not what the form has
             self.connection.send((Answer(call.number, None, str(error)),))
             return
         try:

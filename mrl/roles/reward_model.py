@@ -87,8 +87,8 @@ class RewardModel:
                 return self.encoder.encode(self._conversation(trajectory)).ids
             if isinstance(asked, Chat) or self.system is not None:
                 raise ConfigError(
-                    f"reward.model: {_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer has no chat "
-                    "template; use a reward model with one, or prompts of plain text"
+                    f"reward.model: {_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer "
+                    "has no chat template; use a reward model with one, or prompts of plain text"
                 )
             answers = [message["content"] for message in _answers(trajectory)]
             return self.encoder.encode(Text("".join([asked.plain, *answers]))).ids

@@ -149,8 +149,8 @@ class TrajectorySource(abc.ABC):
         step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
         """
 
-    def begin(self, run_id: str) -> None:  # noqa: B027 (not every source has something to do)
-        """Is told which run samples, before it does."""
+    def begin(self, run_id: str, made: int) -> None:  # noqa: B027 (not every source has something to do)
+        """Is told which run samples, and the optimizer steps it has made, before it does. Collective."""
 
     def forget(self) -> None:  # noqa: B027 (not every source has something to do)
         """Removes what is kept for a later start: all is trained on. Collective."""

@@ -29,7 +29,8 @@ class KeptRollouts(TrajectorySource):
     The file is read instead of sampling anew where the same is asked for with the same weights: after as many steps of the
     same run, or before the first step, and with an equal origin.
 
-    origin: plain data that what is sampled depends on, beside the steps made. say: shows a line to the user.
+    origin: plain data that what is sampled depends on, beside steps made and prompts; its "environment" is None where
+    there is none. say: shows a line to the user.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class KeptRollouts(TrajectorySource):
     ) -> None:
         self._source, self._folder, self._on_main, self._say = source, folder, on_main, say
         self._origin = json.dumps(origin, sort_keys=True, default=str)
+        self._rows_count = origin["environment"] is not None
         self._run_id: str | None = None
 
     @property
@@ -50,10 +52,11 @@ class KeptRollouts(TrajectorySource):
         """As `Sampler.exact`."""
         return self._source.exact
 
-    def begin(self, run_id: str) -> None:
-        """As `TrajectorySource.begin`."""
+    def begin(self, run_id: str, made: int) -> None:
+        """As `TrajectorySource.begin`. Files of later weights go: they will not be trained to the same bits again."""
         self._run_id = run_id
-        self._source.begin(run_id)
+        self._on_main(lambda: self._remove_others(made))
+        self._source.begin(run_id, made)
 
     def sample(
         self,
@@ -69,7 +72,7 @@ class KeptRollouts(TrajectorySource):
         made = step if series == "eval" else step - 1
         asked = {
             "made": made, "step": step, "series": series, "round": round, "greedy": greedy, "samples": samples,
-            "prompts": [prompt.index for prompt in prompts], "run": self._run_id if made else "", "origin": self._origin,
+            "prompts": self._digest(prompts), "run": self._run_id if made else "", "origin": self._origin,
         }  # fmt: skip
         path = self._folder / f"{series}_{step:08d}_{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]}.pt"
         found = self._on_main(lambda: self._read(path, asked, prompts))
@@ -95,6 +98,13 @@ class KeptRollouts(TrajectorySource):
     def close(self) -> None:
         self._source.close()
 
+    def _digest(self, prompts: Sequence[Prompt]) -> str:
+        """Of what is sampled from: tokens, and the rows where an environment is given them. Otherwise rows are for rewards
+        alone: an answer may be corrected in the data, and the samples are scored by it.
+        """
+        given = [(prompt.index, prompt.tokens, prompt.row if self._rows_count else None) for prompt in prompts]
+        return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()
+
     def _read(
         self, path: pathlib.Path, asked: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> tuple[list[Trajectory], float] | None:
@@ -119,8 +129,7 @@ class KeptRollouts(TrajectorySource):
         self, path: pathlib.Path, asked: Mapping[str, Any], trajectories: Sequence[Trajectory], seconds: float
     ) -> None:
         """Whole or not at all; files of other weights go."""
-        steps = (f"eval_{asked['made']:08d}_", *(f"{name}_{asked['made'] + 1:08d}_" for name in ("step", "baseline")))
-        self._remove(lambda name: not name.startswith(steps))
+        self._remove_others(asked["made"])
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = [
             {**{n: getattr(t, n) for n in _FIELDS}, "prompt": {n: getattr(t.prompt, n) for n in _OF_PROMPT}}
@@ -129,6 +138,11 @@ class KeptRollouts(TrajectorySource):
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         torch.save({"asked": dict(asked), "trajectories": rows, "seconds": seconds}, temporary)
         os.replace(temporary, path)
+
+    def _remove_others(self, made: int) -> None:
+        """Files of other weights than those after `made` steps."""
+        wanted = (f"eval_{made:08d}_", *(f"{name}_{made + 1:08d}_" for name in ("step", "baseline")))
+        self._remove(lambda name: not name.startswith(wanted))
 
     def _remove(self, which: Callable[[str], bool]) -> None:
         for file in self._folder.glob("*_*.*"):

@@ -40,8 +40,8 @@ ROUND, SERIES = 2**32, 2**48
 @dataclasses.dataclass(eq=False)
 class _Conversation:
     """A trajectory in the making, of one turn or several. chat: the prompt as a conversation, for its tools and template
-    arguments. turns: what the policy said. messages: the same with what the environment answered, where there is one. full: the next
-    observation leaves no room for a turn."""
+    arguments. turns: what the policy said. messages: the same with what the environment answered, where there is one.
+    full: the next observation leaves no room for a turn."""
 
     number: int
     prompt: Prompt

@@ -64,7 +64,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)
-    trainer.collector.rollouts.begin(progress.run_id)
+    trainer.collector.rollouts.begin(progress.run_id, progress.step)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
     console.doing("opening the logs")
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))

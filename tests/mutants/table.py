@@ -90,7 +90,11 @@ KL = (
         ("self.coef *= 1 + self._gain * error", "self.coef *= 1 - self._gain * error"),
         ("/ max(1, sequences)", "/ max(1, lengths_S.numel())"),
     ),
-    *_of("algorithms/log_ratio.py", ("algorithms/test_policy.py", "algorithms/test_kl.py"), ("log_ratio.clamp(-BOUND, BOUND)", "log_ratio")),
+    *_of(
+        "algorithms/log_ratio.py",
+        ("algorithms/test_policy.py", "algorithms/test_kl.py"),
+        ("log_ratio.clamp(-BOUND, BOUND)", "log_ratio"),
+    ),
     *_of(
         "trainers/rl/steps.py",
         "trainers/rl/test_algorithms.py::test_kl_target_steers_the_coefficient[grpo-0.001]",

@@ -16,6 +16,7 @@ CLIENT = {}
 def size(prompt, completion, row): return len(completion) + neighbour.ZERO
 def shout(prompt, completion, row): print("printed"); return completion.isupper()
 def messages(prompt, completion, row): return len(prompt)
+def takes_from_row(prompt, completion, row): return row["nested"].pop("value")
 def from_row(prompt, completion, row): return row["value"]
 def own_loop(prompt, completion, row): return asyncio.run(asyncio.sleep(0, 2.0))
 
@@ -60,6 +61,7 @@ number = 5
 def parses(prompt, completion, row):
     return json.loads(completion)["score"]  # the line that a user can mend
 def of_verl(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+async def of_verl_async(solution_str, extra_info): return 1.0
 def of_trl(completions, value, **kwargs): return [len(c) + v for c, v in zip(completions, value)]
 async def of_group(prompt, completions): return [c == max(completions) for c in completions]
 def places(p, c, r): return 0.0

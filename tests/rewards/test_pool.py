@@ -18,7 +18,18 @@ from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
 from tests.rewards.kit import processes_with, python, write_functions
 
-NAMES = ("script", "async_script", "size", "shout", "messages", "own_loop", "judge")
+NAMES = (
+    "script",
+    "async_script",
+    "size",
+    "shout",
+    "messages",
+    "own_loop",
+    "judge",
+    "takes_from_row",
+    "of_verl",
+    "of_verl_async",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +63,18 @@ def call(name, completion="", prompt="q", row=None):
 
 def scripts(*completions, name="script"):
     return [call(name, completion) for completion in completions]
+
+
+def test_a_function_that_changes_its_row_changes_that_of_no_other_call(pool):
+    row = {"nested": {"value": 1.0}}
+    assert pool.run([call("takes_from_row", row=row) for _ in range(100)]) == [gave(1.0)] * 100
+
+
+@pytest.mark.parametrize("name", ["of_verl", "of_verl_async"])
+def test_a_field_of_the_wrong_kind_is_named(pool, name):
+    row = {"data_source": "x", "ground_truth": "1", "extra_info": '{"split": "train"}'}
+    (outcome,) = pool.run([call(name, row=row)])
+    assert outcome.fault == 'extra_info of the row is \'{"split": "train"}\' (str), which is no mapping'
 
 
 def test_results_come_in_the_order_of_the_tasks(pool):

@@ -36,11 +36,11 @@ class Source(TrajectorySource):
 class Start:
     """A start of a run: what it says, and how often it sampled."""
 
-    def __init__(self, folder, *, origin="a", run_id="one"):
+    def __init__(self, folder, *, origin="a", environment=None, run_id="one", made=4):
         self.said, self.source = [], Source()
-        origin = {"origin": origin}
+        origin = {"origin": origin, "environment": environment}
         self.kept = KeptRollouts(self.source, folder, origin=origin, on_main=lambda fn: fn(), say=self.said.append)
-        self.kept.begin(run_id)
+        self.kept.begin(run_id, made)
 
     def sample(self, prompts=PROMPTS, *, step=5, samples=2, **how):
         return self.kept.sample(prompts, step=step, samples=samples, **how)
@@ -74,10 +74,33 @@ def test_a_later_start_is_given_the_same_bits_and_samples_nothing(tmp_path):
     ],
 )
 def test_what_was_sampled_otherwise_is_not_taken(tmp_path, start, how, calls):
-    Start(tmp_path).sample(step=how.get("step", 5))
-    later = Start(tmp_path, **start)
+    made = how.get("step", 5) - 1
+    Start(tmp_path, made=made).sample(step=made + 1)
+    later = Start(tmp_path, **{"made": made, **start})
     later.sample(**how)
     assert later.source.calls == calls
+
+
+EDITED_ROW = [dataclasses.replace(prompt, row={"id": "mended"}) for prompt in PROMPTS]
+OTHER_TEXT = [dataclasses.replace(prompt, tokens=[8, 9]) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "environment", "calls"),
+    [(EDITED_ROW, None, 0), (OTHER_TEXT, None, 1), (EDITED_ROW, "source text", 1), (PROMPTS, "source text", 0)],
+)
+def test_rows_that_were_changed_between_two_starts(tmp_path, prompts, environment, calls):
+    Start(tmp_path, environment=environment).sample()
+    later = Start(tmp_path, environment=environment)
+    sampled = later.sample(prompts)
+    assert later.source.calls == calls and sampled[0].prompt.row == prompts[0].row
+
+
+def test_a_start_from_an_earlier_checkpoint_drops_samples_of_later_weights(tmp_path):
+    Start(tmp_path).sample()
+    later = Start(tmp_path, made=2)  # in the middle of a rollout's steps, so that the next samples are those of step 5
+    later.sample()
+    assert later.source.calls == 1
 
 
 def test_files_of_other_weights_go(tmp_path):

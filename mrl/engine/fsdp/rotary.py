@@ -49,11 +49,12 @@ class FollowingRotary:
                 del module.forward
 
     def check(self, longest: int, what: str) -> None:
-        """Raises ModelError for a sequence that is longer than the limit, where that cannot be honoured. what: does not honour it."""
+        """Raises ModelError where the longest sequence is above the limit. what: that which does not follow its length."""
         if longest > self.limit:
             raise ModelError(
-                f'a sequence of {longest} tokens is above the {self.limit} up to which the rotary embedding "{self.kind}" of the model is '
-                f"the same for all, and {what} beyond; give at most {self.limit}, or use another model"
+                f"a sequence of {longest} tokens is above the {self.limit} up to which the rotary embedding "
+                f'"{self.kind}" of the model is the same for all, and {what} beyond; give at most {self.limit}, or use '
+                "another model"
             )
 
 

@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded.
+    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. say: shows a line to the user. Raises
+    ConfigError on every rank where a function cannot be loaded.
     """
 
     def __init__(
