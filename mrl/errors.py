@@ -11,14 +11,19 @@ LONGEST = 400
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words lose their
-    middle, and where that does not suffice, the line does."""
+    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words (values, then
+    paths) lose their middle, and where that does not suffice, the line does. A path that it begins with counts as 60 at most.
+    """
     line = " ".join(str(text).split())
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    if longest is not None and len(line) > longest:
-        line = " ".join(shortened(word, 100) for word in line.split(" "))
-    if longest is None or len(line) <= longest:
+    if longest is None:
+        return line
+    longest += max(0, min(len(line.partition(" ")[0]), 160) - 60)
+    for most in (160, 100, 60, 40):
+        if len(line) > min(longest, LONGEST):
+            line = " ".join(w if "/" in w and most < 100 else shortened(w, most) for w in line.split(" "))
+    if len(line) <= longest:
         return line
     tail = longest * 2 // 5  # what would work stands at the end
     return f"{line[: longest - tail - 5]} ... {line[-tail:]}"
@@ -68,7 +73,7 @@ class DataError(UserError):
 class ModelError(UserError):
     """A Hugging Face model folder is wrong or not supported: names the file, field or tensor."""
 
-    longest = LONGEST
+    longest = 600  # names of tensors, missing and left over, are a few of each
 
 
 class CheckpointError(UserError):

@@ -237,10 +237,10 @@ def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
     bad = invoke("ppo", "ppo.yaml", reward.format("bad"), "--dry-run")
     assert bad.exit_code == 2
     assert bad.stderr == (
-        "mrl: rewards.functions[0].function: mine.py:bad: bad does not exist in mine.py; its functions are good\n"
+        "mrl: rewards.functions[0].function: mine.py:bad: it does not exist; the functions there are good\n"
     )
     world = invoke("ppo", "ppo.yaml", "rollout.environment=mine.py:World", "--dry-run")
-    assert world.exit_code == 2 and "rollout.environment: mine.py:World: World does not exist" in world.stderr
+    assert world.exit_code == 2 and "rollout.environment: mine.py:World: it does not exist" in world.stderr
 
 
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):

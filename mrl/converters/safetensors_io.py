@@ -134,7 +134,7 @@ def tensor_bytes(info: TensorInfo) -> int:
     return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
-def some(names: list[str], limit: int = 5) -> str:
+def some(names: list[str], limit: int = 3) -> str:
     """A list for a message: the first few, and how many more."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -252,7 +252,7 @@ class Encoder:
     def _rewritten(self, chat: Chat, turn: int, extent: str, part: list[int], whole: list[int]) -> DataError:
         here, there = self._difference(part, whole)
         later = any(m["role"] == "assistant" for m in chat.messages[turn + 1 :])
-        instead = "last (with one row per answer) or all" if later else "all"
+        instead = "last or all" if later else "all"
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
             return DataError(
                 f"messages[{turn}]: the text rendered {extent} is tokenized otherwise alone ({here}) than in the whole "

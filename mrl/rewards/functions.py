@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import mrl
+from mrl.config.keys import listed
 from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
 from mrl.rewards.answers import gsm8k, math, require_math_verify
@@ -58,7 +59,7 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
         is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
         others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
         what = f"is no {kind}" if hasattr(module, name) else "does not exist"
-        raise ConfigError(f"{key}: {spec}: {name} {what} in {file}; its {plural} are {', '.join(others) or 'none'}")
+        raise ConfigError(f"{key}: {spec}: it {what}; the {plural} there are {listed(others) or 'none'}")
     return found
 
 
@@ -69,9 +70,8 @@ def load_function(spec: str, key: str) -> RewardCall:
         return RewardCall(function)
     except UnknownSignature as error:
         raise ConfigError(
-            f"{key}: {spec}: {name}{_signature(function)} {error}; write def {name}(prompt, completion, row), or give "
-            "it the parameters of verl (data_source, solution_str, ground_truth, extra_info) or of TRL (prompts, "
-            "completions, **kwargs)"
+            f"{key}: {spec}: {name}{_signature(function)} {error}; write def {name}(prompt, completion, row), "
+            "or give it the parameters of verl or of TRL (docs/rewards.md)"
         ) from None
 
 

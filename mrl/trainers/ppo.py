@@ -15,7 +15,7 @@ from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.checkpoint import step_name
-from mrl.errors import UserError
+from mrl.errors import TrainingError, UserError
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import (
     already_done,
@@ -75,7 +75,11 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     try:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
-        loop(trainer, progress, experience, log)
+        try:
+            loop(trainer, progress, experience, log)
+        except TrainingError:
+            trainer.collector.rollouts.forget()  # what a guard refused is sampled again: a sampler may be mended by then
+            raise
         trainer.collector.rollouts.forget()
     finally:
         console.doing("closing the logs")

@@ -277,7 +277,7 @@ ROLE_KEYS = [
 OTHER_VALUES = {
     "path": "other", "init": "random", "dtype": "float32", "trust_remote_code": True, "backend": "fsdp", "recompute": "full",
     "offload": ["parameters"], "options": {}, "tokens": 5000, "size": 3, "sp": True, "schedule": "linear", "betas": [0.5, 0.5], "device": "cpu",
-    "min_lr": 1e-9, "reshard_after_forward": False, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
+    "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
     "exclude_modules": ["q_proj"], "rslora": True, "export": "merged",
 }  # fmt: skip
 """Key's last name -> a value that is not its default; of numbers, one more."""

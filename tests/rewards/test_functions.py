@@ -43,8 +43,8 @@ def test_named_rewards_take_their_options():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sizes", "sizes does not exist in {path}; its functions are anything, async_script"),
-        ("number", "number is no function in {path}"),
+        ("sizes", "sizes: it does not exist; the functions there are anything, async_script"),
+        ("number", "number: it is no function"),
         ("places", "places(p, c, r) has no parameter for the completion; write def places(prompt, completion, row), or give it the parameters of verl"),
         ("queries", "queries(queries, prompts, labels, **kwargs) has no parameter for the completion"),  # OpenRLHF's
         ("more", "more(completion, answer) needs answer, which nothing is known for; give a default, or take of prompt, completion, row"),

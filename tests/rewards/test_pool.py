@@ -257,7 +257,7 @@ def test_a_file_that_changes_into_a_wrong_one_closes_the_pool(tmp_path):
     children = psutil.Process().children()
     pool = RewardPool([("rewards.functions[0]", FunctionReward(function=f"{path}:f"))], workers=2, timeout_s=5)
     path.write_text("x = 1  # longer than before, so that no bytecode of it is taken for this", encoding="utf-8")
-    with pytest.raises(ConfigError, match="f does not exist"):
+    with pytest.raises(ConfigError, match="f: it does not exist"):
         pool.run([Task(0, (Sample("q", "c", {}),))] * 5)
     assert psutil.Process().children() == children
 

@@ -20,8 +20,8 @@ def path(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Counts", "Counts does not exist in {path}; its classes are Answers, Count, Guess"),
-        ("function", "function is no class in {path}; its classes are"),
+        ("Counts", "Counts: it does not exist; the classes there are Answers, Count, Guess"),
+        ("function", "function: it is no class; the classes there are"),
         ("NoStep", "NoStep has no method step; write def step(self, ...)"),
         ("WrongStep", "cannot be called as step(text): too many positional arguments; write def step(self, text)"),
         ("Needs", "cannot be called as Needs(): missing a required argument: 'what'"),

@@ -84,13 +84,14 @@ def test_a_row_that_cannot_be_read_likewise_where_it_is_skipped_then(inputs, own
 
 
 def test_a_fault_in_an_evaluation_saves_the_step_first(inputs, own, unharmed):
-    """The step is made and not in the log yet; the run that goes on evaluates it, and logs it once."""
+    """The step's row is there without its evaluation; the run that goes on evaluates it, and writes the row anew."""
     config = config_of(inputs, own, "run", checkpoint={"every": None})
     faults = str(own / "faults.txt")
     ended, message, _ = kit.train(config, 1, happening="writes", place="evaluation", step=3, path=faults, text="eval50")
     assert ended == "RewardError" and "the judge is ill" in message and "\n" not in message, (ended, message)
     assert message.endswith(f"steps 1 to 3 are saved in {own}/run/checkpoints/step_00000003")
-    assert [row["step"] for row in resume.steps(own / "run")] == [0, 1, 2]
+    rows = resume.steps(own / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/accuracy" not in rows[-1]
     (own / "faults.txt").unlink()
     kit.finish(config, 1)
     assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
