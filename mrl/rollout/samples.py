@@ -134,19 +134,21 @@ def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
     return io.TextIOWrapper(gzip.GzipFile(path, mode="wb", mtime=0), encoding="utf-8", **how)
 
 
-def bound(folder: str, *, keep: int | None, max_mb: int | None) -> None:
+def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
     """Removes the oldest files of a folder of samples: all but the newest `keep` of a series, and what is too much for `max_mb`
-    (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone."""
+    (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone. Returns how many were too
+    much for `max_mb`."""
     found = [(int(match[2]), match[1], entry) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
     found.sort(key=lambda file: file[:2])
     gone = [] if keep is None else [file for s in SERIES_NAMES for file in [f for f in found if f[1] == s][:-keep]]
-    left = [file for file in found if file not in gone]
+    left, of_keep = [file for file in found if file not in gone], len(gone)
     size = sum(file[2].stat().st_size for file in left)
     while max_mb is not None and size > max_mb * 1e6 and len(left) > 1:
         gone.append(left.pop(0))
         size -= gone[-1][2].stat().st_size
     for _, _, entry in gone:
         os.remove(entry.path)
+    return len(gone) - of_keep
 
 
 def read_samples(path: str) -> list[SavedSample]:

@@ -34,9 +34,13 @@ def show_rollout(
     advantages_S = mean_advantages(experience)[torch.tensor(order).argsort()]  # back as they were sampled
     wanted = config.log.samples
     if wanted.every is not None and is_due(step, wanted.every, config.steps_per_iteration):
-        trainer.dispatch.on_main(
+        removed = trainer.dispatch.on_main(
             lambda: write_rollout(trainer.directory, wanted, step, collected, advantages_S.tolist())
         )
+        if removed and is_due(step, config.log.table_every, config.steps_per_iteration):
+            trainer.console.say(
+                f"samples/: the {removed} oldest files are removed; log.samples.max_mb is {wanted.max_mb}"
+            )
     if log.has_sinks:
         log.histograms(step, histograms(collected, advantages_S.tolist()))
     if not is_due(step, config.log.table_every, config.steps_per_iteration):
@@ -67,9 +71,11 @@ def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[
 
 def write_rollout(
     directory: RunDirectory, wanted: SamplesConfig, step: int, collected: Collected, advantages: list[float]
-) -> None:
-    """The file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice is the same:
-    what is trained on, and without an advantage the groups that gave way to others; and one of the greedy answers."""
+) -> int:
+    """Writes the file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice is the
+    same: what is trained on, and without an advantage the groups that gave way to others; and one of the greedy answers.
+    Returns how many older files had to give way.
+    """
     rejected, of_rejected = collected.rejected
     trajectories, with_none = [*collected.trajectories, *rejected], [*advantages, *(None for _ in rejected)]
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
@@ -84,7 +90,7 @@ def write_rollout(
             str(directory.samples), step, greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts,
             tokens=wanted.tokens, compress=wanted.compress,
         )  # fmt: skip
-    bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
+    return bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
 
 def show_evaluation(
