@@ -15,6 +15,7 @@ import pytest
 
 from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
 from tests.bad_input.kit import Case, WarmMrl, Workspace, check, run_mrl
+from tests.tiers import slow_but
 from tests.trainers.kit import make_inputs
 
 COUNT_GPUS = ("no gpu", "heads of fsdp")
@@ -63,7 +64,9 @@ def test_is_refused(case: Case, workspace: Workspace, warm):
     check(case, workspace, lambda workspace, *args: warm.run(workspace, *args, "--dry-run"))
 
 
-@pytest.mark.parametrize("name", [*COUNT_GPUS, "unknown key", "learned positions"])
+@pytest.mark.parametrize(
+    "name", slow_but([*COUNT_GPUS, "unknown key"], [*COUNT_GPUS, "unknown key", "learned positions"])
+)
 def test_is_refused_in_a_process_of_its_own(name: str, workspace: Workspace):
     (case,) = (case for case in config_cases.CASES if case.name == name)
     check(case, workspace, lambda workspace, *args: run_mrl(workspace, *args, "--dry-run"))

@@ -68,6 +68,7 @@ def cached(cache: pathlib.Path, name: str, folder: pathlib.Path, but: str = "") 
             (snapshot / file.name).symlink_to(pathlib.Path("../../blobs", file.name))
 
 
+@pytest.mark.slow
 def test_a_hub_id_in_the_cache_works_offline(hf, tmp_path):
     cached(tmp_path / "cache", "tiny", hf("llama", shard="30KB"))
     cached(tmp_path / "cache", "half", hf("llama", shard="30KB"), but="-00002-of")

@@ -221,6 +221,7 @@ for convert in (
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up(hf, tmp_path):
     """On a real, small file system in a mount namespace of its own: too small from the start, and filled on the way."""
     source, disk, script = hf("qwen3_moe"), tmp_path / "disk", tmp_path / "full.py"

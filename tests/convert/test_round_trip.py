@@ -60,12 +60,13 @@ def layouts_of(family: str, tier: str, size: int) -> list[dict]:
 
 
 def with_layouts(models: list[tuple]) -> list:
-    """(*model, size, layouts) for each number of processes, those of the nightly tier marked."""
+    """(*model, size, layouts) for each number of processes; a dense family and one with experts are in `make test`."""
     found = []
     for model in models:
         for tier, size in (("fast", 1), ("fast", 2), ("nightly", 1), ("nightly", 2), ("nightly", 4)):
             layouts = layouts_of(model[0], tier, size)
-            marks = [pytest.mark.nightly] if tier == "nightly" else []
+            slow = [] if model[0] in ("llama", "deepseek_v3", "qwen3_moe") else [pytest.mark.slow]
+            marks = [pytest.mark.nightly] if tier == "nightly" else slow
             if layouts:
                 name = "-".join(map(str, (*model, tier, size)))
                 found.append(pytest.param(*model, size, layouts, marks=marks, id=name))

@@ -64,6 +64,7 @@ def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["guards_find_copies_that_differ", "schedule_and_clipping"])
 def test_copies_of_the_weights(folder, case):
     """HSDP: the norm counts one copy, and copies are compared."""
@@ -150,7 +151,7 @@ def test_random_numbers_go_on(folder, tmp_path, layout):
 @pytest.mark.parametrize(
     ("saved_by", "read_by"),
     slow_but(
-        [("fsdp dp2", "fsdp hsdp"), ("megatron tp2", "megatron pp2"), ("external", "external dp2")],
+        [("fsdp cp2", "fsdp dp2"), ("megatron tp2", "megatron pp2"), ("external", "external dp2")],
         [
             ("fsdp dp2", "fsdp hsdp"),
             ("fsdp hsdp", "fsdp"),
@@ -202,7 +203,9 @@ def test_wrong_checkpoints_are_refused_on_every_rank(folder, tmp_path, layout):
     run(**refuse, folder=folder("llama"), path=path, message="holds no whole checkpoint")
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "fsdp dp2", "megatron tp2 pp2", "external dp2"])
+@pytest.mark.parametrize(
+    "layout", slow_but(["fsdp dp2", "megatron tp2 pp2"], ["fsdp", "fsdp dp2", "megatron tp2 pp2", "external dp2"])
+)
 @pytest.mark.parametrize("family", slow_but(["llama tied", "mixtral"], ["llama tied", "qwen2", "qwen3_moe", "mixtral"]))
 def test_export_is_what_was_trained(folder, tmp_path, layout, family):
     model = folder("llama", tied=True) if family == "llama tied" else folder(family)

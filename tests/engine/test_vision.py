@@ -19,6 +19,7 @@ from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.parity import Row, Table
 from tests.engine.tiny_vision import image_batch, make_vision_model
+from tests.tiers import slow_but
 
 IMAGES = (1, 0, 2, 0, 1, 1, 0, 3)
 
@@ -69,7 +70,7 @@ ROWS = (
 )
 
 
-SLOW_ROWS = (
+NIGHTLY_ROWS = (
     VisionRow("qwen2_5_vl", size=2, recompute="full"),
     VisionRow("qwen2_vl", "dp2", size=2),
     VisionRow("qwen2_vl tied", "cp2", size=2, packing=False),
@@ -86,7 +87,14 @@ def table():
     return VisionTable()
 
 
-@pytest.mark.parametrize("row", [*ROWS, *(pytest.param(row, marks=pytest.mark.nightly) for row in SLOW_ROWS)], ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [
+        *slow_but([ROWS[2], ROWS[3], ROWS[6], ROWS[10]], ROWS),
+        *(pytest.param(row, marks=pytest.mark.nightly) for row in NIGHTLY_ROWS),
+    ],
+    ids=str,
+)
 def test_equal_to_transformers(table, row):
     ((_, outcome),) = table.run([row])
     assert not isinstance(outcome, str), outcome

@@ -104,6 +104,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path, target):
     assert are_gone([int(pid) for text in notes(tmp_path, "pid") for pid in text.split()])
 
 
+@pytest.mark.slow
 def test_a_fault_is_shown_once_and_not_what_it_did_to_the_others(tmp_path):
     code, out, err = run("fault_on_rank_1", tmp_path)
     assert (code, out) == (1, "")

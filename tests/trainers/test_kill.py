@@ -24,7 +24,7 @@ MOMENTS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """world: processes. engine: section of the config. quick: moments of every run of the tests, the others are of the nightly tier."""
+    """world: processes. engine: section of the config. quick: moments of the slow tier, the others are of the nightly one."""
 
     world: int
     engine: dict
@@ -38,7 +38,10 @@ LAYOUTS = {
 }
 CASES = [
     pytest.param(
-        name, moment, marks=[pytest.mark.nightly] if moment >= LAYOUTS[name].quick else [], id=f"{name} {moment}"
+        name,
+        moment,
+        marks=pytest.mark.nightly if moment >= LAYOUTS[name].quick else pytest.mark.slow,
+        id=f"{name} {moment}",
     )
     for name in LAYOUTS
     for moment in range(MOMENTS)
