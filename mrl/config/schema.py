@@ -168,7 +168,7 @@ class OptimizerConfig:
     lr: float = key(1e-5, "peak learning rate of AdamW", above=0, maximum=10)
     min_lr: float = key(0.0, "learning rate that the schedule decays to", minimum=0, maximum=10)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's decay rates")
-    eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=1)
+    eps: float = key(1e-8, "AdamW's epsilon", minimum=1e-30, maximum=100)
     weight_decay: float = key(0.0, "AdamW's weight decay; not applied to biases and norms", minimum=0, maximum=1000)
     clip_grad: float = key(1.0, "gradient norm above which gradients are scaled down; 0 for never", minimum=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "learning-rate schedule after the warm-up")

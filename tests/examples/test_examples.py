@@ -71,7 +71,7 @@ def test_arithmetic_tokenizer_marks_the_answer():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
     os.symlink(kit.REPO / "examples", tmp_path / "examples")

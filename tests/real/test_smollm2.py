@@ -24,7 +24,7 @@ CACHE = (
 )
 STEPS = 8
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,9 @@ def kill_and_compare(folder, inputs, unharmed, name, chosen):
     return ends
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param("tp1", marks=pytest.mark.nightly), pytest.param("tp2", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, unharmed, tmp_path, name):
     kill_and_compare(tmp_path, inputs, unharmed, name, QUICK[name])
 

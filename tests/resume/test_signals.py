@@ -54,7 +54,7 @@ def stop(run, signum, to, *, after_steps):
     ("name", "signals"),
     [
         pytest.param("tp1", [(signal.SIGUSR1, "launcher")], marks=pytest.mark.nightly),
-        pytest.param("tp2", [(signal.SIGTERM, "launcher"), (signal.SIGUSR1, "last rank")], marks=pytest.mark.slow),
+        pytest.param("tp2", [(signal.SIGTERM, "launcher"), (signal.SIGUSR1, "last rank")], marks=pytest.mark.nightly),
         pytest.param("fsdp dp2", [(signal.SIGUSR1, "launcher"), (signal.SIGTERM, "rank 0")], marks=pytest.mark.nightly),
         pytest.param("fsdp cp2", [(signal.SIGTERM, "last rank")], marks=pytest.mark.nightly),
     ],

@@ -127,7 +127,7 @@ def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, i
     ("node", "back_s"),
     [
         pytest.param("n1", None, marks=pytest.mark.nightly, id="n1"),
-        pytest.param("n2", None, id="n2"),
+        pytest.param("n2", None, marks=pytest.mark.nightly, id="n2"),
         pytest.param("n2", 3.0, marks=pytest.mark.nightly, id="n2 soon"),
     ],
 )
