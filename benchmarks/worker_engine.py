@@ -17,7 +17,7 @@ from worker_mrl import PACKED, batches
 
 from mrl.algorithms.sft import sft_loss
 from mrl.config.load import from_dict
-from mrl.engine.fsdp import step
+from mrl.engine.fsdp import forward
 from mrl.engine.offload import KINDS
 from mrl.engine.registry import build_engine
 from mrl.trainers.sft import role_config
@@ -54,7 +54,7 @@ def main() -> None:
     spec, out = read_arguments()
     config = from_dict(config_of(spec["keys"], str(pathlib.Path(spec["folder"]) / "model")))
     if spec["more"]["full_logits"]:
-        step.log_probs_from_hidden = whole_logits
+        forward.log_probs_from_hidden = whole_logits
     entropy = spec["more"]["entropy"]
     meter, before = Meter(), resident_mb()
     engine = build_engine(role_config(config, config.model.path))

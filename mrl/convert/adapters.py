@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.accounting import SCORE, stored_weights
+from mrl.converters.accounting import SCORE
 from mrl.converters.mcore_weights import FOLDER, read_description
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo
 from mrl.converters.stacks import turns
 from mrl.converters.table import Family, HFConfig
-from mrl.converters.torch_dist import TorchDistReader
-from mrl.engine import lora_base
 from mrl.engine.fsdp.names import STATE, Piece, pieces
-from mrl.engine.lora import CONFIG, AdapterShape, adapter_shapes, adapters, read_adapter
-from mrl.engine.lora import SCORE as SCORE_IN_FILE
+from mrl.engine.lora import identity
+from mrl.engine.lora.folder import adapters, read_adapter
+from mrl.engine.lora.shapes import CONFIG, AdapterShape, adapter_shapes
+from mrl.engine.lora.shapes import SCORE as SCORE_IN_FILE
+from mrl.engine.stored_weights import stored_weights
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError, ModelError
 
 
@@ -57,7 +59,7 @@ def held_by(folder: Path, backend: str) -> Held | None:
 
 def check_base(held: Held, companions: Path, family: Family, hf_config: HFConfig) -> None:
     """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
-    if lora_base.fingerprint(str(companions), family, hf_config, held.head) != held.base:
+    if identity.fingerprint(str(companions), family, hf_config, held.head) != held.base:
         raise CheckpointError(
             f"{companions}: its weights are not those of {held.path}, which the adapters were trained over; give the base with --model"
         )
@@ -187,7 +189,7 @@ def merged(
 
 def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, dtype: torch.dtype) -> MergedReader:
     """The adapters of a folder that peft or mrl wrote, over the base in the folder `base`."""
-    from mrl.engine.lora_selection import shapes_of_folder  # peft is slow to import
+    from mrl.engine.lora.selection import shapes_of_folder  # peft is slow to import
 
     _, adapter = read_adapter(folder)
     shapes, head = shapes_of_folder(str(folder), base)

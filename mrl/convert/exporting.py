@@ -35,8 +35,9 @@ from mrl.converters.safetensors_io import (
     tensor_bytes,
 )
 from mrl.data.tokenizer_files import write_chat_template
-from mrl.engine.item_file import ItemFile, as_bytes
-from mrl.engine.lora import WEIGHTS, name_base, write_adapter
+from mrl.engine.lora.folder import name_base, write_adapter
+from mrl.engine.lora.shapes import WEIGHTS
+from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 
 

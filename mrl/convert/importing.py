@@ -43,8 +43,8 @@ from mrl.converters.mcore_weights import (
 )
 from mrl.converters.rules import Rule, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, some
-from mrl.engine import checkpoint
-from mrl.engine.item_file import Item, ItemFile, extra_state_keys
+from mrl.engine import atomic_checkpoint
+from mrl.engine.torch_dist.data_files import Item, ItemFile, extra_state_keys
 from mrl.errors import ModelError
 
 FILE_BYTES = 2**29
@@ -159,7 +159,7 @@ def _told(part: _Part, model: Source, progress: Callable[[int], None]) -> Iterat
 
 
 def _write_nothing(keys: list[str], path: Path) -> Facts:
-    import mrl.engine.torch_dist_files  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
+    import mrl.engine.torch_dist.metadata  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
 
     file = ItemFile(path)
     items = [file.nothing(key) for key in keys]
@@ -175,7 +175,7 @@ def _finish(
     extra: list[str],
 ) -> None:
     """The small files, COMPLETE last."""
-    from mrl.engine.torch_dist_files import write_metadata  # which imports torch.distributed.checkpoint
+    from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
 
     items = {
         Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in facts["items"]]
@@ -189,7 +189,7 @@ def _finish(
     files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
     for name in [*small, DESCRIPTION, SOURCE, *beside]:
         files[name] = {"size": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
-    checkpoint.write_marker(str(folder), files, step=0, serial=1, backend="megatron")
+    atomic_checkpoint.write_marker(str(folder), files, step=0, serial=1, backend="megatron")
 
 
 def _tuple(values: Any) -> tuple[int, ...] | None:

@@ -23,22 +23,23 @@ from mrl.config.roles import ROLES as ROLE_NAMES
 from mrl.config.roles import model_of
 from mrl.config.schema import ModelConfig, SFTConfig
 from mrl.convert.adapters import Held, held_by, merged
-from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of, further_layers
+from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
 from mrl.converters.fused import unstacked
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.json_file import read_json
-from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, open_imported, read_description
+from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
 from mrl.converters.mtp import layers_in, tensors_in
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import DTYPES as KNOWN
 from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, lay_out, read_header_text
 from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
 from mrl.converters.table import Family
-from mrl.engine import checkpoint
+from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
+from mrl.engine.stored_weights import further_layers, open_imported
 from mrl.errors import CheckpointError, ModelError
 
 SOURCE = "source.json"
@@ -72,9 +73,9 @@ class Sums:
 
     def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
         self._stop = threading.Event()
-        pool = concurrent.futures.ThreadPoolExecutor(checkpoint.THREADS)
-        check = functools.partial(checkpoint.check_file, str(folder), content=True, stop=self._stop)
-        large = [file for file in sorted(files) if files[file]["size"] > checkpoint.SMALL_BYTES]
+        pool = concurrent.futures.ThreadPoolExecutor(atomic_checkpoint.THREADS)
+        check = functools.partial(atomic_checkpoint.check_file, str(folder), content=True, stop=self._stop)
+        large = [file for file in sorted(files) if files[file]["size"] > atomic_checkpoint.SMALL_BYTES]
         self._found = [pool.submit(check, file, files[file]) for file in large]
         pool.shutdown(wait=False)
 
@@ -215,10 +216,10 @@ def _check_beside(companions: Path) -> None:
     """Refuses files beside the weights of a model that are none or, in a folder of `mrl convert import`, not those of then."""
     check_companions(companions)
     if (companions / MARKER).is_file():
-        files = checkpoint.validate(str(companions)).files
+        files = atomic_checkpoint.validate(str(companions)).files
         for file in _companion_names(companions):
-            if file in files and files[file]["size"] > checkpoint.SMALL_BYTES:
-                checkpoint.check_file(str(companions), file, files[file], content=True)
+            if file in files and files[file]["size"] > atomic_checkpoint.SMALL_BYTES:
+                atomic_checkpoint.check_file(str(companions), file, files[file], content=True)
 
 
 def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[str, Any]:
@@ -254,7 +255,7 @@ def added_companions(folder: Path) -> list[str]:
     """Files beside the weights that a folder of `mrl convert import` has and its import did not write; none of another folder."""
     if not (folder / MARKER).is_file():
         return []
-    files = checkpoint.validate(str(folder)).files
+    files = atomic_checkpoint.validate(str(folder)).files
     return [file for file in _companion_names(folder) if file not in files]
 
 
@@ -309,7 +310,7 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     weights, in a checkpoint of `mrl ppo`; the actor's by default.
     """
     folder = checkpoint_folder(path)
-    marker = checkpoint.validate(str(folder))
+    marker = atomic_checkpoint.validate(str(folder))
     sums = Sums(folder, marker.files)
     try:
         return dataclasses.replace(_open(folder, marker, model, role), sums=sums)
@@ -318,10 +319,10 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
         raise
 
 
-def _inside(folder: Path, marker: checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
+def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
     """(the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None for a lone model)."""
     inside, backend = folder, marker.backend
-    if backend == checkpoint.ROLES:
+    if backend == atomic_checkpoint.ROLES:
         roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
         role = role or "actor"
         if role not in roles:
@@ -337,7 +338,7 @@ def _inside(folder: Path, marker: checkpoint.Marker, role: str | None) -> tuple[
     return inside, backend, role
 
 
-def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str | None) -> Source:
+def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, role: str | None) -> Source:
     inside, backend, role = _inside(folder, marker, role)
     imported = (folder / "config.json").is_file()
     held = None if imported else held_by(inside, backend)
@@ -400,18 +401,18 @@ def _open(folder: Path, marker: checkpoint.Marker, model: str | None, role: str 
 def checkpoint_folder(path: str | Path) -> Path:
     """The whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going on is soon another."""
     path = Path(path)
-    if path.name == checkpoint.LATEST and path.is_file():
+    if path.name == atomic_checkpoint.LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+            f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         )
     if (path / MARKER).is_file():
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = checkpoint.find_checkpoint(str(root))
+    found = atomic_checkpoint.find_checkpoint(str(root))
     if found is None:
-        wrong = checkpoint.damage(str(root))
+        wrong = atomic_checkpoint.damage(str(root))
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
         if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
@@ -423,7 +424,7 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (path.parent / MARKER).is_file():
             raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
         raise CheckpointError(
-            f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{checkpoint.step_name(100)}, or a run"
+            f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         )
     return Path(found)
 

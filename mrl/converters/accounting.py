@@ -5,20 +5,15 @@ The table says what a model of this config consists of; whatever differs is one 
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 
 from mrl.converters.algebra import Shape
-from mrl.converters.fused import unstacked
-from mrl.converters.mcore_weights import is_imported, open_imported
-from mrl.converters.mtp import EMBEDDING, LM_HEAD, announced, copies_in, layers_in, tensors_in
+from mrl.converters.mtp import EMBEDDING, LM_HEAD, copies_in, layers_in
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import HFReader, TensorInfo, some
 from mrl.converters.table import Family, HFConfig
 from mrl.errors import ModelError
 
@@ -132,38 +127,6 @@ def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
     further tokens share with the model."""
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | copies_in(hf_config, mtp)
-
-
-@contextlib.contextmanager
-def stored_weights(
-    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
-) -> Iterator[Callable[[str], Any]]:
-    """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
-
-    path: a Hugging Face folder, or one that `mrl convert import` made.
-
-    trained: a value head that is going to be trained starts at zero where the folder has none.
-    """
-    imported = is_imported(path)
-    with open_imported(path, family, hf_config) if imported else HFReader(path) as stored:
-        reader = stored if imported else unstacked(stored, family)
-        may_lack = [SCORE] if head == "value" and trained else []
-        absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
-        zeros = torch.zeros(1, hf_config["hidden_size"])
-        yield lambda name: zeros if name in absent else reader(name)
-
-
-def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
-    """Tensors of the folder `path`, Hugging Face or imported, that engines leave unread: of layers that predict further tokens."""
-    if not announced(hf_config):
-        return []
-    if is_imported(path):
-        with open_imported(path, family, hf_config) as reader:
-            return tensors_in(reader.tensors, hf_config)
-    if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
-        return []  # a config.json to start from scratch
-    with HFReader(path) as reader:
-        return tensors_in(unstacked(reader, family).tensors, hf_config)
 
 
 def equal_tensors(reader: HFReader, a: str, b: str) -> bool:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, l
 from mrl.converters.stacks import place_of, reads_whole, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
-from mrl.converters.torch_dist import TorchDistReader
 from mrl.errors import CheckpointError
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -138,6 +137,17 @@ class _Place:
     at: int
 
 
+class StoredTensors(Protocol):
+    """The tensors of a distributed checkpoint, read region by region (`mrl.engine.torch_dist.reader.TorchDistReader`)."""
+
+    path: Path
+    tensors: Mapping[str, Any]  # by key in the checkpoint; each has a `dtype` and a `shape`
+
+    def read(self, key: str, region: Region) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
 class McoreReader(HFReader):
     """The weights of the distributed checkpoint `stored`, by Hugging Face name, in the dtype that they have there.
 
@@ -148,7 +158,7 @@ class McoreReader(HFReader):
     """
 
     def __init__(
-        self, stored: TorchDistReader, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
+        self, stored: StoredTensors, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
     ) -> None:
         self.path, self._open = stored.path, {}
         self._stored = stored
@@ -208,7 +218,7 @@ class McoreReader(HFReader):
         self._stored.close()
 
 
-def _account(stored: TorchDistReader, rules: dict[str, Rule]) -> None:
+def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
     expected = stored_shapes(rules.values())
     padded = {stored_key(rule) for rule in rules.values() if rule.kind == "vocab"}
     missing = [key for key in expected if key not in stored.tensors]
@@ -274,14 +284,3 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) 
     """In words, the fields of `a` that `b` has otherwise; between two families the family alone."""
     names = ["model_type"] if a["model_type"] != b["model_type"] else [name for name in a if a[name] != b.get(name)]
     return [f"{name} is {a[name]!r} {in_a} and {b.get(name)!r} {in_b}" for name in names]
-
-
-def open_imported(
-    path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
-) -> McoreReader:
-    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
-    `hf_config` is from, if it is another."""
-    about = read_description(path)["architecture"]
-    check_architecture(about, family, hf_config, companions or path)
-    stored = TorchDistReader(Path(path) / FOLDER)
-    return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])

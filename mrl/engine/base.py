@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
-from mrl.converters.accounting import further_layers
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, TensorInfo
@@ -26,10 +25,11 @@ from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.collective import Predictions
 from mrl.engine.kept import KeptSequences
-from mrl.engine.lora import read_fitting, write_adapter
+from mrl.engine.lora.folder import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.engine.schedule import learning_rate
+from mrl.engine.stored_weights import further_layers
 from mrl.engine.supported import check_supported
 
 T = TypeVar("T")

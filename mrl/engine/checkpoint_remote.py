@@ -17,8 +17,8 @@ from typing import TypeVar
 import fsspec
 import fsspec.exceptions
 
-from mrl.engine import checkpoint
-from mrl.engine.checkpoint import BEST, LATEST, MARKER, PREFIX, Marker
+from mrl.engine import atomic_checkpoint
+from mrl.engine.atomic_checkpoint import BEST, LATEST, MARKER, PREFIX, Marker
 from mrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -87,9 +87,9 @@ def _persist(write: Callable[[], T], failure: str, advice: str) -> T:
 
 
 def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> str:
-    marker = checkpoint.verify(path)  # a damaged one must not push whole ones out
+    marker = atomic_checkpoint.verify(path)  # a damaged one must not push whole ones out
     files, base = _open(url)
-    name = checkpoint.step_name(marker.step)
+    name = atomic_checkpoint.step_name(marker.step)
     target = f"{base}/{name}"
     _delete(files, target)
     for file in marker.files:
@@ -108,7 +108,7 @@ def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> 
 
 def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
     """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between the save and its copy."""
-    marker = checkpoint.validate(path)
+    marker = atomic_checkpoint.validate(path)
     files, base = _open(url)
     files.invalidate_cache()
     if marker not in [there for _, there in _whole(files, base)]:
@@ -123,7 +123,7 @@ def fetch(url: str, root: str) -> str | None:
     files, base = _open(url)
     files.invalidate_cache()
     if files.exists(f"{base}/{MARKER}"):
-        marker = checkpoint.parse_marker(url, files.cat_file(f"{base}/{MARKER}"))
+        marker = atomic_checkpoint.parse_marker(url, files.cat_file(f"{base}/{MARKER}"))
         _check_sizes(files, base, marker)
         source = base
     else:
@@ -131,16 +131,16 @@ def fetch(url: str, root: str) -> str | None:
         if not whole:
             return None
         source, marker = whole[-1]
-    final = os.path.join(root, checkpoint.step_name(marker.step))
+    final = os.path.join(root, atomic_checkpoint.step_name(marker.step))
     with contextlib.suppress(CheckpointError):  # a local copy that is absent or damaged is fetched again
-        if checkpoint.validate(final) == marker and checkpoint.verify(final) == marker:
+        if atomic_checkpoint.validate(final) == marker and atomic_checkpoint.verify(final) == marker:
             return final
-    with checkpoint.replacing(root, checkpoint.step_name(marker.step)) as temporary:
+    with atomic_checkpoint.replacing(root, atomic_checkpoint.step_name(marker.step)) as temporary:
         for file in [*marker.files, MARKER]:
             local = os.path.join(temporary, file)
             os.makedirs(os.path.dirname(local), exist_ok=True)
             files.get_file(f"{source}/{file}", local)
-        checkpoint.validate(temporary)
+        atomic_checkpoint.validate(temporary)
     return final
 
 
@@ -163,7 +163,7 @@ def _whole(files: fsspec.AbstractFileSystem, base: str, *, warn: bool = False) -
         if not os.path.basename(path).startswith(PREFIX) or not files.exists(f"{path}/{MARKER}"):
             continue
         try:
-            marker = checkpoint.parse_marker(path, files.cat_file(f"{path}/{MARKER}"))
+            marker = atomic_checkpoint.parse_marker(path, files.cat_file(f"{path}/{MARKER}"))
             _check_sizes(files, path, marker)
         except CheckpointError as error:
             if warn:
@@ -203,8 +203,8 @@ def locate(local: str, remote: str | None, *, backend: str) -> str:
 
     Raises CheckpointError where there is none, or it is damaged, foreign or of another backend.
     """
-    path = (fetch(remote, local) if remote else None) or checkpoint.find_checkpoint(local)
+    path = (fetch(remote, local) if remote else None) or atomic_checkpoint.find_checkpoint(local)
     if path is None:
         raise CheckpointError(f"{remote or local}: holds no whole checkpoint; name one that does")
-    checkpoint.validate(path, backend=backend)
+    atomic_checkpoint.validate(path, backend=backend)
     return path

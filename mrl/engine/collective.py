@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.engine.checkpoint import Ranks
+from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.gloo import share_device
 from mrl.engine.microbatch import balanced_shards
 from mrl.errors import UserError

@@ -1,4 +1,4 @@
-"""A checkpoint of all ranks: the folder (engine/checkpoint.py), its copy at a URL, and whoever writes into it or reads."""
+"""A checkpoint of all ranks: the folder (engine/atomic_checkpoint.py), its copy at a URL, and whoever writes into it or reads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from mrl.converters.accounting import stored_weights
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.table import Family, HFConfig
-from mrl.engine import checkpoint, checkpoint_remote
+from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
+from mrl.engine.stored_weights import stored_weights
 
 
 def save(
@@ -27,11 +27,13 @@ def save(
     """Saves `root/step_XXXXXXXX`, whole or not at all, and copies it to the URL `remote`. Returns that folder. Collective.
 
     write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect: as in
-    `checkpoint.writing`.
+    `atomic_checkpoint.writing`.
     """
-    with checkpoint.writing(root, step, backend=backend, ranks=all_ranks(), keep=keep, protect=protect) as folder:
+    with atomic_checkpoint.writing(
+        root, step, backend=backend, ranks=all_ranks(), keep=keep, protect=protect
+    ) as folder:
         write(folder)
-    saved = os.path.join(root, checkpoint.step_name(step))
+    saved = os.path.join(root, atomic_checkpoint.step_name(step))
     if remote is not None:
         on_main(lambda: checkpoint_remote.upload(saved, remote, keep=keep, protect=protect))
     return saved
@@ -45,11 +47,11 @@ def loading(path: str, *, backend: str, remote: str | None = None, delete_local:
     another backend. delete_local: it is deleted when all ranks have read it.
     """
     found = on_main(lambda: checkpoint_remote.locate(path, remote, backend=backend))
-    checkpoint.verify(found, all_ranks())
+    atomic_checkpoint.verify(found, all_ranks())
     yield found
     wait_for_all()
     if delete_local:
-        on_main(lambda: checkpoint.delete(found))
+        on_main(lambda: atomic_checkpoint.delete(found))
 
 
 @contextlib.contextmanager
@@ -61,6 +63,6 @@ def starting_weights(
     Raises CheckpointError on every rank where one of them is damaged.
     """
     if on_main(lambda: is_imported(path)):
-        checkpoint.verify(path, all_ranks())
+        atomic_checkpoint.verify(path, all_ranks())
     with stored_weights(path, family, hf_config, head=head, trained=trained) as read:
         yield read

@@ -166,7 +166,7 @@ def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
 
             engine_class(part.engine.backend).check_config(part.model, part.engine)
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
-            from mrl.engine.lora import adapters
+            from mrl.engine.lora.folder import adapters
 
             adapters(part.model.path, part.model.lora, "value" if part.role == "critic" else "lm")
 

@@ -23,7 +23,7 @@ from mrl.batch import Batch
 from mrl.engine import collective
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
 from mrl.errors import CheckpointError, ModelError
-from mrl.roles import checkpoint
+from mrl.roles import role_checkpoints
 
 T = TypeVar("T")
 
@@ -262,7 +262,7 @@ class WorkerDispatch:
         remote: a URL that it is copied to. keep: newest checkpoints that stay, and those that `protect` names (step_XXXXXXXX).
         """
         saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
-        return checkpoint.save(
+        return role_checkpoints.save(
             saved, self._use, root, global_step, state or {}, remote=remote, keep=keep, protect=protect
         )
 
@@ -274,4 +274,4 @@ class WorkerDispatch:
         actor = self.engines.get("actor")
         # beside an actor with adapters the reference is its base, whether a copy of its own holds that or not
         of_base = {"reference"} if actor is not None and actor.config.model.lora is not None else set()
-        return checkpoint.load(self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base)
+        return role_checkpoints.load(self.engines, self._use, path, remote=remote, may_lack=self.constant | of_base)

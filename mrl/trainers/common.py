@@ -16,15 +16,15 @@ from mrl import metrics
 from mrl.config.load import read_yaml
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig, SFTConfig
-from mrl.converters.accounting import further_layers
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.data.tokenizer_files import write_chat_template
-from mrl.engine import checkpoint, checkpoint_remote
-from mrl.engine.lora import adapters, name_base
+from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.lora.folder import adapters, name_base
+from mrl.engine.stored_weights import further_layers
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -237,7 +237,7 @@ def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
     """Where to go on from when the state after `step` steps has failed, in words: a checkpoint of an earlier one is good."""
 
     def found() -> tuple[str | None, str | None]:
-        whole = checkpoint.steps_of(str(directory.checkpoints))
+        whole = atomic_checkpoint.steps_of(str(directory.checkpoints))
         return next((p for s, p in reversed(whole) if s < step), None), next((p for s, p in whole if s == step), None)
 
     good, failed = ranks.on_main(found)

@@ -14,7 +14,7 @@ from mrl import metrics
 from mrl.algorithms.recipes import in_words
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.engine.checkpoint import step_name
+from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import TrainingError, UserError
 from mrl.rewards.scorer import faults_in_words
 from mrl.trainers.common import (

@@ -24,8 +24,8 @@ from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import MOVED, check_resume
 from mrl.config.roots import Config, command_of
 from mrl.config.schema import CheckpointConfig
-from mrl.engine import checkpoint, checkpoint_remote
-from mrl.engine.lora import CONFIG as ADAPTER_CONFIG
+from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import CheckpointError, ConfigError
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
@@ -99,15 +99,15 @@ class RunDirectory:
     def name_best(self, name: str, remote: str | None) -> None:
         """Writes the name of the best checkpoint yet where that one is: to checkpoints/best, and beside the copies at `remote`."""
         if (self.checkpoints / name).exists():
-            temporary = self.checkpoints / f"{checkpoint.BEST}.tmp"
+            temporary = self.checkpoints / f"{atomic_checkpoint.BEST}.tmp"
             temporary.write_text(f"{name}\n", encoding="utf-8")
-            os.replace(temporary, self.checkpoints / checkpoint.BEST)
+            os.replace(temporary, self.checkpoints / atomic_checkpoint.BEST)
         if remote is not None:
             checkpoint_remote.name_best(remote, name)
 
     def best(self) -> tuple[str, ...]:
         """The name of the best checkpoint, where there is one."""
-        named = self.checkpoints / checkpoint.BEST
+        named = self.checkpoints / atomic_checkpoint.BEST
         return (named.read_text(encoding="utf-8").strip(),) if named.exists() else ()
 
     def forget_export(self) -> None:
@@ -149,7 +149,7 @@ def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] =
     _refuse_foreign(run)
     moved: list[str] = []
     fetched = ""
-    resume, own = config.checkpoint.resume, checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
+    resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
         if run.present():
             raise ConfigError(
@@ -168,7 +168,7 @@ def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] =
         _refuse_damaged(run, damaged)
         again = " again: it has no checkpoint yet" if run.present() else ""
         return Start(None, 0, f"starting in {run.path}{again}")
-    step = checkpoint.validate(own).step
+    step = atomic_checkpoint.validate(own).step
     return Start(own, step, f"resuming from {own}{fetched or ','} after step {step}", moved)
 
 
@@ -194,7 +194,7 @@ def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> No
 
 def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
-    if found := [*checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
+    if found := [*atomic_checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
         raise CheckpointError(
             f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
             "from the beginning, or give another output_dir"
@@ -234,12 +234,12 @@ def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> st
     if "://" in resume:
         found = checkpoint_remote.fetch(resume, str(run.checkpoints))
     else:
-        found = checkpoint.find_checkpoint(resume, but=damaged)
+        found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
-        wrong = [] if "://" in resume else [*checkpoint.damage(resume), *damaged.values()]
+        wrong = [] if "://" in resume else [*atomic_checkpoint.damage(resume), *damaged.values()]
         raise CheckpointError(
             f"checkpoint.resume: value {resume!r} holds no whole checkpoint{''.join(f' ({what})' for what in wrong)}; give a folder such as "
-            f"runs/demo/checkpoints/{checkpoint.step_name(100)}"
+            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
         )
     return found
 

@@ -32,7 +32,7 @@ from mrl.data.vision import load_vision
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
-from mrl.engine.lora import adapters
+from mrl.engine.lora.folder import adapters
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.common import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.converters.families import family_for
 from mrl.converters.table import HFConfig, sizes_of
-from mrl.engine.lora import AdapterShape
+from mrl.engine.lora.shapes import AdapterShape
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),

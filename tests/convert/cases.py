@@ -70,9 +70,9 @@ def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> 
     """The largest difference of the engine's logits of a sequence, before log-probs are made of them, over all ranks."""
     from megatron.core import parallel_state
 
-    from mrl.engine.megatron import inputs, step
+    from mrl.engine.megatron import inputs, pipeline
 
-    log_probs, seen = step._log_probs, []
+    log_probs, seen = pipeline._log_probs, []
 
     def watched(hidden, weight, *, setup, ins, ctx):
         own = torch.nn.functional.linear(hidden, weight).float()
@@ -82,12 +82,12 @@ def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> 
         seen.append(whole[:, : setup.vocab_size])
         return log_probs(hidden, weight, setup=setup, ins=ins, ctx=ctx)
 
-    step._log_probs = watched
+    pipeline._log_probs = watched
     try:
         with engine.eval_mode():
             engine.forward_backward_step(make_batch([tokens], [[1.0] * len(tokens)]), forward_only=True)
     finally:
-        step._log_probs = log_probs
+        pipeline._log_probs = log_probs
     far = torch.zeros(1)
     assert bool(seen) == (engine.coords.pp_rank == engine.dims.pp - 1)
     if seen:  # micro-batches that only fill the schedule are empty
@@ -127,7 +127,7 @@ def save_checkpoints(hf: str, out: str, layouts: dict[str, dict]) -> list[str]:
 
 def stored_keys(hf: str, out: str) -> tuple[list[str], list[str]]:
     """(keys of tensors, keys of objects) of what the Megatron engine saves without an optimizer."""
-    from mrl.converters.torch_dist import TorchDistReader
+    from mrl.engine.torch_dist.reader import TorchDistReader
 
     engine = engine_of(hf)
     folder = engine.save_checkpoint(out, global_step=1) or os.path.join(out, "step_00000001")

@@ -21,7 +21,7 @@ from mrl import cli
 from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
 from mrl.converters.json_file import shown
-from mrl.engine import checkpoint
+from mrl.engine import atomic_checkpoint
 from tests.convert import kit
 from tests.convert.test_refused import config, run
 
@@ -227,7 +227,7 @@ def test_a_quantised_folder_is_refused_by_its_method(hf, tmp_path, method):
 
 def test_export_refuses_a_flipped_bit_in_a_large_file(imported, tmp_path, monkeypatch):
     """Large files are summed beside the reading: what was written of a damaged one is removed."""
-    monkeypatch.setattr(checkpoint, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(atomic_checkpoint, "SMALL_BYTES", 1000)
     shutil.copytree(imported, tmp_path / "mcore")
     file = tmp_path / "mcore/mcore/__0_0.distcp"
     data = bytearray(file.read_bytes())

@@ -11,7 +11,7 @@ import pytest
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.engine import checkpoint
+from mrl.engine import atomic_checkpoint
 from tests.convert import kit
 from tests.convert.test_refused import run
 
@@ -130,7 +130,7 @@ def test_links_are_followed_to_their_files(source, tmp_path):
 
 def test_every_file_of_an_import_has_its_checksum(made):
     files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
-    assert checkpoint.verify(str(made)).files.keys() == files - {"COMPLETE"}
+    assert atomic_checkpoint.verify(str(made)).files.keys() == files - {"COMPLETE"}
 
 
 def test_an_export_of_a_run_that_began_with_an_import(imported, tmp_path):

@@ -23,7 +23,7 @@ import pytest
 
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
-from mrl.engine.item_file import ItemFile
+from mrl.engine.torch_dist.data_files import ItemFile
 from mrl.errors import ModelError
 from tests.convert import kit
 

@@ -23,7 +23,7 @@ from mrl.config.schema import SFTConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.converters import family_for, hf_to_mcore, read_hf_config
-from mrl.converters.torch_dist import TorchDistReader
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from mrl.trainers import ppo, sft

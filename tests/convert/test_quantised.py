@@ -14,7 +14,7 @@ from mrl.config.schema import LoraConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.convert.opening import open_any
-from mrl.engine.lora import adapters, read_adapter
+from mrl.engine.lora.folder import adapters, read_adapter
 from tests.convert import kit
 from tests.convert.cases import load_folder
 from tests.convert.test_verify import verify

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from mrl import cli
 from mrl.convert.importing import import_hf
-from mrl.converters import torch_dist
-from mrl.converters.torch_dist import TorchDistReader
+from mrl.engine.torch_dist import reader as torch_dist_reader
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 from tests.convert import kit
 from tests.engine.harness import run_case
@@ -270,7 +270,7 @@ def test_metadata_that_lies_is_refused(imported, change, words):
 
 def test_a_reader_keeps_few_files_open(hf, tmp_path, monkeypatch):
     """A checkpoint of a large model has more data files than a process may open."""
-    monkeypatch.setattr(torch_dist, "OPEN_FILES", 3)
+    monkeypatch.setattr(torch_dist_reader, "OPEN_FILES", 3)
     import_hf(hf("llama", shard="30KB"), tmp_path / "mcore", file_bytes=1_000)
     folder = tmp_path / "mcore/mcore"
     assert len(list(folder.glob("*.distcp"))) > 10
@@ -383,9 +383,9 @@ def test_an_engine_starts_from_no_damaged_import(imported, tmp_path, size, backe
 
 
 def test_a_run_starts_from_no_half_import(imported, hf):
-    from mrl.converters.accounting import stored_weights
     from mrl.converters.families import family_for
     from mrl.converters.hf_config import read_hf_config
+    from mrl.engine.stored_weights import stored_weights
     from mrl.errors import UserError
 
     about = read_hf_config(imported)

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.converters.families import FAMILIES
-from mrl.converters.torch_dist import TorchDistReader
-from mrl.engine import checkpoint
+from mrl.engine import atomic_checkpoint
+from mrl.engine.torch_dist.reader import TorchDistReader
 from tests.convert import kit
 from tests.convert.cases import load_folder
 from tests.engine import tiny
@@ -88,7 +88,7 @@ def test_the_files_come_back_byte_for_byte(hf, tmp_path, family, tied, dtype):
     done = import_hf(source, tmp_path / "mcore", file_bytes=10_000)
     assert done.tensors == len(load_folder(str(source)))
     assert len(list((tmp_path / "mcore/mcore").glob("*.distcp"))) > 2
-    checkpoint.verify(str(tmp_path / "mcore"))
+    atomic_checkpoint.verify(str(tmp_path / "mcore"))
     export_hf(tmp_path / "mcore", tmp_path / "back")
     before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
     assert len([name for name in before if name.endswith(".safetensors")]) > 1

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.converters.checksums import combined_crc32, crc32_of
-from mrl.engine.item_file import WRITE_BACK_BYTES, ItemFile
+from mrl.engine.torch_dist.data_files import WRITE_BACK_BYTES, ItemFile
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200), st.integers(0, 3000))

@@ -1,7 +1,7 @@
 """LoRA on any engine, against PEFT on plain Hugging Face: functions for worlds of processes (see harness.py).
 
 The reference is a `peft.PeftModel` in fp32 on one process, one sequence at a time, loaded from a folder that
-`mrl.engine.lora.write_adapter` wrote with random A *and* random non-zero B (with B = 0, A would have no gradient, and a wrong
+`mrl.engine.lora.folder.write_adapter` wrote with random A *and* random non-zero B (with B = 0, A would have no gradient, and a wrong
 scale would not show). Nothing of what is compared is computed by mrl there.
 """
 
@@ -23,7 +23,8 @@ from mrl.batch import Batch
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
-from mrl.engine.lora import SCORE, adapter_shapes, adapters, initial_a, read_adapter, write_adapter
+from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
+from mrl.engine.lora.shapes import SCORE, adapter_shapes, initial_a
 from mrl.engine.registry import build_engine
 from mrl.errors import CheckpointError, ModelError
 from tests.engine import contract, tiny

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
-from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
-from mrl.engine.lora import adapter_shapes
+from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.megatron.optim import gradient_buffers, optimizers_of, shards
 from mrl.engine.sampling import SamplingKey, SamplingParams
+from mrl.engine.torch_dist.reader import TorchDistReader
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, gradients, make_engine, train
 

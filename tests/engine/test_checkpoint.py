@@ -15,8 +15,8 @@ import threading
 import fsspec
 import pytest
 
-from mrl.engine import checkpoint, checkpoint_remote
-from mrl.engine.checkpoint import MARKER, find_checkpoint, validate, verify, writing
+from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.atomic_checkpoint import MARKER, find_checkpoint, validate, verify, writing
 from mrl.errors import CheckpointError, DamagedCheckpoint
 from tests.tiers import slow_but
 
@@ -27,7 +27,7 @@ def save(root, step, *, content=b"weights", keep=None, backend="fsdp"):
         for name, data in {"model/shard0": content, "model/shard1": content * 2, "state.json": b"{}"}.items():
             with open(os.path.join(folder, name), "wb") as out:
                 out.write(data)
-    return os.path.join(str(root), checkpoint.step_name(step))
+    return os.path.join(str(root), atomic_checkpoint.step_name(step))
 
 
 def names(root):
@@ -175,7 +175,7 @@ def on_ranks(size, work):
             return everyone
 
         try:
-            results[rank] = work(checkpoint.Ranks(rank, size, gather))
+            results[rank] = work(atomic_checkpoint.Ranks(rank, size, gather))
         except CheckpointError as error:
             results[rank] = error
 
@@ -188,7 +188,7 @@ def on_ranks(size, work):
 def test_damage_inside_a_large_file_is_the_same_error_on_every_rank(tmp_path, size):
     """The size is unchanged, so that only reading the file shows it, which one rank of all does."""
     path = save(tmp_path, 1, content=b"weights!" * 2**18)
-    assert os.path.getsize(f"{path}/model/shard0") > checkpoint.SMALL_BYTES
+    assert os.path.getsize(f"{path}/model/shard0") > atomic_checkpoint.SMALL_BYTES
     verify(path)
     with open(f"{path}/model/shard0", "r+b") as shard:
         shard.seek(2**20 + 12345)
@@ -274,11 +274,11 @@ def test_killed_while_one_is_deleted(tmp_path):
         with pytest.MonkeyPatch.context() as monkeypatch:
             Operations(monkeypatch, at)
             try:
-                checkpoint.delete(path)
+                atomic_checkpoint.delete(path)
                 finished = True
             except Killed:
                 pass
-        assert checkpoint.damage(str(root)) == [], f"killed at operation {at}"
+        assert atomic_checkpoint.damage(str(root)) == [], f"killed at operation {at}"
         at += 1
     assert at > 3 and names(root) == ["latest"]
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mrl.config.schema import LoraConfig
-from mrl.engine.lora import adapters, initial_a, read_adapter, write_adapter
-from mrl.engine.lora_selection import shapes_of_folder
+from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
+from mrl.engine.lora.selection import shapes_of_folder
+from mrl.engine.lora.shapes import initial_a
 from mrl.errors import ConfigError, ModelError
 from tests.engine import lora as cases
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.engine.fsdp import step
+from mrl.engine.fsdp import forward
 from mrl.engine.fsdp.ulysses import Ulysses
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -37,5 +37,5 @@ def test_a_model_whose_sequences_cannot_be_shared_is_refused(tmp_path, family, p
 
 def test_one_rank_is_fed_the_whole_of_it():
     batch = batch_of([5, 3])
-    ins = step.prepare(batch, packed=True, device=torch.device("cpu"), ulysses=Ulysses())
+    ins = forward.prepare(batch, packed=True, device=torch.device("cpu"), ulysses=Ulysses())
     assert torch.equal(ins.tokens[0], batch.tokens) and ins.document_lengths == [5, 3] and ins.places is None

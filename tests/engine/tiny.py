@@ -34,7 +34,8 @@ from mrl.config.schema import (
     RoleConfig,
 )
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.engine.lora import adapter_shapes, adapters, write_adapter
+from mrl.engine.lora.folder import adapters, write_adapter
+from mrl.engine.lora.shapes import adapter_shapes
 
 VOCAB = 131  # odd and prime: padded under every tensor-parallel degree
 LLAMA3_ROPE = {

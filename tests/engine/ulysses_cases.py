@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
-from mrl.engine.fsdp import step
+from mrl.engine.fsdp import forward
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.registry import build_engine
 from mrl.errors import ModelError
@@ -69,7 +69,7 @@ def inputs_are_cut_once() -> None:
     ulysses = Ulysses(group)
     for lengths, packed in itertools.product(([5, 3], [1], [2, 1, 1], [8, 4, 4], []), (True, False)):
         batch = batch_of(lengths)
-        ins = step.prepare(batch, packed=packed, device=torch.device("cpu"), ulysses=ulysses)
+        ins = forward.prepare(batch, packed=packed, device=torch.device("cpu"), ulysses=ulysses)
         assert ins.tokens.shape == ins.positions.shape and ins.labels.numel() == ins.tokens.numel()
         rows, length = ins.tokens.shape[0], ins.tokens.shape[1] * group.size()
         assert rows == (1 if packed else max(1, len(lengths))) and length % group.size() == 0

@@ -188,7 +188,7 @@ SCALING_AND_OPTIMIZER = (
         ("(micro_batches * dp / (denominator * share))", "(dp / (denominator * share))"),
     ),
     *_of(
-        "engine/fsdp/step.py",
+        "engine/fsdp/forward.py",
         "engine/test_fsdp_parity.py::test_equal_to_hugging_face[llama, dp2, packed, size 2, fsdp]",
         ("return loss_sum * (ranks / denominator)", "return loss_sum / denominator"),
     ),
@@ -289,7 +289,7 @@ CONVERTERS = (
 
 CHECKPOINTS = (
     *_of(
-        "engine/checkpoint.py",
+        "engine/atomic_checkpoint.py",
         (
             "engine/test_checkpoint.py::test_the_last_n_are_kept",
             "engine/test_checkpoint.py::test_order_is_of_time_not_of_steps",

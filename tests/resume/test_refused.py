@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from mrl.engine.checkpoint import SMALL_BYTES
+from mrl.engine.atomic_checkpoint import SMALL_BYTES
 from tests.engine import tiny
 from tests.resume import kit
 from tests.resume.cases import remark

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mrl.engine import checkpoint
+from mrl.engine import atomic_checkpoint
 from mrl.engine.base import BaseEngine
 from mrl.errors import CheckpointError
 from tests.engine.contract import assert_equal
@@ -46,7 +46,7 @@ def assert_whole_and_once(saved: str, roles: set[str]) -> None:
     """One folder for each role, one marker with checksums of every file, the trainer's tensors once."""
     entries = set(os.listdir(saved))
     assert entries == {*roles, "trainer.pt", "COMPLETE"}, entries
-    files = checkpoint.verify(saved).files
+    files = atomic_checkpoint.verify(saved).files
     assert {file.split("/")[0] for file in files} == entries - {"COMPLETE"}
     assert files["trainer.pt"]["size"] > BYTES
     assert (
@@ -118,7 +118,7 @@ def a_kill_while_saving_leaves_the_last_one(configs: Configs, path: str) -> list
     else:
         raise AssertionError("nothing was killed")
     last.save_state = save_state
-    assert checkpoint.find_checkpoint(path) == f"{path}/step_00000001"
+    assert atomic_checkpoint.find_checkpoint(path) == f"{path}/step_00000001"
     assert make_dispatch(configs).load_checkpoint(path) == {}
     left = dispatch.on_main(lambda: sorted(os.listdir(path)))
     dispatch.save_checkpoint(path, global_step=3, keep=1)

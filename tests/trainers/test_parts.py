@@ -16,8 +16,8 @@ from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
 from mrl.data.prompts import Prompt
-from mrl.engine import checkpoint
-from mrl.engine.lora import AdapterShape
+from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.lora.shapes import AdapterShape
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
@@ -303,9 +303,9 @@ def config_of(output_dir: pathlib.Path, **section):
 
 
 def make_checkpoint(root: pathlib.Path, step: int) -> str:
-    with checkpoint.writing(str(root), step, backend="fsdp") as path:
+    with atomic_checkpoint.writing(str(root), step, backend="fsdp") as path:
         pathlib.Path(path, "weights").write_text("w")
-    return str(root / checkpoint.step_name(step))
+    return str(root / atomic_checkpoint.step_name(step))
 
 
 def start_of(output_dir: pathlib.Path, **section):
@@ -379,8 +379,6 @@ def test_a_checkpoint_that_a_load_found_damaged_is_passed_over(tmp_path):
 
 
 def test_auto_takes_the_remote_copy_where_the_local_one_is_gone(tmp_path):
-    from mrl.engine import checkpoint_remote
-
     remote = f"file://{tmp_path}/backup"
     checkpoint_remote.upload(make_checkpoint(tmp_path / "other", 7), remote)
     start = start_of(tmp_path / "run", checkpoint={"remote": remote})

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.lora import PREFIX, SCORE, AdapterShape, initial_a
-from mrl.engine.lora_selection import ADAPTER, inject, injection
+from mrl.engine.lora.selection import ADAPTER, inject, injection
+from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
 
 
 class Adapters:

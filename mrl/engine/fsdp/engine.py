@@ -27,7 +27,7 @@ from mrl.engine.base import (
     Predictions,
     tell_nobody,
 )
-from mrl.engine.fsdp import checkpoint, generate, step
+from mrl.engine.fsdp import dcp_checkpoint, forward, generate
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
@@ -171,14 +171,14 @@ class FSDPEngine(BaseEngine):
         """
         if preprocess_fn is not None and data.num_sequences:
             data, ctx = preprocess_fn(data, ctx)
-        inputs = step.prepare(
+        inputs = forward.prepare(
             data, packed=self.config.packing, device=self.device, ulysses=self.mesh.ulysses,
             reads_images=self.model.reads_images, rotary=self.model.rotary,
         )  # fmt: skip
         self.seen_images |= bool(data.multi_modal_inputs)
         data = data.to(self.device)
         predictions = self.model.module(
-            functools.partial(step.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
+            functools.partial(forward.predict, inputs=inputs, head=self.config.head, ctx=ctx, rule=self.model.rule)
         )
         loss = sum(value.sum() for value in predictions.values()) * 0.0
         sums: dict[tuple[str, str], float] = {}
@@ -191,7 +191,7 @@ class FSDPEngine(BaseEngine):
                 sums["loss", ""] = float(loss_sum.detach())
                 sums |= {("metrics", name): float(value) for name, value in ctx.get("metrics", {}).items()}
         if not forward_only:
-            step.fsdp_loss(loss, denominator=denominator, ranks=self.world_size).backward()
+            forward.fsdp_loss(loss, denominator=denominator, ranks=self.world_size).backward()
         return {name: value.detach() for name, value in predictions.items()}, sums
 
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -235,12 +235,14 @@ class FSDPEngine(BaseEngine):
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
         steps, generators = self.schedule_step, self.generators
         with self.offload.used("parameters", "optimizer"), generators.installed():
-            checkpoint.save(folder, self.model, self.optimizer, generators=generators, schedule_step=steps, state=state)
+            dcp_checkpoint.save(
+                folder, self.model, self.optimizer, generators=generators, schedule_step=steps, state=state
+            )
 
     def load_state(self, folder: str) -> dict[str, Any]:
         generators = self.generators
         with self.offload.used("parameters", "optimizer"), generators.installed():
-            self.schedule_step, state = checkpoint.load(folder, self.model, self.optimizer, generators=generators)
+            self.schedule_step, state = dcp_checkpoint.load(folder, self.model, self.optimizer, generators=generators)
         return state
 
     def load_hf(self, path: str) -> None:

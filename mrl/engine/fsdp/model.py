@@ -22,7 +22,7 @@ from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, reads_images
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.safetensors_io import NAMES, TensorInfo
-from mrl.engine import collective, lora_base
+from mrl.engine import collective
 from mrl.engine.fsdp import attention, precision, probe
 from mrl.engine.fsdp.adapters import Adapters
 from mrl.engine.fsdp.blocks import blocks_of, embedding_of
@@ -35,6 +35,7 @@ from mrl.engine.fsdp.rotary import following_rotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.wrap import wrap_blocks
 from mrl.engine.logprobs import PLAIN
+from mrl.engine.lora import identity
 from mrl.errors import ModelError
 
 Result = TypeVar("Result")
@@ -88,7 +89,7 @@ class Model:
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)
-        self.adapter_facts = lora_base.facts(config, self.family, self.hf_config)
+        self.adapter_facts = identity.facts(config, self.family, self.hf_config)
         self.rule = PLAIN
         if self.family is None and not reads_images(self.hf_config):
             self._probe(mesh.ulysses, packed=config.packing, trains=config.optimizer is not None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.batch import make_batch
-from mrl.engine.fsdp import attention, step
+from mrl.engine.fsdp import attention, forward
 from mrl.engine.fsdp.attention import ALONE
 from mrl.engine.fsdp.output import hidden_states
 from mrl.engine.fsdp.ulysses import Ulysses
@@ -118,8 +118,8 @@ def _run(
     batch = make_batch(
         [[*document, 0] for document in documents], [[1.0] * (len(document) + 1) for document in documents]
     )
-    inputs = step.prepare(batch, packed=packed, device=device, ulysses=ulysses)
-    hidden = inputs.restore(step.hidden_of(hf, inputs))
+    inputs = forward.prepare(batch, packed=packed, device=device, ulysses=ulysses)
+    hidden = inputs.restore(forward.hidden_of(hf, inputs))
     return list(hidden.split(batch.lengths.tolist()))
 
 

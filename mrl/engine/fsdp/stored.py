@@ -12,8 +12,8 @@ from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
-from mrl.converters.torch_dist import TorchDistReader
 from mrl.engine.fsdp.names import STATE, Piece, pieces
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 
 PREFIX = "model."

@@ -33,8 +33,8 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.kept import KeptSequences
-from mrl.engine.lora import adapters
-from mrl.engine.lora_base import facts
+from mrl.engine.lora.folder import adapters
+from mrl.engine.lora.identity import facts
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.saving import starting_weights
@@ -45,7 +45,7 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import checkpoint, generate, guard, lora, optim, step, weights  # noqa: E402
+from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, watched, weights  # noqa: E402
 from mrl.engine.megatron.groups import MegatronState  # noqa: E402
 from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -95,7 +95,7 @@ class MegatronEngine(BaseEngine):
         self.state = MegatronState(self.dims, config.seed)
         self.coords = self.state.coords
         self.spec = "te" if platform.has_transformer_engine() else "local"
-        self.setup = step.Setup(
+        self.setup = pipeline.Setup(
             dims=self.dims, coords=self.coords, packed=config.packing, thd=self.spec == "te", head=config.head,
             vocab_size=self.hf["vocab_size"],
         )  # fmt: skip
@@ -198,17 +198,17 @@ class MegatronEngine(BaseEngine):
         ctx = dict(ctx or {})
         order = self._plan(batch)
         micro_batches = [
-            step.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
+            pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
         ]
         call = self._call(batch, forward_only, postprocess_fn)
         with torch.set_grad_enabled(not forward_only):
-            step.run(self.chunks, self.model_config, micro_batches, self.setup, call)
+            pipeline.run(self.chunks, self.model_config, micro_batches, self.setup, call)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         payload = None
         if last:
-            sums = collective.add_over(step.totals(micro_batches), self._host_dp_group())
+            sums = collective.add_over(pipeline.totals(micro_batches), self._host_dp_group())
             payload = (sums, collective.in_batch_order([mb.predictions for mb in micro_batches], order, batch))
-        sums, predictions = step.from_last_stage(payload, self.device)
+        sums, predictions = pipeline.from_last_stage(payload, self.device)
         metrics = {
             name.removeprefix("metrics/"): value / call.denominator for name, value in sums.items() if name != "loss"
         }
@@ -240,14 +240,14 @@ class MegatronEngine(BaseEngine):
             agree=most,
         )
 
-    def _call(self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None) -> step.Call:
+    def _call(self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None) -> pipeline.Call:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
         if not forward_only and (self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss):
             mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
             dist.all_reduce(mine, group=parallel_state.get_data_parallel_group())
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
-        return step.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
+        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -283,25 +283,25 @@ class MegatronEngine(BaseEngine):
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
-            return guards.inspect(guard.watched(self), lr=self._learning_rate(), eps=self.config.optimizer.eps)
+            return guards.inspect(watched.watched(self), lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
     @installed
     def guard_after_step(self, token: Any) -> list[str]:
         with self.offload.used("parameters", "gradients", "optimizer"):
-            changed = guards.problems(token, ((w.name, w.weight) for w in guard.watched(self)))
-            return changed + guard.replica_problems(self)
+            changed = guards.problems(token, ((w.name, w.weight) for w in watched.watched(self)))
+            return changed + watched.replica_problems(self)
 
     # -- state in and out ---------------------------------------------------------------------------------------------
 
     @installed
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
         with self.offload.used("parameters", "optimizer"):
-            checkpoint.save(self, folder, state)
+            dist_checkpoint.save(self, folder, state)
 
     @installed
     def load_state(self, folder: str) -> dict[str, Any]:
         with self.offload.used("parameters", "optimizer"):
-            return checkpoint.load(self, folder)
+            return dist_checkpoint.load(self, folder)
 
     @installed
     def load_hf(self, path: str) -> None:

@@ -1,6 +1,6 @@
 """A model's adapters in the Megatron engine: Hugging Face's A and B as rules of this rank, and what the engine does with them.
 
-`mrl.engine.lora` says which adapters there are and what their tensors are called; the families' rules say which rows and
+`mrl.engine.lora.selection` says which adapters there are and what their tensors are called; the families' rules say which rows and
 columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the columns, so both
 follow from the matrix' rule. An expert's adapter is a slice of the tensors that peft keeps for all experts of a layer.
 """
@@ -23,7 +23,7 @@ from mrl.converters.algebra import Piece
 from mrl.converters.rules import Rule, chunk_plans, export_order
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
-from mrl.engine.lora import PREFIX, SCORE, AdapterShape, initial_a
+from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
 from mrl.engine.megatron import weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import lora

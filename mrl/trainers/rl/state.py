@@ -14,7 +14,7 @@ from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.resume import check_resume
 from mrl.data.prompts import PromptSource
-from mrl.engine.checkpoint import step_name
+from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers import common

@@ -21,7 +21,7 @@ from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
-from mrl.engine.lora_base import check_facts
+from mrl.engine.lora.identity import check_facts
 from mrl.engine.rng import Generators
 from mrl.errors import CheckpointError
 

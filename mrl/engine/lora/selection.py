@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.hf_config import VISION_LANGUAGE
-from mrl.engine.lora import CONFIG, AdapterShape
+from mrl.engine.lora.shapes import CONFIG, AdapterShape
 from mrl.errors import ConfigError, ModelError
 
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -54,7 +54,7 @@ class Injection:
 
 @functools.lru_cache(maxsize=8)
 def injection(model_folder: str, lora: LoraConfig, head: str) -> Injection:
-    """`mrl.engine.lora.adapters`, with the config as peft resolved it."""
+    """`mrl.engine.lora.folder.adapters`, with the config as peft resolved it."""
     model = _meta_model(model_folder, head)
     names = tuple(name for name, _ in model.named_modules() if name)
     stacks = tuple(name for name, p in model.named_parameters() if p.ndim == 3)

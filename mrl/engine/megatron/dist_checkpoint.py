@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
-from mrl.engine.lora_base import check_facts
+from mrl.engine.lora.identity import check_facts
 from mrl.engine.megatron import lora, optim_state
 from mrl.errors import CheckpointError
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.accounting import SCORE, stored_weights
+from mrl.converters.accounting import SCORE
 from mrl.converters.rules import expected_hf_names
 from mrl.converters.safetensors_io import HFReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.collective import on_main
+from mrl.engine.stored_weights import stored_weights
 from mrl.errors import CheckpointError
 
 SAMPLES = 64

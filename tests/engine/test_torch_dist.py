@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.converters.torch_dist import Chunk, StoredTensor, _overlap
+from mrl.engine.torch_dist.reader import Chunk, StoredTensor, _overlap
 
 CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 

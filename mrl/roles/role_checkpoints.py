@@ -3,7 +3,7 @@
 step_00000100/
     trainer.pt          the trainer's state, and which roles there are
     actor/ ...          what the engine of each role writes
-    COMPLETE            as of every checkpoint (engine/checkpoint.py)
+    COMPLETE            as of every checkpoint (engine/atomic_checkpoint.py)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from mrl.engine import saving
+from mrl.engine.atomic_checkpoint import ROLES, other_backend
 from mrl.engine.base import BaseEngine
-from mrl.engine.checkpoint import ROLES, other_backend
 from mrl.engine.collective import on_main
 from mrl.errors import CheckpointError
 

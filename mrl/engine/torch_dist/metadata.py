@@ -1,4 +1,4 @@
-"""What makes data files (mrl/engine/item_file.py) an mcore distributed checkpoint (`torch_dist`): `.metadata` and two more.
+"""What makes data files (mrl/engine/torch_dist/data_files.py) an mcore distributed checkpoint (`torch_dist`): `.metadata` and two more.
 
 The files are those that megatron's dist_checkpointing writes and reads.
 """
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mrl.converters.algebra import Shape
-from mrl.engine.item_file import Item
+from mrl.engine.torch_dist.data_files import Item
 
 
 def write_metadata(

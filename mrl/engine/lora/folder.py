@@ -1,17 +1,12 @@
-"""LoRA as every engine has it: the adapters of a model, what they start from, and the folder that peft loads.
-
-Dimensions: `I` inputs and `O` outputs of a weight, `R` the rank of its adapter, `E` experts held as one parameter.
-"""
+"""The adapters that a config asks for on a model's folder, and the folder of adapters that peft loads."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,74 +18,12 @@ from torch import Tensor
 from mrl.config.schema import LoraConfig
 from mrl.converters.companions import companion_files
 from mrl.converters.safetensors_io import NAMES, TensorInfo, lay_out
-from mrl.engine.item_file import as_bytes
+from mrl.engine.lora.shapes import CONFIG, WEIGHTS, AdapterShape, adapter_shapes
+from mrl.engine.torch_dist.data_files import as_bytes
 from mrl.errors import ModelError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-SCORE = PREFIX + "score.weight"
-"""Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
 _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
 """Companions of a model that its adapter does not have: with a config.json the folder would be taken for a model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterShape:
-    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts.
-
-    peft_name: the module under which peft keeps A and B (of two parameters of one module, one wraps the other).
-    rank: of each expert's adapter where there are experts. scale: of B A. experts: E, or 0 for a plain matrix. transposed:
-    the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]. parameter: its full name where peft adapts a parameter, not a module.
-    """
-
-    name: str
-    peft_name: str
-    in_features: int
-    out_features: int
-    rank: int
-    scale: float
-    experts: int = 0
-    transposed: bool = False
-    parameter: str | None = None
-
-    @property
-    def a_name(self) -> str:
-        """Name of A in the adapter's file."""
-        return f"{PREFIX}{self.peft_name}.lora_A.weight"
-
-    @property
-    def b_name(self) -> str:
-        """Name of B in the adapter's file."""
-        return f"{PREFIX}{self.peft_name}.lora_B.weight"
-
-    @property
-    def a_shape(self) -> tuple[int, int]:
-        """[R, I]; [E * R, I] for experts, whose rows are those of expert 0, then those of expert 1."""
-        return (self.rank * max(self.experts, 1), self.in_features)
-
-    @property
-    def b_shape(self) -> tuple[int, int]:
-        """[O, R]; [O, R * E] for experts, where column `r * E + e` is column `r` of expert `e`."""
-        return (self.out_features, self.rank * max(self.experts, 1))
-
-    def of_expert(self, a: Tensor, b: Tensor, expert: int) -> tuple[Tensor, Tensor]:
-        """A [R, I] and B [O, R] of one expert, views of the whole."""
-        return a.view(self.experts, self.rank, -1)[expert], b.view(self.out_features, self.rank, self.experts)[
-            ..., expert
-        ]
-
-    def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What the adapter adds to its weight, in that one's shape: [O, I] or [I, O], or a stack for experts. In the dtype of A and B."""
-        if not self.experts:
-            delta = self.scale * (b @ a)
-            return delta.mT if self.transposed else delta
-        return torch.stack([self.delta_of_expert(a, b, expert) for expert in range(self.experts)])
-
-    def delta_of_expert(self, a: Tensor, b: Tensor, expert: int) -> Tensor:
-        """`delta` of one expert: [O, I], or [I, O] where they are held so."""
-        a_ri, b_or = self.of_expert(a, b, expert)
-        delta = self.scale * (b_or @ a_ri)
-        return delta.mT if self.transposed else delta
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
@@ -100,28 +33,14 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
     it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
     experts that transformers holds as one parameter, that parameter's, as `model.layers.0.mlp.experts.gate_up_proj`.
     """
-    from mrl.engine.lora_selection import injection  # peft is slow to import: only a model with adapters waits for it
+    from mrl.engine.lora.selection import injection  # peft is slow to import: only a model with adapters waits for it
 
     return dict(injection(model_folder, lora, head).shapes)
 
 
-def initial_a(shape: AdapterShape, seed: int) -> Tensor:
-    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), a function of the seed and the name alone. B is 0."""
-    digest = hashlib.sha256(f"{seed}:{shape.a_name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return (torch.rand(shape.a_shape, generator=generator) * 2 - 1) / math.sqrt(shape.in_features)
-
-
-def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value head."""
-    files = {shape.a_name: shape.a_shape for shape in shapes.values()}
-    files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
-    return files | ({SCORE: (1, hidden_size)} if head == "value" else {})
-
-
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
     """Every tensor of the file of the adapters that `lora` stands for on the model of a Hugging Face folder, with its shape."""
-    from mrl.engine.lora_selection import injection  # as above
+    from mrl.engine.lora.selection import injection  # as above
 
     found = injection(model_folder, lora, head)
     return adapter_shapes(found.shapes, head, found.hidden_size)
@@ -140,7 +59,7 @@ def write_adapter(
     tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives it another
     name. An interrupted write leaves no folder that loads.
     """
-    from mrl.engine.lora_selection import injection  # as above
+    from mrl.engine.lora.selection import injection  # as above
 
     found = injection(base_model_path, lora, head)
     expected = shapes_in_file(base_model_path, lora, head)
@@ -194,7 +113,7 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
 
     Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
     """
-    from mrl.engine.lora_selection import shapes_of_folder  # as above
+    from mrl.engine.lora.selection import shapes_of_folder  # as above
 
     _, tensors = read_adapter(path)
     expected = shapes_in_file(model_folder, lora, head)

@@ -1,0 +1,92 @@
+"""LoRA adapters as every engine has them: names and shapes of A and B in peft's files, and what A starts from.
+
+Dimensions: `I` inputs and `O` outputs of a weight, `R` the rank of its adapter, `E` experts held as one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SCORE = PREFIX + "score.weight"
+"""Where an adapter folder has the head of a value model, which trains whole (peft's `modules_to_save`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterShape:
+    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts.
+
+    peft_name: the module under which peft keeps A and B (of two parameters of one module, one wraps the other).
+    rank: of each expert's adapter where there are experts. scale: of B A. experts: E, or 0 for a plain matrix. transposed:
+    the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]. parameter: its full name where peft adapts a parameter, not a module.
+    """
+
+    name: str
+    peft_name: str
+    in_features: int
+    out_features: int
+    rank: int
+    scale: float
+    experts: int = 0
+    transposed: bool = False
+    parameter: str | None = None
+
+    @property
+    def a_name(self) -> str:
+        """Name of A in the adapter's file."""
+        return f"{PREFIX}{self.peft_name}.lora_A.weight"
+
+    @property
+    def b_name(self) -> str:
+        """Name of B in the adapter's file."""
+        return f"{PREFIX}{self.peft_name}.lora_B.weight"
+
+    @property
+    def a_shape(self) -> tuple[int, int]:
+        """[R, I]; [E * R, I] for experts, whose rows are those of expert 0, then those of expert 1."""
+        return (self.rank * max(self.experts, 1), self.in_features)
+
+    @property
+    def b_shape(self) -> tuple[int, int]:
+        """[O, R]; [O, R * E] for experts, where column `r * E + e` is column `r` of expert `e`."""
+        return (self.out_features, self.rank * max(self.experts, 1))
+
+    def of_expert(self, a: Tensor, b: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+        """A [R, I] and B [O, R] of one expert, views of the whole."""
+        return a.view(self.experts, self.rank, -1)[expert], b.view(self.out_features, self.rank, self.experts)[
+            ..., expert
+        ]
+
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """What the adapter adds to its weight, in that one's shape: [O, I] or [I, O], or a stack for experts. In the dtype of A and B."""
+        if not self.experts:
+            delta = self.scale * (b @ a)
+            return delta.mT if self.transposed else delta
+        return torch.stack([self.delta_of_expert(a, b, expert) for expert in range(self.experts)])
+
+    def delta_of_expert(self, a: Tensor, b: Tensor, expert: int) -> Tensor:
+        """`delta` of one expert: [O, I], or [I, O] where they are held so."""
+        a_ri, b_or = self.of_expert(a, b, expert)
+        delta = self.scale * (b_or @ a_ri)
+        return delta.mT if self.transposed else delta
+
+
+def initial_a(shape: AdapterShape, seed: int) -> Tensor:
+    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), a function of the seed and the name alone. B is 0."""
+    digest = hashlib.sha256(f"{seed}:{shape.a_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return (torch.rand(shape.a_shape, generator=generator) * 2 - 1) / math.sqrt(shape.in_features)
+
+
+def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value head."""
+    files = {shape.a_name: shape.a_shape for shape in shapes.values()}
+    files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
+    return files | ({SCORE: (1, hidden_size)} if head == "value" else {})

@@ -1,0 +1,61 @@
+"""The weights of a model's folder by Hugging Face name: one of Hugging Face, or one that `mrl convert import` made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.converters.accounting import SCORE, check_model
+from mrl.converters.fused import unstacked
+from mrl.converters.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
+from mrl.converters.mtp import announced, tensors_in
+from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader
+from mrl.converters.table import Family, HFConfig
+from mrl.engine.torch_dist.reader import TorchDistReader
+
+
+@contextlib.contextmanager
+def stored_weights(
+    path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
+) -> Iterator[Callable[[str], Any]]:
+    """Hugging Face name -> tensor or lazy slice of the folder `path`, all of them accounted for.
+
+    path: a Hugging Face folder, or one that `mrl convert import` made.
+
+    trained: a value head that is going to be trained starts at zero where the folder has none.
+    """
+    imported = is_imported(path)
+    with open_imported(path, family, hf_config) if imported else HFReader(path) as stored:
+        reader = stored if imported else unstacked(stored, family)
+        may_lack = [SCORE] if head == "value" and trained else []
+        absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
+        zeros = torch.zeros(1, hf_config["hidden_size"])
+        yield lambda name: zeros if name in absent else reader(name)
+
+
+def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
+    """Tensors of the folder `path`, Hugging Face or imported, that engines leave unread: of layers that predict further tokens."""
+    if not announced(hf_config):
+        return []
+    if is_imported(path):
+        with open_imported(path, family, hf_config) as reader:
+            return tensors_in(reader.tensors, hf_config)
+    if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
+        return []  # a config.json to start from scratch
+    with HFReader(path) as reader:
+        return tensors_in(unstacked(reader, family).tensors, hf_config)
+
+
+def open_imported(
+    path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
+) -> McoreReader:
+    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
+    `hf_config` is from, if it is another."""
+    about = read_description(path)["architecture"]
+    check_architecture(about, family, hf_config, companions or path)
+    stored = TorchDistReader(Path(path) / FOLDER)
+    return McoreReader(stored, family, hf_config, spec=about["layer_spec"], head=about["head"])
