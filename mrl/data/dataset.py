@@ -119,17 +119,20 @@ class RowDataset(abc.ABC, Generic[T]):
 
     def _detect(self, form_of: Callable[[dict[str, Any]], str]) -> str:
         """The form of the first row that can be read."""
+        row, where = self.first_row()
+        try:
+            return form_of(row)
+        except DataError as e:
+            raise DataError(f"{where}: {e}") from None
+
+    def first_row(self) -> tuple[dict[str, Any], str]:
+        """The first row that can be read, and its `file:line`. Raises DataError where there is none."""
         for index in range(len(self)):
             try:
-                row = self._row(index)
+                return self._row(index), self.where(index)
             except BadRow as e:
-                if self.config.on_bad_row == "skip":
-                    continue
-                raise DataError(f"{self.where(index)}: {e}") from e
-            try:
-                return form_of(row)
-            except DataError as e:
-                raise DataError(f"{self.where(index)}: {e}") from None
+                if self.config.on_bad_row == "stop":
+                    raise DataError(f"{self.where(index)}: {e}") from e
         raise DataError(
             f"data.{self.part}: {self.path}: none of its {len(self)} rows can be read; check the first with head"
         )

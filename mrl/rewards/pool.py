@@ -61,7 +61,7 @@ class Retries:
 
 class RewardPool:
     """Processes that call the functions of `rewards`, which come with their config keys. Raises ConfigError where a function
-    cannot be loaded. `concurrency`: calls of async functions at a time in a process."""
+    cannot be loaded. `concurrency`: calls of async functions at a time in a process. first: as `Setup.first`."""
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class RewardPool:
         timeout_s: float,
         concurrency: int = 16,
         retries: Retries | None = None,
+        first: Sample | None = None,
     ) -> None:
-        self._setup = Setup(tuple(rewards), timeout_s)
+        self._setup = Setup(tuple(rewards), timeout_s, first)
         self._concurrency = concurrency
         self._processes: list[Process] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, os.getpid())

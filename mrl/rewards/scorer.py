@@ -28,17 +28,26 @@ class Scores:
 
 
 class Scorer:
-    """Holds the pool of processes that score. `path`: where in the config `config` was written. reports: the folder that
-    faults are written to, with completion and traceback; None: they are not. Raises ConfigError where a function cannot be
-    loaded."""
+    """Holds the pool of processes that score.
 
-    def __init__(self, config: RewardsConfig, path: str = "rewards", reports: pathlib.Path | None = None) -> None:
+    path: where in the config `config` was written. reports: the folder that faults are written to, with completion and
+    traceback; None: they are not. first: a sample with a row of the data. Raises ConfigError where a function cannot be
+    loaded, or, where a fault would stop the run, names a field that the row of `first` lacks.
+    """
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        path: str = "rewards",
+        reports: pathlib.Path | None = None,
+        first: Sample | None = None,
+    ) -> None:
         self.config, self.path, self.reports = config, path, reports
         self.labels = tuple(label_of(reward) for reward in config.functions)
         self._pool = RewardPool(
             [(f"{path}.functions[{i}]", reward) for i, reward in enumerate(config.functions)],
             workers=config.workers, timeout_s=config.timeout_s, concurrency=config.concurrency,
-            retries=Retries(config.retries, config.retry_wait_s),
+            retries=Retries(config.retries, config.retry_wait_s), first=first if config.on_error == "stop" else None,
         )  # fmt: skip
 
     def __enter__(self) -> Scorer:

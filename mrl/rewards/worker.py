@@ -22,9 +22,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mrl.config.rewards import Reward
+from mrl.config.rewards import FunctionReward, Reward
 from mrl.errors import ConfigError
-from mrl.rewards.calls import Position, RewardCall, Sample, Scope
+from mrl.rewards.calls import START, Position, RewardCall, Sample, Scope
 from mrl.rewards.functions import describe, is_async, load_reward, whole_traceback
 
 NUMBER_BYTES = 8
@@ -32,10 +32,13 @@ NUMBER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """rewards: with the config key of each."""
+    """What a process is made with."""
 
-    rewards: tuple[tuple[str, Reward], ...]
+    rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
     timeout_s: float
+    first: Sample | None = (
+        None  # a sample whose row must have what the functions name; None: rows are seen when they are scored
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +220,17 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def _load(reward: Reward, key: str, first: Sample | None) -> RewardCall:
+    """The function. Raises ConfigError where it cannot be loaded, or `first` has a row that it cannot be given."""
+    function = load_reward(reward, key)
+    if first is not None and isinstance(reward, FunctionReward):
+        try:
+            function.arguments([first], START)
+        except ValueError as error:
+            raise ConfigError(f"{key}.function: {reward.function}: row {first.where}: {error}") from None
+    return function
+
+
 def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     """The worker's whole life."""
     die_with(lifeline)
@@ -224,7 +238,7 @@ def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         setup: Setup = connection.recv()
         try:
-            functions = [load_reward(reward, key) for key, reward in setup.rewards]
+            functions = [_load(reward, key, setup.first) for key, reward in setup.rewards]
         except ConfigError as error:
             connection.send(NotReady(str(error)))
             return

@@ -13,6 +13,7 @@ from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL
 from mrl.rewards import scorer as scoring
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores
+from mrl.rewards.text import Row
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
 
@@ -22,8 +23,9 @@ T = TypeVar("T")
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. say: shows a line to the user. Raises
-    ConfigError on every rank where a function cannot be loaded.
+    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. first: a row of the data, and its file and line.
+    say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded, or names a field that
+    the row lacks.
     """
 
     def __init__(
@@ -33,16 +35,18 @@ class Scoring:
         on_main: Callable[[Callable[[], T]], T],
         reward_model: RewardModel | None,
         total_steps: int,
+        first: tuple[Row, str],
         say: Callable[[str], None],
     ) -> None:
         self.config, self.on_main, self.reward_model = config, on_main, reward_model
         self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
         if config.rewards is not None:
-            on_main(self._start)
+            on_main(lambda: self._start(*first))
 
-    def _start(self) -> None:
-        self._scorer = Scorer(self.config.rewards, reports=pathlib.Path(self.config.output_dir) / "failed")
+    def _start(self, row: Row, where: str) -> None:
+        reports = pathlib.Path(self.config.output_dir) / "failed"
+        self._scorer = Scorer(self.config.rewards, reports=reports, first=Sample("", "", row, where))
 
     def close(self) -> None:
         """Ends the pool. May be called twice."""

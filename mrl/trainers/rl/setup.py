@@ -88,7 +88,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         console.doing("starting the reward functions")
         scores = Scoring(
             config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, folders),
-            total_steps=total_steps, say=console.say,
+            total_steps=total_steps, first=source.dataset.first_row(), say=console.say,
         )  # fmt: skip
         ends.callback(scores.close)
         console.doing("starting the sampler")

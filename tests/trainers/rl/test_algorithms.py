@@ -186,6 +186,18 @@ def test_dynamic_sampling_that_finds_too_few_says_what_it_found(inputs, tmp_path
     )
 
 
+def test_a_reward_function_that_names_what_the_data_lacks_ends_the_run_before_it_samples(inputs, tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(prompts, completions, solution): return [0.0] * len(completions)\n")
+    rewards = {"functions": [{"function": f"{file}:score"}], "workers": 1}
+    config = kit.make_config(inputs, tmp_path / "run", "grpo", rewards=rewards)
+    ended, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
+    assert ended == "ConfigError" and "step" not in said
+    assert message.startswith(
+        f"rewards.functions[0].function: {file}:score: row {inputs}/train.jsonl:1: the rows have no field 'solution', which the"
+    )
+
+
 def test_overlong_punishment(inputs, tmp_path):
     """Of 8 tokens at most, the last ceil(0.2 * 8) = 2 are punished, by 1/2 and 1 (Yu 2025, eq. 13), before grpo's advantages."""
     folder = tmp_path / "run"
