@@ -2,10 +2,11 @@
 # make quickstart-ppo   PPO with a critic, from where the quickstart's GRPO starts: about two minutes more
 # make test         the tests that run on every change
 # make test-slow    what CI runs beside them; `make test-nightly` runs every kill, layout, seed and mutant (docs/testing.md)
-# make lint         ruff, as CI runs it
+# make lint         ruff and mypy, as CI runs them (and .pre-commit-config.yaml)
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
-# make docs         docs/config.md from the config schema
+# make docs         the generated pages and pictures, and the site in site/: a dead link or an unlisted page fails
+# make wheel        dist/*.whl
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -20,12 +21,13 @@ CONSTRAINTS := constraints-$(PYTHON_VERSION).txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE_STAMP := $(VENV)/.installed-core
+DOCS_STAMP := $(VENV)/.installed-docs
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs venv vllm-venv clean
+.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv vllm-venv clean
 
 quickstart: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
@@ -50,8 +52,13 @@ lint: $(STAMP)
 parity: $(STAMP)
 	$(BIN)/python -m tests.engine.parity
 
-docs: $(STAMP)
+docs: $(DOCS_STAMP)
 	$(BIN)/python -m mrl.config.docs > docs/config.md
+	$(BIN)/python docs/images/architecture.py > docs/images/architecture.svg
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --outdir dist .
 
 venv: $(STAMP)
 
@@ -70,6 +77,11 @@ $(STAMP): $(CORE_STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
+# And what the site needs.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
 vllm-venv: $(VLLM_STAMP)
 
 # torchvision, torchaudio and torchcodec come with vLLM as builds for CUDA, which break its import beside torch for the CPU.
@@ -81,4 +93,4 @@ $(VLLM_STAMP): constraints-vllm.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -56,7 +56,10 @@ setup(
             "einops",
             "gguf>=0.17",
             "pillow>=10",
+            "build",
+            "mypy",
         ],
+        "docs": ["mkdocs-material>=9"],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:command"]},
 )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,13 @@ from mrl.errors import ConfigError
 _HEADER = """\
 # Config keys
 
-Made from `mrl/config/schema.py` and `mrl/config/ppo.py` by `make docs`; `mrl config sft` and `mrl config ppo` print the same. A
-config is a YAML file; any key can be set on the command line too, as in
-`mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'`.
-Values there are YAML. Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
+    mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'   # a file, and any key over it; values are YAML
+    mrl config ppo rollout                # the keys of a command, or of a section, on the terminal
+    mrl config --grep clip                # those whose name or meaning has a text
+    mrl sft config.yaml --dry-run         # check them all, start nothing
+
+Keys of [mrl sft](#mrl-sft) and of [mrl ppo](#mrl-ppo), made from `mrl/config/schema.py` and `mrl/config/ppo.py` by `make docs`.
+Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
 zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing files, a
 layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the engine does not
 know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its
@@ -64,12 +68,20 @@ def tables(root: type) -> str:
     for path, help, keys in sections(root):
         if not keys:
             continue
-        lines += [f"## {path}: {help}" if path else "## Top level", "", "| key | accepts | default | meaning |", "|---|---|---|---|"]  # fmt: skip
+        lines += [f"## {path or 'Top level'}", ""]
+        if help:
+            lines += [_linked(help), ""]
+        lines += ["| key | accepts | default | meaning |", "|---|---|---|---|"]
         for key in keys:
-            cells = (f"`{key.path}`", expected(key.annotation, key.stated), f"`{default_text(key)}`", key.help)
+            cells = (f"`{key.path}`", expected(key.annotation, key.stated), f"`{default_text(key)}`", _linked(key.help))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _linked(help: str) -> str:
+    """A key's meaning with links to the pages that it names."""
+    return re.sub(r"\(docs/([\w-]+\.md)\)", r"([\1](\1))", help)
 
 
 def asked(names: Sequence[str], wanted: str | None) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Literal
 
 from mrl.config.build import build_section
+from mrl.config.recipes import ALGORITHMS
 from mrl.config.rewards import RewardsConfig, parse_rewards
 from mrl.config.schema import (
     MOST_SECONDS,
@@ -26,11 +27,6 @@ from mrl.config.schema import (
     RowsConfig,
     key,
 )
-
-ALGORITHMS = (
-    "ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo",
-)  # fmt: skip
-"""Names that `algorithm.name` takes: those of `mrl.algorithms.recipes.RECIPES`, which is not to be imported here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,71 @@
+"""The pages: links lead somewhere, the site lists each page, each begins with something to use, and the picture is its source's.
+
+`make docs` checks links and anchors between pages of the site; here are those of README and CONTRIBUTING, which are outside.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/gsm8k/README.md")]
+FIRST_SCREEN = 25  # lines
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    dead = [
+        target
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not dead, f"{page.name} links to {dead}"
+
+
+def listed(nav: list | dict | str) -> list[str]:
+    """The pages of mkdocs.yml's nav, which nests lists in mappings of one name."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in listed(entry)]
+
+
+def test_the_site_lists_every_page_once():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed(site["nav"])) == [page.name for page in PAGES] and site["strict"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_first_screen_has_something_to_use(page):
+    """A command, a config, a piece of code or a table, in reach of one who reads no further."""
+    first = page.read_text(encoding="utf-8").splitlines()[:FIRST_SCREEN]
+    assert any(re.match(r"    \S|```|\|", line) for line in first)
+
+
+def test_files_that_contributing_names_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:mrl|tests|docs)/[\w/.]*)`", text))
+    gone = [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()]
+    assert len(named) > 20 and not gone
+
+
+def test_the_picture_is_what_its_source_draws():
+    source = ROOT / "docs/images/architecture.py"
+    drawn = subprocess.run([sys.executable, source], capture_output=True, text=True, check=True).stdout
+    assert source.with_suffix(".svg").read_text(encoding="utf-8") == drawn, "run `make docs`"
+
+
+def test_the_picture_shows_the_floors():
+    from tests.test_floors import FLOORS
+
+    rooms = {name for name in FLOORS if (ROOT / "mrl" / name).is_dir()} - {"launch", "commands"}
+    picture = (ROOT / "docs/images/architecture.svg").read_text(encoding="utf-8")
+    shown = {*re.findall(r"[a-z_]+", picture)}
+    assert not rooms - shown, f"not in the picture: {sorted(rooms - shown)}"
