@@ -1,0 +1,54 @@
+"""Run directories that an earlier mrl left (saved/: fine-tuning at tp2, and PPO with a critic on FSDP; both after step 2 of 4)
+are read as what they hold, bit by bit, and go on as they did there.
+
+`after.jsonl` is what the earlier mrl wrote for steps 3 and 4, on another machine: instructions of another CPU round sums
+otherwise (fp32, 6e-8 a sum), which two steps of AdamW leave below 1e-4.
+"""
+
+import pathlib
+import shutil
+
+import pytest
+
+from mrl import metrics
+from mrl.config.load import read_yaml
+from tests.engine.harness import run_case
+from tests.resume import kit
+
+SAVED = pathlib.Path(__file__).parent / "saved"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy that a run may write into."""
+    return shutil.copytree(SAVED, tmp_path / "saved")
+
+
+def assert_goes_on(output):
+    """Steps 1 and 2 stand as they were, and 3 and 4 have the earlier numbers."""
+    rows = kit.steps(output)
+    assert rows[:2] == kit.steps(SAVED / output.name)
+    for row, before in zip(rows[2:], metrics.read(SAVED / output.name / "after.jsonl"), strict=True):
+        numbers = {name: value for name, value in before.items() if name in row}
+        assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+        assert {"step", "train/loss", "train/grad_norm"} <= numbers.keys() or "actor/grad_norm" in numbers
+
+
+def test_fine_tuning(folder):
+    config = read_yaml(folder / "sft" / "config.yaml")
+    config["model"]["path"], config["data"]["train"] = str(folder / "model"), str(folder / "rows.jsonl")
+    saved = kit.newest(folder / "sft")
+    again = run_case(2, "tests.resume.cases:resave", config=config | {"output_dir": str(folder)}, checkpoint=str(saved))
+    kit.assert_same_state(kit.sharded_tensors(saved), kit.sharded_tensors(pathlib.Path(again)), "tensors")
+    kit.assert_same_state(kit.small_state(saved), kit.small_state(pathlib.Path(again)), "state")
+    kit.finish(config | {"output_dir": str(folder / "sft")}, 2)
+    assert_goes_on(folder / "sft")
+
+
+@pytest.mark.slow
+def test_reinforcement_learning(folder):
+    """By the command of its config.yaml, from the folder that its paths are of."""
+    run = kit.Run(folder, read_yaml(folder / "ppo" / "config.yaml"), 2, "ppo")
+    run.to_the_end()
+    assert_goes_on(folder / "ppo")
+    assert kit.rollouts(folder / "ppo").items() >= kit.rollouts(SAVED / "ppo").items()
