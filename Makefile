@@ -42,7 +42,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: $(STAMP)
+test-nightly: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)
