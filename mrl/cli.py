@@ -23,13 +23,12 @@ import click
 from mrl import __version__
 from mrl.cli_help import add_examples, complete_override, meant_by
 from mrl.cli_slurm import slurm
+from mrl.config.command import Config, Part, TrainingCommand, all_training
 from mrl.errors import Stopped, UserError
 from mrl.launch.slurm import ending
 
 if TYPE_CHECKING:
-    from mrl.config.roots import Config
     from mrl.convert.verifying import Comparison
-    from mrl.launch.preflight import Part
 
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
@@ -117,30 +116,24 @@ def _takes_config(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@main.command()
-@_takes_config
-def sft(**arguments: Any) -> None:
-    """Fine-tune a model on the rows that the YAML file CONFIG names.
+def _add(command: TrainingCommand) -> None:
+    """Makes the command of a record."""
 
-    KEY=VALUE sets any config key, as in train.steps=10; `mrl config` lists them.
-    """
-    _train("sft", **arguments)
+    def run(**arguments: Any) -> None:
+        _train(command, **arguments)
 
-
-@main.command()
-@_takes_config
-def ppo(**arguments: Any) -> None:
-    """Train a model by reinforcement learning: ppo, grpo and others, as algorithm.name in the YAML file CONFIG says.
-
-    KEY=VALUE sets any config key, as in algorithm.name=grpo; `mrl config ppo` lists them.
-    """
-    _train("ppo", **arguments)
+    main.add_command(click.command(command.name, help=command.help)(_takes_config(run)))
 
 
-def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool) -> None:
+for _command in all_training():
+    _add(_command)
+
+
+def _train(
+    command: TrainingCommand, *, config_path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool
+) -> None:
     """Checks what can be checked before any process starts, and runs the command's trainer."""
     from mrl.config.load import load_config
-    from mrl.config.roots import ROOTS
     from mrl.launch import preflight
     from mrl.launch.describe import describe
     from mrl.launch.environment import interface_towards, joined_world
@@ -148,19 +141,19 @@ def _train(command: str, *, config_path: str, overrides: tuple[str, ...], nproc:
     from mrl.trainers.waits import said
 
     joined = joined_world(os.environ)
-    config = load_config(config_path, overrides, ROOTS[command])
-    if "cpu" in preflight.devices(config):
+    config = load_config(config_path, overrides, command.root)
+    if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
     with said("checking files and layout", shows=shows):
-        parts = preflight.check_files(config)
+        parts = preflight.check_files(command, config)
         if joined is None:
             nproc = _choose_nproc(parts, nproc)
         elif nproc is not None:
             raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
-        layouts = preflight.check_layout(config, parts, nproc if joined is None else joined.world_size)
+        layouts = preflight.check_layout(command, config, parts, nproc if joined is None else joined.world_size)
     if dry_run:
-        preflight.check_code(config)
+        preflight.check_code(command, config)
         for line in describe(command, config, parts, layouts):
             click.echo(line)
         return
@@ -184,7 +177,7 @@ def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
     from mrl.launch.preflight import choose_nproc, needed_processes
 
     gpus = 0
-    devices = {f"{part.role}.engine".lstrip("."): part.engine.device for part in parts}
+    devices = {part.key("engine"): part.engine.device for part in parts}
     if "cpu" not in devices.values():
         import torch
 
@@ -194,7 +187,7 @@ def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
     return choose_nproc(asked, device=device, gpus=gpus, needed=needed_processes(parts), key=key)
 
 
-def _start(command: str, config: Config, command_line: str, nproc: int, shows: bool) -> None:
+def _start(command: TrainingCommand, config: Config, command_line: str, nproc: int, shows: bool) -> None:
     """Runs the trainer in `nproc` processes on this machine: in this one where one suffices."""
     from mrl.trainers.waits import said
 
@@ -210,15 +203,16 @@ def _start(command: str, config: Config, command_line: str, nproc: int, shows: b
         if nproc == 1:
             local.run_here(run, config, command_line)
         else:
-            local.launch(f"mrl.trainers.{command}:run", config, command_line, nproc)
+            local.launch(command.trainer, config, command_line, nproc)
     except local.RankFailed as failure:
         click.echo(f"mrl: {failure}", err=True)
         click.get_current_context().exit(EXIT_FAULT)
 
 
-def _target(command: str) -> Callable[[Any, str], None]:
-    """`run` of the command's trainer."""
-    return importlib.import_module(f"mrl.trainers.{command}").run
+def _target(command: TrainingCommand) -> Callable[[Any, str], None]:
+    """The function that trains."""
+    module, _, function = command.trainer.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 main.add_command(slurm)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Mapping
 
 import click
 from click.shell_completion import CompletionItem
 
+from mrl.config.command import all_training, record
 from mrl.config.keys import walk
-from mrl.config.ppo import ALGORITHMS
-from mrl.config.roots import ROOTS
 
 EXAMPLES: Mapping[str, str] = {
     "mrl": """
@@ -83,17 +81,13 @@ def add_examples(command: click.Command, path: str) -> None:
 
 def meant_by(name: str) -> str | None:
     """What to write where `mrl NAME` is no command and another trainer would have one of that name; None where nothing is known."""
-    algorithm = next(
-        iter(difflib.get_close_matches(name.lower().replace("-", "_"), ALGORITHMS, n=1, cutoff=0.85)), None
-    )
-    if algorithm is not None:
-        return f"mrl {name}: {algorithm} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={algorithm}"
-    return None
+    advice = (command.meant_by(name) for command in all_training())
+    return next((f"mrl {name}: {text}" for text in advice if text is not None), None)
 
 
 def complete_override(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Keys of the command's config that begin with what was typed; after `KEY=` the choices of the key."""
-    keys = {key.path: key for key in walk(ROOTS[ctx.params.get("command") or ctx.info_name])}
+    keys = {key.path: key for key in walk(record(ctx.params.get("command") or ctx.info_name).root)}
     path, equals, begun = incomplete.partition("=")
     if not equals:
         return [CompletionItem(f"{name}=", help=key.help) for name, key in keys.items() if name.startswith(path)]

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mrl.cli_help import complete_override
+from mrl.config.command import all_training
 from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError
 from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
@@ -46,7 +47,7 @@ def _job_options(function: Callable[..., None]) -> Callable[..., None]:
         ),
         click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_override),
         click.argument("config_path", metavar="CONFIG", type=click.Path()),
-        click.argument("command", type=click.Choice(["sft", "ppo"])),
+        click.argument("command", type=click.Choice([command.name for command in all_training()])),
     ):
         function = decorate(function)
     return function

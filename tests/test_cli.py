@@ -245,7 +245,7 @@ def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
 
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):
     seen, calls = [], []
-    monkeypatch.setattr(cli, "_target", lambda command: lambda *given: seen.append((command, *given)))
+    monkeypatch.setattr(cli, "_target", lambda command: lambda *given: seen.append((command.name, *given)))
     monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
     assert invoke("ppo", "ppo.yaml").exit_code == 0
     assert invoke("ppo", "ppo.yaml", "--nproc", "2").exit_code == 0

@@ -42,15 +42,14 @@ def check_config(config: SFTConfig) -> None:
     check_log(config.log)
 
 
-def check_world(config: SFTConfig, world_size: int) -> ParallelDims:
-    """The layout on `world_size` processes, or a ConfigError where it does not fit them or the batch."""
-    dims = parallel_dims(config.engine.parallel, world_size)
-    if config.train.global_batch_size < dims.dp:
+def check_replicas(dims: ParallelDims, key: str, sequences: int, role: str = "") -> None:
+    """Every data-parallel replica gets one of the `sequences` that `key` sets, or more."""
+    of_role = f" of the {role}" if role else ""
+    if sequences < dims.dp:
         raise ConfigError(
-            f"train.global_batch_size: value {config.train.global_batch_size} is less than the {dims.dp} data-parallel "
-            f"replicas ({dims.describe()} on {world_size} processes); give at least {dims.dp} or use fewer processes"
+            f"{key}: value {sequences} is less than the {dims.dp} data-parallel replicas{of_role} ({dims.describe()} on "
+            f"{dims.world_size} processes); give at least {dims.dp} or use fewer processes"
         )
-    return dims
 
 
 def check_batch(global_batch_size: int, rows_of_batch: int, rows: int) -> None:

@@ -10,19 +10,19 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mrl.config import command as commands
 from mrl.config.keys import Key, expected, section_keys, walk
-from mrl.config.roots import ROOTS
 from mrl.errors import ConfigError
 
 _HEADER = """\
 # Config keys
 
-    mrl sft config.yaml train.steps=10 data.columns='{question: prompt}'   # a file, and any key over it; values are YAML
+    mrl sft config.yaml train.steps=10 data.columns='{{question: prompt}}'   # a file, and any key over it; values are YAML
     mrl config ppo rollout                # the keys of a command, or of a section, on the terminal
     mrl config --grep clip                # those whose name or meaning has a text
     mrl sft config.yaml --dry-run         # check them all, start nothing
 
-Keys of [mrl sft](#mrl-sft) and of [mrl ppo](#mrl-ppo), made from `mrl/config/schema.py` and `mrl/config/ppo.py` by `make docs`.
+Keys of {commands}, made from {files} by `make docs`.
 Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
 zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing files, a
 layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the engine does not
@@ -58,8 +58,13 @@ def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[st
 
 
 def markdown() -> str:
-    """docs/config.md."""
-    return _HEADER + "".join(f"\n# mrl {command}\n\n{tables(root)}" for command, root in ROOTS.items())
+    """docs/config.md: the keys of mrl's own commands."""
+    own = commands.training(commands.own_names())
+    header = _HEADER.format(
+        files=" and ".join(f"`{command.root.__module__.replace('.', '/')}.py`" for command in own),
+        commands=" and of ".join(f"[mrl {command.name}](#mrl-{command.name})" for command in own),
+    )
+    return header + "".join(f"\n# mrl {command.name}\n\n{tables(command.root)}" for command in own)
 
 
 def tables(root: type) -> str:
@@ -89,25 +94,28 @@ def asked(names: Sequence[str], wanted: str | None) -> str:
 
     Raises ConfigError where nothing is of that name or has that text.
     """
-    commands = [names[0]] if names and names[0] in ROOTS else list(ROOTS) if names or wanted else ["sft"]
-    rest = names[1:] if names and names[0] in ROOTS else names
+    roots = commands.roots()
+    looked = list(roots) if names or wanted else ["sft"]
+    rest = names
+    if names and names[0] in roots:
+        looked, rest = [names[0]], names[1:]
     if len(rest) > 1:
         raise ConfigError(f"mrl config: {' '.join(rest)} are several sections; give one, as in mrl config {rest[0]}")
     part = rest[0] if rest else ""
-    found = {command: text(ROOTS[command], part, wanted) for command in commands}
+    found = {command: text(roots[command], part, wanted) for command in looked}
     found = {command: keys for command, keys in found.items() if keys.strip()}
     if len(set(found.values())) > 1:
         return "\n".join(f"== mrl {command} ==\n\n{keys}" for command, keys in found.items())
     if found:
         return next(iter(found.values()))
-    there = dict.fromkeys(key.path for command in commands for key in walk(ROOTS[command], sections=True))
-    others = [c for c in ROOTS if c not in commands and part in {key.path for key in walk(ROOTS[c], sections=True)}]
+    there = dict.fromkeys(key.path for command in looked for key in walk(roots[command], sections=True))
+    others = [c for c in roots if c not in looked and part in {key.path for key in walk(roots[c], sections=True)}]
     if part and part not in there and others:
         raise ConfigError(f"mrl config: {part} is of mrl {others[0]}; write mrl config {others[0]} {part}")
     if part and part not in there:
         close = difflib.get_close_matches(part, there, n=1, cutoff=0.5) or [p for p in there if p.endswith(f".{part}")]
         advice = f"did you mean {close[0]}?" if close else f"sections are {', '.join(p for p in there if '.' not in p)}"
-        raise ConfigError(f"mrl config: {part} is no section or key of mrl {' or '.join(commands)}; {advice}")
+        raise ConfigError(f"mrl config: {part} is no section or key of mrl {' or '.join(looked)}; {advice}")
     raise ConfigError(f"mrl config: no key has the text {wanted!r}; --grep looks at names and meanings")
 
 

@@ -34,6 +34,7 @@ class Key:
 
     stated: the bounds that the schema gives a number. bounds: these, and `MOST` where it gives none.
     parse: `(plain data, path) -> value`, for a section with entries of several forms; else None.
+    may_change, moves: as in `mrl.config.schema.key`.
     """
 
     path: str
@@ -42,6 +43,8 @@ class Key:
     help: str
     stated: Mapping[str, float | None]
     parse: Callable[[Any, str], Any] | None = None
+    may_change: bool = False
+    moves: bool = False
 
     @property
     def bounds(self) -> Mapping[str, float | None]:
@@ -99,7 +102,8 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
             default = field.default_factory()
         dotted = f"{path}.{field.name}" if path else field.name
         stated = {name: field.metadata[name] for name in ("minimum", "above", "maximum")}
-        found.append(Key(dotted, hints[field.name], default, field.metadata["help"], stated, field.metadata["parse"]))
+        about = {name: field.metadata[name] for name in ("help", "parse", "may_change", "moves")}
+        found.append(Key(path=dotted, annotation=hints[field.name], default=default, stated=stated, **about))
     return tuple(found)
 
 

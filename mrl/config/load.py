@@ -1,6 +1,6 @@
 """YAML and dotted overrides to a frozen, checked config, and back.
 
-What a config is made of, its `root`, is that of the command: `SFTConfig` or `PPOConfig`. Every mistake is a `ConfigError` of
+What a config is made of, its `root`, is that of the command, whose record checks it, too. Every mistake is a `ConfigError` of
 one line: `dotted.key: value VALUE is ...; what would work`.
 """
 
@@ -9,21 +9,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from mrl.config import yaml_text
 from mrl.config.build import build_section
-from mrl.config.checks import check_config
+from mrl.config.command import check_recognised, command_of
 from mrl.config.keys import kind, show
-from mrl.config.ppo import PPOConfig
-from mrl.config.ppo_checks import check_ppo
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
-Root = TypeVar("Root", SFTConfig, PPOConfig)
-
-_CHECKS: Mapping[type, Callable[[Any], None]] = {SFTConfig: check_config, PPOConfig: check_ppo}
+Root = TypeVar("Root")
 
 
 def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: type[Root] = SFTConfig) -> Root:
@@ -31,18 +27,8 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
-    _check_command(raw, path, root)
+    check_recognised(raw, path, root)
     return from_dict(raw, root)
-
-
-def _check_command(raw: Mapping[str, Any], path: str | pathlib.Path, root: type) -> None:
-    """Raises ConfigError where the config is plainly one of another command."""
-    if root is SFTConfig and "actor" in raw:
-        raise ConfigError(
-            f"{path}: is a config of reinforcement learning (it has the section actor); run mrl ppo {path}"
-        )
-    if root is PPOConfig and "model" in raw and not {"actor", "algorithm"} & raw.keys():
-        raise ConfigError(f"{path}: is a config of fine-tuning (model is not in the section actor); run mrl sft {path}")
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -88,7 +74,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def from_dict(raw: Mapping[str, Any], root: type[Root] = SFTConfig) -> Root:
     """A checked config from plain data, as YAML gives it."""
     config = build_section(root, raw, "", root)
-    _CHECKS[root](config)
+    command_of(root).check(config)
     return config
 
 

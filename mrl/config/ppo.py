@@ -38,7 +38,7 @@ class ActorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleModelConfig:
-    path: str | None = key(None, "Hugging Face model folder or hub id; null is the actor's")
+    path: str | None = key(None, "Hugging Face model folder or hub id; null is the actor's", moves=True)
     dtype: Literal["bfloat16", "float32"] | None = key(None, "as actor.model.dtype; null is the actor's")
 
 
@@ -106,8 +106,9 @@ class RolloutConfig:
         65536,
         "tokens whose keys and values a replica of the model keeps at once; up to half of conversations between their turns",
         minimum=1,
+        may_change=True,
     )
-    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
+    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1, may_change=True)
     path: str | None = key(None, "folder of samples/ files to replay, for backend recorded")
     environment: str | None = key(None, "path.py:Class for conversations of several turns (docs/rl.md)")
     max_turns: int = key(8, "turns of the model in a conversation with an environment", minimum=1)
@@ -115,12 +116,16 @@ class RolloutConfig:
         None, "tokens of one such turn at most; null is as many as max_new_tokens leaves", minimum=1
     )
     environment_parts: int = key(
-        2, "parts that conversations are sampled in: while the environments of one answer, another generates", minimum=1, maximum=1024
-    )  # fmt: skip
-    environment_timeout_s: float = key(
-        60.0, "longest wait for one reset or step of an environment", above=0, maximum=MOST_SECONDS
+        2,
+        "parts that conversations are sampled in: while the environments of one answer, another generates",
+        minimum=1,
+        maximum=1024,
+        may_change=True,
     )
-    server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang")
+    environment_timeout_s: float = key(
+        60.0, "longest wait for one reset or step of an environment", above=0, maximum=MOST_SECONDS, may_change=True
+    )
+    server: ServerConfig = key(ServerConfig, "for the backends vllm and sglang", may_change=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +161,7 @@ class AlgorithmConfig:
     correction_cap: float | None = key(None, "largest importance weight", above=0)
     correction_floor: float | None = key(None, "smallest importance weight, for mask", minimum=0)
     dynamic_sampling: bool | None = key(None, "sample prompts anew whose completions all have one reward")
-    max_sampling_rounds: int = key(10, "rounds of dynamic sampling before the run stops", minimum=1)
+    max_sampling_rounds: int = key(10, "rounds of dynamic sampling before the run stops", minimum=1, may_change=True)
     overlong_fraction: float | None = key(
         None,
         "last part of max_new_tokens, counted as there, over which a punishment of length grows; 0 for none",
@@ -176,24 +181,34 @@ class PromptsConfig(RowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOTrainConfig:
-    steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1)
+    steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1, may_change=True)
     epochs: float | None = key(
         None,
         "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; neither means one",
         above=0,
         maximum=1e6,
+        may_change=True,
     )
     global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1, maximum=MOST_SEQUENCES)  # fmt: skip
     eval_every: int | None = key(
-        None, "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set", minimum=1
-    )  # fmt: skip
-    eval_samples: int = key(1, "completions per held-out prompt: 1 is greedy, k sampled ones give pass@k", minimum=1)
-    eval_prompts: int | None = key(None, "held-out prompts, the first N; null for all", minimum=1)
+        None,
+        "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set",
+        minimum=1,
+        may_change=True,
+    )
+    eval_samples: int = key(
+        1, "completions per held-out prompt: 1 is greedy, k sampled ones give pass@k", minimum=1, may_change=True
+    )
+    eval_prompts: int | None = key(None, "held-out prompts, the first N; null for all", minimum=1, may_change=True)
     offload_idle: Literal["auto", "always", "never"] = key(
-        "auto", "what roles keep on the device while another works: auto is nothing on a GPU, everything on a CPU"
+        "auto",
+        "what roles keep on the device while another works: auto is nothing on a GPU, everything on a CPU",
+        may_change=True,
     )
     guards: bool = key(
-        True, "in the first iteration, check ratios, log-probs, KL, advantages, and that every parameter trains"
+        True,
+        "in the first iteration, check ratios, log-probs, KL, advantages, and that every parameter trains",
+        may_change=True,
     )
 
 
@@ -242,7 +257,7 @@ class PPOLogConfig(LogConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOConfig:
-    output_dir: str = key(REQUIRED, "the run's directory")
+    output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
     seed: int = key(0, "seed of initialisation, dropout, data order and sampling", minimum=0, maximum=2**32 - 1)
     actor: ActorConfig = key(REQUIRED, "the policy")
     critic: CriticConfig = key(CriticConfig, "the value function, for algorithms that have one")
@@ -253,8 +268,8 @@ class PPOConfig:
     algorithm: AlgorithmConfig = key(REQUIRED, "what is learned from them")
     data: PromptsConfig = key(REQUIRED, "the prompts")
     train: PPOTrainConfig = key(REQUIRED, "length of the run")
-    checkpoint: PPOCheckpointConfig = key(PPOCheckpointConfig, "saving and resuming")
-    log: PPOLogConfig = key(PPOLogConfig, "where metrics and samples go")
+    checkpoint: PPOCheckpointConfig = key(PPOCheckpointConfig, "saving and resuming", may_change=True)
+    log: PPOLogConfig = key(PPOLogConfig, "where metrics and samples go", may_change=True)
 
     @property
     def mini_batch_size(self) -> int:

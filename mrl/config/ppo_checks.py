@@ -16,7 +16,7 @@ from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
 from mrl.metrics import CONVERSATION_METRICS, PPO_METRICS
-from mrl.parallel import ParallelDims, divisors_near
+from mrl.parallel import divisors_near
 
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction",)
@@ -61,18 +61,6 @@ def check_schedules(config: PPOConfig, steps: int, length: str) -> None:
     if warmup:
         length = f"the {steps - warmup} steps that algorithm.critic_warmup {warmup} leaves of {length}"
     check_schedule(config.actor.optimizer, steps - warmup, length, "actor.optimizer")
-
-
-def check_replicas(config: PPOConfig, role: str, dims: ParallelDims) -> None:
-    """Every data-parallel replica of the role gets a sequence of each mini-batch, or of the rollout where it never trains."""
-    key, sequences = "train.global_batch_size", config.train.global_batch_size
-    if role in TRAINED and config.algorithm.mini_batch_size is not None:
-        key, sequences = "algorithm.mini_batch_size", config.algorithm.mini_batch_size
-    if sequences < dims.dp:
-        raise ConfigError(
-            f"{key}: value {sequences} is less than the {dims.dp} data-parallel replicas of the {role} ({dims.describe()} on "
-            f"{dims.world_size} processes); give at least {dims.dp} or use fewer processes"
-        )
 
 
 def _check_sizes(config: PPOConfig) -> None:

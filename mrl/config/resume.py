@@ -3,64 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from mrl.config.command import command_of_data
 from mrl.config.keys import show, walk
-from mrl.config.ppo import PPOConfig
-from mrl.config.roles import ROLES
-from mrl.config.roots import ROOTS, command_of_data
-from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
 ABSENT = "(absent)"
 
-_ENGINE = ("device", "recompute", "recompute_every", "offload", "parallel", "fsdp", "micro_batch", "options")
-
-MAY_CHANGE: Mapping[type, tuple[str, ...]] = {
-    SFTConfig: (
-        "output_dir", "model.path", "model.trust_remote_code", "model.lora.export", *(f"engine.{name}" for name in _ENGINE), "data.train",
-        "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every", "train.eval_batches",
-        "train.guards", "checkpoint", "log",
-    ),
-    PPOConfig: (
-        "output_dir", *(f"{role}.model.path" for role in ROLES), "actor.model.trust_remote_code", "actor.model.lora.export", "critic.model.lora.export",
-        *(f"{role}.engine.{name}" for role in ROLES for name in _ENGINE), "rewards.workers", "rewards.timeout_s",
-        "rewards.concurrency", "rewards.retries", "rewards.retry_wait_s", "rewards.on_error", "algorithm.max_sampling_rounds", "rollout.cache_tokens", "rollout.prefill_tokens", "rollout.environment_parts", "rollout.environment_timeout_s",
-        "rollout.server", "data.train", "data.eval", "data.on_bad_row", "train.steps", "train.epochs", "train.eval_every",
-        "train.eval_samples", "train.eval_prompts", "train.offload_idle", "train.guards", "checkpoint", "log",
-    ),
-}  # fmt: skip
-"""Keys and sections that a resumed run may change: they keep the same models on the same data."""
-
-MOVED: Mapping[type, tuple[str, ...]] = {
-    SFTConfig: ("model.path", "data.train"),
-    PPOConfig: (*(f"{role}.model.path" for role in ROLES), "data.train"),
-}
-"""Those of them that name what must be the same wherever it lies now; the run compares its content with the checkpoint's."""
-
 CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
-_FROM_ACTOR = (
-    *(f"{role}.{key}" for role in ("critic", "reference", "reward") for key in ("engine", "model.dtype")),
-    "critic.model.path", "reference.model.path",
-)  # fmt: skip
-"""Keys of `mrl ppo` that are the actor's where they are null."""
+
+def may_change(root: type) -> tuple[str, ...]:
+    """Keys and sections of the config that a resumed run may change: the same models go on with the same data."""
+    return tuple(key.path for key in walk(root, sections=True) if key.may_change)
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> dict[str, tuple[Any, Any]]:
+def moving(root: type) -> tuple[str, ...]:
+    """Those of them that name what must be the same wherever it lies now; the run compares its content with the checkpoint's."""
+    return tuple(key.path for key in walk(root) if key.moves)
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], path: str = "", whole: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (old value, new value) where two configs as plain data differ; ABSENT where one lacks the key.
 
-    A section that is null in one of them is one key, and so is a mapping that is a key's value, such as data.columns.
+    A section that is null in one of them is one key, and so is a mapping that is the value of one of the keys `whole`, such as
+    data.columns.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
         dotted = f"{path}.{name}" if path else str(name)
         before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
         kinds = [isinstance(value, Mapping) for value in (before, after)]
-        if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in _WHOLE:
+        if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in whole:
             sections = [value if isinstance(value, Mapping) else {} for value in (before, after)]
-            found |= changed_keys(*sections, dotted)
+            found |= changed_keys(*sections, dotted, whole)
         elif before != after:
             found[dotted] = (before, after)
     return found
@@ -73,24 +53,24 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     saved it, counts as its default.
     """
     before_command, command = command_of_data(old), command_of_data(new)
-    if before_command != command:
+    if before_command is not command:
         raise ConfigError(
-            f"output_dir: value {show(new.get('output_dir'))} is given to `mrl {command}`, and what was saved is of `mrl "
-            f"{before_command}`; give another output_dir"
+            f"output_dir: value {show(new.get('output_dir'))} is given to `mrl {command.name}`, and what was saved is of `mrl "
+            f"{before_command.name}`; give another output_dir"
         )
-    root = ROOTS[command]
-    if root is PPOConfig:
-        old, new = _spell_out(old, new)
-    defaults = {key.path: _plain(key.default) for key in walk(root) if not key.required}
+    root = command.root
+    old, new = _spell_out(old, new, command.null_is)
+    keys = {key.path: key for key in walk(root)}
+    defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
     differing = {
         key: (before, after)
-        for key, (before, after) in changed_keys(old, new).items()
+        for key, (before, after) in changed_keys(old, new, whole=keys).items()
         if not (before == ABSENT and after == defaults.get(key))  # a section that may be null is null
     }
     breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}
     if breaking:
         _check_adapters(breaking)
-        (key, before, after), *others = (_innermost(key, *pair) for key, pair in breaking.items())
+        (key, before, after), *others = (_innermost(key, *pair, keys) for key, pair in breaking.items())
         rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
         raise ConfigError(
             f"{key}: value {_short(after)} is not the {_short(before)} that the checkpoint was saved with{rest}; "
@@ -111,17 +91,17 @@ def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
             )
 
 
-def _innermost(key: str, before: Any, after: Any) -> tuple[str, Any, Any]:
+def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tuple[str, Any, Any]:
     """The first key, entry of a list or both below `key` that differs, with its values: a list of mappings is too long to
     show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         entries = enumerate(zip(before, after, strict=True))
         pairs = [(f"{key}[{i}]", b, a) for i, (b, a) in entries if isinstance(b, Mapping) and isinstance(a, Mapping)]
-    elif isinstance(before, Mapping) and isinstance(after, Mapping) and key not in _WHOLE:
+    elif isinstance(before, Mapping) and isinstance(after, Mapping) and key not in whole:
         names = [*before, *(name for name in after if name not in before)]
         pairs = [(f"{key}.{name}", *(_plain(data.get(name, ABSENT)) for data in (before, after))) for name in names]
-    return next((_innermost(*pair) for pair in pairs if pair[1] != pair[2]), (key, before, after))
+    return next((_innermost(*pair, whole) for pair in pairs if pair[1] != pair[2]), (key, before, after))
 
 
 def _short(value: Any) -> str:
@@ -137,22 +117,24 @@ def _note(key: str, before: Any, after: Any) -> str:
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
-    if key in MOVED[root] and None in pair:
+    if key in moving(root) and None in pair:
         return False  # there was no such model, or there is none now
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE[root])
+    return any(key == allowed or key.startswith(allowed + ".") for allowed in may_change(root))
 
 
-def _spell_out(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both configs, where one takes from the actor what the other names, with what it takes written out."""
+def _spell_out(
+    old: Mapping[str, Any], new: Mapping[str, Any], null_is: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both configs, where a key is null in one of them alone, with the value that it takes from another key written out."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
-    for dotted in _FROM_ACTOR:
-        role, *sections, name = dotted.split(".")
-        held = [_at(data, role, *sections) for data in both]
+    for dotted, taken in null_is.items():
+        (*sections, name), (*others, other) = dotted.split("."), taken.split(".")
+        held = [_at(data, *sections) for data in both]
         if any(section is None for section in held) or (held[0].get(name) is None) == (held[1].get(name) is None):
             continue
         for data, section in zip(both, held, strict=True):
             if section.get(name) is None:
-                section[name] = copy.deepcopy(_at(data, "actor", *sections)[name])
+                section[name] = copy.deepcopy(_at(data, *others)[other])
     return both
 
 
@@ -165,6 +147,3 @@ def _at(data: Mapping[str, Any], *names: str) -> Any:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-_WHOLE = {key.path for root in ROOTS.values() for key in walk(root)}

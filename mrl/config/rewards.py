@@ -127,20 +127,33 @@ NAMED: Mapping[str, type] = {
 class RewardPoolConfig:
     """How rewards are run: the keys of `rewards` beside `functions`."""
 
-    timeout_s: float = key(10.0, "wall time of one call of one function", above=0, maximum=MOST_SECONDS)
-    workers: int = key(4, "processes that call the functions, on each rank that scores", minimum=1, maximum=1024)
-    concurrency: int = key(16, "calls of async functions in flight in a process", minimum=1, maximum=MOST_WAYS)
+    timeout_s: float = key(
+        10.0, "wall time of one call of one function", above=0, maximum=MOST_SECONDS, may_change=True
+    )
+    workers: int = key(
+        4, "processes that call the functions, on each rank that scores", minimum=1, maximum=1024, may_change=True
+    )
+    concurrency: int = key(
+        16, "calls of async functions in flight in a process", minimum=1, maximum=MOST_WAYS, may_change=True
+    )
     retries: int = key(
         0,
         "how often a call of your own function that failed is made again; for judges that may be busy",
         minimum=0,
         maximum=100,
+        may_change=True,
     )
     retry_wait_s: float = key(
-        1.0, "wait before the first retry; twice as long before each one after it, at most 60 s", above=0, maximum=60
+        1.0,
+        "wait before the first retry; twice as long before each one after it, at most 60 s",
+        above=0,
+        maximum=60,
+        may_change=True,
     )
     on_error: Literal["stop", "zero"] = key(
-        "stop", "an exception, a timeout or a value that is no finite number: stop with function and row, or count as 0"
+        "stop",
+        "an exception, a timeout or a value that is no finite number: stop with function and row, or count as 0",
+        may_change=True,
     )
 
 

@@ -30,13 +30,20 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     parse: Callable[[Any, str], Any] | None = None,
+    may_change: bool = False,
+    moves: bool = False,
 ):
     """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that states none has
     those of `mrl.config.keys.MOST`).
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
+    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the same.
+    moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
     """
-    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse}
+    metadata = {
+        "help": help, "minimum": minimum, "above": above, "maximum": maximum, "parse": parse,
+        "may_change": may_change or moves, "moves": moves,
+    }  # fmt: skip
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, type):  # a nested section
@@ -60,12 +67,15 @@ class LoraConfig:
     export: Literal["adapter", "merged"] = key(
         "adapter",
         "what an export writes: a folder that peft loads over the model, or the model with the adapters added in",
+        may_change=True,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    path: str = key(REQUIRED, "Hugging Face model folder, or a hub id that is in the local cache or can be downloaded")
+    path: str = key(
+        REQUIRED, "Hugging Face model folder, or a hub id that is in the local cache or can be downloaded", moves=True
+    )
     init: Literal["pretrained", "random"] = key(
         "pretrained", "start from the folder's weights, or from scratch (config.json and tokenizer suffice)"
     )
@@ -76,6 +86,7 @@ class ModelConfig:
     trust_remote_code: bool = key(
         False,
         "let transformers run Python code that comes with the tokenizer; the model is never built by code of its own",
+        may_change=True,
     )
     lora: LoraConfig | None = key(None, "low-rank adapters, which train in place of the weights (docs/lora.md)")
 
@@ -140,27 +151,33 @@ class EngineConfig:
         "megatron", "which engine runs the model: megatron, fsdp, or one that an installed package registers"
     )
     options: dict[str, Any] = key(
-        dict, "options of an engine that an installed package registers, which says what it has"
+        dict, "options of an engine that an installed package registers, which says what it has", may_change=True
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU", may_change=True)
     recompute: Literal["none", "selective", "full"] = key(
-        "none", "activations computed again in the backward pass: none, attention only, every layer"
+        "none", "activations computed again in the backward pass: none, attention only, every layer", may_change=True
     )
     recompute_every: int = key(
-        1, "with recompute full, of every how many layers one is computed again (fsdp backend)", minimum=1
+        1,
+        "with recompute full, of every how many layers one is computed again (fsdp backend)",
+        minimum=1,
+        may_change=True,
     )
     offload: tuple[Literal["parameters", "gradients", "optimizer", "activations"], ...] = key(
         (),
         "state that waits in host memory between uses; activations (fsdp backend) from a layer's forward to its backward",
+        may_change=True,
     )
     parallel: ParallelConfig = key(
-        ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes"
+        ParallelConfig, "degrees of parallelism; data parallel is what is left of the processes", may_change=True
     )
     micro_batch: MicroBatchConfig = key(
-        MicroBatchConfig, "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more"
+        MicroBatchConfig,
+        "how a mini-batch is cut; default: tokens = 4096, or the longest sequence where that is more",
+        may_change=True,
     )
     moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
-    fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has")
+    fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has", may_change=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,8 +202,9 @@ class RowsConfig:
     train: str = key(
         REQUIRED,
         "training rows: .jsonl[.gz|.zst], .parquet, a folder or glob of them, a saved `datasets` folder, or a hub id",
+        moves=True,
     )
-    eval: str | None = key(None, "evaluation rows, in the same forms")
+    eval: str | None = key(None, "evaluation rows, in the same forms", may_change=True)
     split: str | None = key(
         None, "split of a `datasets` folder or hub id; default train (and test or validation for eval)"
     )
@@ -197,7 +215,7 @@ class RowsConfig:
     )
     shuffle: bool = key(True, "a new order each epoch, a function of (seed, epoch)")
     on_bad_row: Literal["stop", "skip"] = key(
-        "stop", "a row that cannot be read: stop with file and line, or skip, count and report"
+        "stop", "a row that cannot be read: stop with file and line, or skip, count and report", may_change=True
     )
 
 
@@ -217,13 +235,14 @@ class DataConfig(RowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    steps: int | None = key(None, "optimizer steps; excludes `epochs`", minimum=1)
+    steps: int | None = key(None, "optimizer steps; excludes `epochs`", minimum=1, may_change=True)
     epochs: float | None = key(
         None,
         "passes over the rows that can be used, which are counted first where some may be left out; excludes `steps`; "
         "neither means one epoch",
         above=0,
         maximum=1e6,
+        may_change=True,
     )
     global_batch_size: int = key(
         REQUIRED, "sequences per optimizer step over all ranks", minimum=1, maximum=MOST_SEQUENCES
@@ -232,10 +251,15 @@ class TrainConfig:
         None,
         "evaluate every N steps and at the end; null for never unless data.eval is set (then at the end)",
         minimum=1,
+        may_change=True,
     )
-    eval_batches: int | None = key(None, "global batches per evaluation; null for all of data.eval", minimum=1)
+    eval_batches: int | None = key(
+        None, "global batches per evaluation; null for all of data.eval", minimum=1, may_change=True
+    )
     guards: bool = key(
-        True, "check on the first step that every parameter trains, gradients are finite and replicas agree"
+        True,
+        "check on the first step that every parameter trains, gradients are finite and replicas agree",
+        may_change=True,
     )
 
     @property
@@ -273,15 +297,15 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig:
-    output_dir: str = key(REQUIRED, "the run's directory")
+    output_dir: str = key(REQUIRED, "the run's directory", may_change=True)
     seed: int = key(0, "seed of initialisation, dropout and data order", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(REQUIRED, "the model")
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     optimizer: OptimizerConfig = key(OptimizerConfig, "AdamW and its schedule")
     data: DataConfig = key(REQUIRED, "the data")
     train: TrainConfig = key(REQUIRED, "length of the run")
-    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming")
-    log: LogConfig = key(LogConfig, "where metrics go")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "saving and resuming", may_change=True)
+    log: LogConfig = key(LogConfig, "where metrics go", may_change=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from mrl.config.backends import OWN
+from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
-from mrl.config.ppo import PPOConfig
-from mrl.config.roles import ROLES as ROLE_NAMES
-from mrl.config.roles import model_of
-from mrl.config.schema import ModelConfig, SFTConfig
+from mrl.config.schema import ModelConfig
 from mrl.convert.adapters import Held, held_by, merged
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.companions import check_companions, companion_files
@@ -437,12 +435,9 @@ def _model_of(
     file = folder.parent.parent / "config.yaml"
     if file.is_file():
         plain = read_yaml(file)
-        run = from_dict(plain, PPOConfig if "actor" in plain else SFTConfig)
-        if isinstance(run, SFTConfig):
-            config = run.model
-        else:
-            assert role in ROLE_NAMES, role
-            config = model_of(run, role)
+        command = command_of_data(plain)
+        run = from_dict(plain, command.root)
+        [config] = [part.model for part in command.parts(run) if part.role == (role or "")]
         if run.data.chat_template is not None and os.path.isfile(run.data.chat_template):
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
         elif run.data.chat_template is not None:

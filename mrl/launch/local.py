@@ -28,8 +28,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 
+from mrl.config.command import Config, command_of
 from mrl.config.load import to_dict
-from mrl.config.roots import Config, command_of
 from mrl.errors import Stopped, UserError, unwritable
 from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
 
@@ -63,7 +63,7 @@ def launch(target: str, config: Config, command_line: str, nproc: int) -> None:
         raise unwritable(config.output_dir, log_dir, error) from None
     with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name:
         folder = pathlib.Path(name)
-        task = Task(target, command_of(config), to_dict(config), command_line, str(log_dir), os.getpid())
+        task = Task(target, command_of(type(config)).name, to_dict(config), command_line, str(log_dir), os.getpid())
         (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
         group = _ProcessGroup(nproc, folder)
         with _environment(_worker_variables()):

@@ -22,18 +22,14 @@ from mrl.config.checks import (
     check_batch,
     check_model,
     check_positions,
+    check_replicas,
     check_replicate,
-    check_world,
     parallel_dims,
     smallest_world,
 )
+from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import show
-from mrl.config.ppo import PPOConfig, PromptsConfig
-from mrl.config.ppo_checks import check_replicas
-from mrl.config.rewards import FunctionReward
-from mrl.config.roles import ROLES, engine_of, keys_of, model_of, roles_of
-from mrl.config.roots import Config
-from mrl.config.schema import CheckpointConfig, DataConfig, EngineConfig, ModelConfig, SFTConfig
+from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
 from mrl.errors import ConfigError, DataError, ModelError, quoted, unwritable
 from mrl.parallel import ParallelDims
 
@@ -43,59 +39,31 @@ MOST_PROCESSES = 1024
 _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", ".arrow")
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A model that the run builds, on an engine. role: "" for the one of `mrl sft`. hf: the content of its config.json."""
-
-    role: str
-    model: ModelConfig
-    engine: EngineConfig
-    hf: dict[str, Any]
+def devices(command: TrainingCommand, config: Config) -> set[str]:
+    """What engines ask for, of all parts that the config has a section for."""
+    return {part.engine.device for part in command.parts(config)}
 
 
-def devices(config: Config) -> set[str]:
-    """What engines ask for, of all roles that the config names one for."""
-    if isinstance(config, SFTConfig):
-        return {config.engine.device}
-    return {engine_of(config, role).device for role in ROLES}
-
-
-def check_files(config: Config) -> list[Part]:
+def check_files(command: TrainingCommand, config: Config) -> list[Part]:
     """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of."""
     _check_output_dir(config.output_dir)
     _check_checkpoint(config.checkpoint)
-    if isinstance(config, SFTConfig):
-        parts = [Part("", config.model, config.engine, read_model_config(config.model))]
-    else:
-        parts = [
-            Part(role, model_of(config, role), engine_of(config, role), read_model_config(model_of(config, role), f"{role}.model"))
-            for role in _roles(config)
-        ]  # fmt: skip
-        _check_rollout(config)
+    needed = command.needed(config)
+    parts = [
+        dataclasses.replace(part, hf=read_model_config(part.model, part.key("model")))
+        for part in command.parts(config)
+        if part.role in needed
+    ]
+    command.check_files(config)
     _check_data(config.data)
-    _check_rows(config)
+    _check_rows(command, config)
     return parts
 
 
-def check_code(config: Config) -> None:
-    """Loads the user's reward functions and environment, as a run does when it starts. Raises ConfigError where one is none."""
-    if isinstance(config, SFTConfig):
-        return
-    from mrl.rewards.functions import load_reward
-    from mrl.rollout.environment import load_environment
-
+def check_code(command: TrainingCommand, config: Config) -> None:
+    """Loads the user's own code, as a run does when it starts. Raises ConfigError where it is none."""
     with quiet():
-        for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
-            load_reward(reward, f"rewards.functions[{i}]")
-        if config.rollout.environment is not None:
-            load_environment(config.rollout.environment)
-
-
-def _roles(config: PPOConfig) -> tuple[str, ...]:
-    """The roles of the run, whose algorithm is checked. It imports torch, and so waits until now."""
-    from mrl.algorithms.configured import check_algorithm
-
-    return roles_of(config, check_algorithm(config))
+        command.check_code(config)
 
 
 def needed_processes(parts: Sequence[Part]) -> int:
@@ -103,23 +71,23 @@ def needed_processes(parts: Sequence[Part]) -> int:
     return math.lcm(*(smallest_world(part.engine.parallel) * part.engine.fsdp.replicate for part in parts))
 
 
-def check_layout(config: Config, parts: Sequence[Part], world_size: int) -> list[ParallelDims]:
+def check_layout(
+    command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int
+) -> list[ParallelDims]:
     """The layout of each part on `world_size` processes, checked against the batch and the model's config.json."""
     made = []
     for part in parts:
-        with contextlib.nullcontext() if isinstance(config, SFTConfig) else keys_of(config, part.role):
-            if isinstance(config, SFTConfig):
-                dims = check_world(config, world_size)
-            else:
-                dims = parallel_dims(part.engine.parallel, world_size)
-                check_replicas(config, part.role, dims)
+        with command.keys_of(config, part.role):
+            dims = parallel_dims(part.engine.parallel, world_size)
+            check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
             check_replicate(part.engine, world_size)
             _check_ranges(part)
+            longest = command.longest(config)
             if "num_hidden_layers" not in part.hf:  # another family's spelling of it: which family is said first
-                _check_architecture(config, part, dims)
+                _check_architecture(part, dims, longest, packed=config.data.packing)
             check_model(part.engine, dims, part.hf)
-            check_positions(part.engine, part.hf, *_longest(config), generates=not isinstance(config, SFTConfig))
-            _check_architecture(config, part, dims)
+            check_positions(part.engine, part.hf, *longest, generates=command.generates)
+            _check_architecture(part, dims, longest, packed=config.data.packing)
         made.append(dims)
     return made
 
@@ -132,15 +100,7 @@ def _check_ranges(part: Part) -> None:
         check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
-def _longest(config: Config) -> tuple[int, str]:
-    """Tokens of the longest sequence, and the keys that set it, with their values."""
-    if isinstance(config, SFTConfig):
-        return config.data.max_length, f"data.max_length: value {config.data.max_length}"
-    prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
-    return config.max_length, f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}: value {prompt + new}"
-
-
-def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
+def _check_architecture(part: Part, dims: ParallelDims, longest: tuple[int, str], *, packed: bool) -> None:
     """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split,
     sequences that are longer than a model has positions, adapters that match none of its modules.
 
@@ -160,7 +120,7 @@ def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
         if part.engine.backend == "fsdp" and hf["model_type"] not in FAMILIES:
             from mrl.engine.fsdp.build import check_sequences
 
-            check_sequences(part.hf, *_longest(config), packed=config.data.packing)
+            check_sequences(part.hf, *longest, packed=packed)
         if part.engine.backend not in OWN:
             from mrl.engine.registry import engine_class
 
@@ -168,7 +128,7 @@ def _check_architecture(config: Config, part: Part, dims: ParallelDims) -> None:
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 
-            adapters(part.model.path, part.model.lora, "value" if part.role == "critic" else "lm")
+            adapters(part.model.path, part.model.lora, part.head)
 
 
 @contextlib.contextmanager
@@ -267,7 +227,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _check_data(data: DataConfig | PromptsConfig) -> None:
+def _check_data(data: RowsConfig) -> None:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if value is not None and _is_missing(value):
             raise DataError(
@@ -277,12 +237,12 @@ def _check_data(data: DataConfig | PromptsConfig) -> None:
         raise DataError(f"data.chat_template: value {quoted(data.chat_template)} does not exist; give a Jinja file")
 
 
-def _check_rows(config: Config) -> None:
+def _check_rows(command: TrainingCommand, config: Config) -> None:
     """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes, hardly ever more
     than a few; other forms the run looks at."""
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size
-    rows_of_batch = batch if isinstance(config, SFTConfig) else config.prompts_per_iteration
+    rows_of_batch = command.rows_of_batch(config)
     needed = math.ceil(rows_of_batch / MOST_PASSES)
     if not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
         return
@@ -329,29 +289,6 @@ def _of_model(folder: pathlib.Path) -> str | None:
             return "config.json"
     found = (next(folder.glob(name), None) for name in ("adapter_config.json", "*.safetensors", "*.gguf"))
     return next((file.name for file in found if file is not None), None)
-
-
-def _check_rollout(config: PPOConfig) -> None:
-    """Files with the user's code, and rollouts to replay."""
-    functions = config.rewards.functions if config.rewards is not None else ()
-    specs = {
-        f"rewards.functions[{i}].function": reward.function
-        for i, reward in enumerate(functions)
-        if isinstance(reward, FunctionReward)
-    }
-    if config.rollout.environment is not None:
-        specs["rollout.environment"] = config.rollout.environment
-    for key, spec in specs.items():
-        path = spec.rpartition(":")[0]
-        if not os.path.isfile(path):
-            raise ConfigError(
-                f"{key}: value {quoted(spec)} names the file {path}, which does not exist; give path.py:name"
-            )
-    replayed = config.rollout.path
-    if replayed is not None and not os.path.isdir(os.path.expanduser(replayed)):
-        raise ConfigError(
-            f"rollout.path: value {quoted(replayed)} is no folder; give the samples folder of a run, as runs/demo/samples"
-        )
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:

@@ -24,8 +24,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
+from mrl.config import command as commands
 from mrl.config.load import from_dict
-from mrl.config.roots import ROOTS
 from mrl.errors import Stopped, UserError
 from mrl.trainers.waits import said
 
@@ -63,7 +63,7 @@ def run_task(task: Task, rank: int) -> Outcome:
     try:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
-            config = from_dict(task.config, ROOTS[task.command])
+            config = from_dict(task.config, commands.record(task.command).root)
             with said("loading PyTorch and Megatron", shows=rank == 0 and config.log.console != "none"):
                 run = getattr(importlib.import_module(module), function)
             run(config, task.command_line)

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mrl import metrics
+from mrl.config.command import Config
 from mrl.config.load import read_yaml
-from mrl.config.ppo import PPOConfig
-from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig, SFTConfig
+from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
@@ -125,7 +125,7 @@ def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Prog
 def load_newest(
     ranks: Ranks,
     directory: RunDirectory,
-    config: SFTConfig | PPOConfig,
+    config: Config,
     console: Console,
     start: Start,
     load: Callable[[str], dict[str, Any]],
@@ -152,7 +152,7 @@ def load_newest(
     return start, state
 
 
-def check_outside(config: SFTConfig | PPOConfig) -> None:
+def check_outside(config: Config) -> None:
     """What the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)
     if config.checkpoint.remote is not None:

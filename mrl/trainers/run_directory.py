@@ -20,9 +20,9 @@ import torch
 
 import mrl
 from mrl.batch import Batch
+from mrl.config.command import Config, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
-from mrl.config.resume import MOVED, check_resume
-from mrl.config.roots import Config, command_of
+from mrl.config.resume import check_resume, moving
 from mrl.config.schema import CheckpointConfig
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
@@ -79,7 +79,7 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
         header = (
-            HEADER.format(command=command_of(config))
+            HEADER.format(command=command_of(type(config)).name)
             + _provenance(command_line)
             + "".join(f"# {note}\n" for note in notes)
         )
@@ -215,7 +215,7 @@ def _refuse_foreign(run: RunDirectory) -> None:
 def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[str]:
     """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
 
-    Returns notes on what has another name there (`MOVED`).
+    Returns notes on what has another name there (`moving`).
     """
     before = read_yaml(run.config) if run.config.exists() else to_dict(config)
     notes = check_resume(before, to_dict(config))
@@ -226,7 +226,7 @@ def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[str]
             f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
         )
-    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in MOVED[type(config)]))]
+    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in moving(type(config))))]
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:

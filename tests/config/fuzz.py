@@ -29,10 +29,10 @@ import yaml
 from click.testing import CliRunner
 
 from mrl.cli import main as mrl
+from mrl.config.command import roots
 from mrl.config.keys import Key, walk
 from mrl.config.ppo import PromptsConfig
 from mrl.config.rewards import NAMED, FunctionReward
-from mrl.config.roots import ROOTS
 from mrl.config.schema import DataConfig
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
@@ -120,7 +120,7 @@ class Outcome:
 @functools.cache
 def keys_of(command: str) -> tuple[Key, ...]:
     """The keys of the command, those of its rewards among them, as of the first one."""
-    keys = tuple(walk(ROOTS[command]))
+    keys = tuple(walk(roots()[command]))
     if command == "ppo":
         for section in (*NAMED.values(), FunctionReward):
             keys += tuple(walk(section, "rewards.functions[0]"))
@@ -422,7 +422,7 @@ def fuzz(count: int, seed: int, folder: pathlib.Path, say: Callable[[str], None]
     outcomes = []
     for name in ("configs", "rows"):
         Workspace(folder / name).make()
-    for command in ROOTS:  # what is imported when it is needed first counts for no case
+    for command in roots():  # what is imported when it is needed first counts for no case
         assert dry_run(Workspace(folder / "configs"), command) == (0, "", None)
         assert read_rows(Workspace(folder / "rows"), command, "stop", "error") == (0, "", None)
     for number in range(count):

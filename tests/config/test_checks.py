@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config.checks import check_model, check_world, resolve_engine_tokens, smallest_world
+from mrl.config.checks import check_model, check_replicas, parallel_dims, resolve_engine_tokens, smallest_world
 from mrl.config.load import from_dict
-from mrl.config.schema import ParallelConfig
+from mrl.config.schema import ParallelConfig, SFTConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import choose_nproc
+from mrl.parallel import ParallelDims
 from tests.bad_input.kit import MODEL, MOE
 from tests.config.test_load import base
+
+
+def check_world(config: SFTConfig, processes: int) -> ParallelDims:
+    dims = parallel_dims(config.engine.parallel, processes)
+    check_replicas(dims, "train.global_batch_size", config.train.global_batch_size)
+    return dims
 
 
 @pytest.mark.parametrize(

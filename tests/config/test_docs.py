@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
+from mrl.config.command import roots
 from mrl.config.docs import markdown, tables, text
 from mrl.config.keys import walk
-from mrl.config.roots import ROOTS
 
 
 def test_the_file_is_current():
@@ -15,7 +15,7 @@ def test_the_file_is_current():
 
 
 def test_every_key_is_in_both():
-    for root in ROOTS.values():
+    for root in roots().values():
         table, lines = tables(root), text(root)
         for key in walk(root):
             assert f"| `{key.path}` |" in table

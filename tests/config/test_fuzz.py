@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from mrl.config.build import build_section
+from mrl.config.command import roots
 from mrl.config.keys import MOST, numbers_in, section_keys, walk
 from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
-from mrl.config.roots import ROOTS
 from mrl.errors import LONGEST, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
 from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
@@ -54,9 +54,9 @@ def outside(key, value) -> bool:
     return not fits or (isinstance(value, float) and float not in numbers_in(key.annotation))
 
 
-@pytest.mark.parametrize("command", ROOTS)
+@pytest.mark.parametrize("command", roots())
 def test_each_numeric_key_at_the_extremes_of_its_type(command):
-    root, base = ROOTS[command], {"sft": CONFIG, "ppo": PPO_CONFIG}[command]
+    root, base = roots()[command], {"sft": CONFIG, "ppo": PPO_CONFIG}[command]
     for key in numeric(root):
         assert key.bounds["maximum"] <= max(MOST[int], 2**32 - 1), key.path
         assert key.bounds["minimum"] is not None or key.bounds["above"] is not None, key.path
@@ -155,9 +155,9 @@ def test_very_many_random_configs_and_rows(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", ROOTS)
+@pytest.mark.parametrize("command", roots())
 def test_a_dry_run_at_both_bounds_of_each_numeric_key(workspace, command):
-    for key in numeric(ROOTS[command]):
+    for key in numeric(roots()[command]):
         for value in {key.bounds["minimum"] if key.bounds["above"] is None else 5e-324, key.bounds["maximum"]}:
             began_s = time.perf_counter()
             given = f"{key.path}={yaml.safe_dump([value] * 2 if fuzz.is_list(key) else value, default_flow_style=True).split(chr(10))[0]}"

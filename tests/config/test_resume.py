@@ -7,7 +7,7 @@ import pytest
 from mrl.config.keys import walk
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.config.resume import ABSENT, MAY_CHANGE, MOVED, changed_keys, check_resume
+from mrl.config.resume import ABSENT, changed_keys, check_resume, may_change, moving
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import PPO_BASE, base, merged
@@ -24,7 +24,10 @@ def test_nothing_changed():
 
 def test_changed_keys_are_dotted_and_a_value_that_is_a_mapping_is_one_key():
     old, new = plain(), plain(data={"columns": {"q": "prompt"}}, engine={"parallel": {"tp": 2}})
-    assert changed_keys(old, new) == {"engine.parallel.tp": (1, 2), "data.columns": ({}, {"q": "prompt"})}
+    assert changed_keys(old, new, whole=["data.columns"]) == {
+        "engine.parallel.tp": (1, 2),
+        "data.columns": ({}, {"q": "prompt"}),
+    }
     assert changed_keys({"a": {"b": 1}}, {"a": {}, "c": 2}) == {"a.b": (1, ABSENT), "c": (ABSENT, 2)}
 
 
@@ -75,12 +78,23 @@ def test_a_key_that_an_older_version_did_not_have_counts_as_its_default():
         check_resume(old, plain(data={"truncation": "drop"}))
 
 
+SAME = {
+    SFTConfig: "model.init model.dtype model.lora.rank engine.backend engine.moe.aux_loss optimizer.lr data.split data.packing "
+    "train.global_batch_size seed",
+    PPOConfig: "actor.model.dtype critic.model.lora.rank reference.engine.backend actor.optimizer.lr reference.update_every "
+    "reward.weight rewards.functions rollout.temperature rollout.max_turns algorithm.name data.system train.global_batch_size",
+}
+
+
 @pytest.mark.parametrize("root", [SFTConfig, PPOConfig])
-def test_the_table_names_real_keys(root):
-    paths = [key.path for key in walk(root)]
-    assert set(MOVED[root]) < set(MAY_CHANGE[root])
-    for allowed in MAY_CHANGE[root]:
-        assert any(path == allowed or path.startswith(allowed + ".") for path in paths), allowed
+def test_what_a_key_says_of_a_change_holds_of_all_below_it(root):
+    """What may change in one role may in all of them, and what the run compares lies in each role's model and in the rows."""
+    allowed, paths = may_change(root), [key.path for key in walk(root)]
+    roles = ("actor.", "critic.", "reference.", "reward.") if root is PPOConfig else ("",)
+    assert set(moving(root)) == {*(f"{role}model.path" for role in roles), "data.train"} < set(allowed)
+    assert {f"{role}engine.parallel" for role in roles} | {"log", "checkpoint", "output_dir"} < set(allowed)
+    for path in SAME[root].split():
+        assert path in paths and not path.startswith(allowed), path
 
 
 # ----------------------------------------------------------------------------------------------------------------- mrl ppo

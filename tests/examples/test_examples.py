@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
+from mrl.config.command import command_of_data
 from mrl.config.load import load_config, read_yaml
-from mrl.config.roots import ROOTS
 from mrl.metrics import read
 from tests.engine import harness
 from tests.trainers import kit
@@ -28,7 +28,7 @@ def worlds():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_configs_load(path):
-    root = ROOTS["ppo" if "actor" in read_yaml(path) else "sft"]
+    root = command_of_data(read_yaml(path)).root
     assert load_config(path, (), root).output_dir.startswith("runs/")
 
 

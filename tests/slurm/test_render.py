@@ -14,6 +14,7 @@ import subprocess
 import pytest
 
 from mrl import __version__
+from mrl.commands.ppo import COMMAND as PPO_COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
@@ -58,7 +59,7 @@ def jobs() -> dict[str, tuple[Job, SlurmConfig]]:
         "bare_c10d": (TASK, change(rendezvous="c10d")),
         "container": (TASK, change(template="container", **image)),
         "apptainer": (TASK, change(template="apptainer", **image)),
-        "hetero": (dataclasses.replace(PPO, server_command=server_command(config, hetero)), hetero),
+        "hetero": (dataclasses.replace(PPO, server_command=server_command(PPO_COMMAND.server(config), hetero)), hetero),
     }
 
 

@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Collection, Sequence
 
 from mrl import metrics
+from mrl.config.command import Config, Part, Server, TrainingCommand
 from mrl.config.keys import show
-from mrl.config.ppo import PPOConfig
-from mrl.config.roots import Config
 from mrl.errors import ConfigError
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
@@ -22,20 +21,20 @@ from mrl.parallel import ParallelDims
 RECENT_STEPS = 20
 
 
-def check_job(config: Config, options: SlurmConfig) -> list[str]:
+def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) -> list[str]:
     """Raises a UserError where the run could not start, or would not end, in the job. Returns warnings.
 
     Files are looked at from here: this machine sees what the nodes will see.
     """
-    _check_devices(config, options)
+    _check_devices(preflight.devices(command, config), options)
     _check_restarts(config, options)
-    parts = preflight.check_files(config)
+    parts = preflight.check_files(command, config)
     try:
-        layouts = preflight.check_layout(config, parts, options.world_size)
+        layouts = preflight.check_layout(command, config, parts, options.world_size)
     except ConfigError as error:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
         raise ConfigError(f"{error} ({nodes})") from None
-    preflight.check_code(config)
+    preflight.check_code(command, config)
     return [
         *_across_nodes(parts, layouts, options),
         *_check_cores(options),
@@ -44,8 +43,11 @@ def check_job(config: Config, options: SlurmConfig) -> list[str]:
     ]
 
 
-def check_template(config: Config, options: SlurmConfig, given: Collection[str] = ()) -> None:
-    """What the template needs is given, and what is given it uses: by what it reads, so that a changed copy is checked too."""
+def check_template(config: Config, options: SlurmConfig, given: Collection[str] = (), *, server: Server | None) -> None:
+    """What the template needs is given, and what is given it uses: by what it reads, so that a changed copy is checked too.
+
+    server: what the run samples from.
+    """
     reads = reads_of(options)
     in_mounts = ":," if "mounts" in reads.names else ""
     for name, value, refused in (
@@ -60,7 +62,7 @@ def check_template(config: Config, options: SlurmConfig, given: Collection[str] 
         raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
     _check_unused(options, reads, given)
     if "server_command" in reads.needs or options.servers.nodes:
-        _check_servers(config, options)
+        _check_servers(server, options)
 
 
 def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) -> None:
@@ -80,8 +82,8 @@ def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) ->
             )
 
 
-def _check_servers(config: Config, options: SlurmConfig) -> None:
-    if not isinstance(config, PPOConfig) or config.rollout.backend not in ("vllm", "sglang"):
+def _check_servers(server: Server | None, options: SlurmConfig) -> None:
+    if server is None:
         raise ConfigError(
             f'slurm.template: value "{options.template}" starts inference servers, and this config asks for none; '
             "use it for mrl ppo with rollout.backend vllm or sglang"
@@ -96,8 +98,7 @@ def _check_servers(config: Config, options: SlurmConfig) -> None:
         )
 
 
-def _check_devices(config: Config, options: SlurmConfig) -> None:
-    asked = preflight.devices(config)
+def _check_devices(asked: set[str], options: SlurmConfig) -> None:
     if "cuda" in asked and not options.gpus_per_node:
         raise ConfigError(
             f"slurm.gpus_per_node: value {options.gpus_per_node or 0} gives no GPU to engine.device cuda; give --gpus-per-node"
@@ -117,10 +118,10 @@ def _check_restarts(config: Config, options: SlurmConfig) -> None:
         )
 
 
-def _across_nodes(parts: Sequence[preflight.Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
+def _across_nodes(parts: Sequence[Part], layouts: Sequence[ParallelDims], options: SlurmConfig) -> list[str]:
     """Tensor-parallel groups are ranks in a row, and talk in every layer: within a node they are fast."""
     return [
-        f"{f'{part.role}.engine'.lstrip('.')}.parallel.tp: groups of {dims.tp} do not fit into the {options.per_node} processes of "
+        f"{part.key('engine')}.parallel.tp: groups of {dims.tp} do not fit into the {options.per_node} processes of "
         "a node, so every layer talks over the network; use pp across nodes instead"
         for part, dims in zip(parts, layouts, strict=True)
         if options.nodes > 1 and options.per_node % dims.tp

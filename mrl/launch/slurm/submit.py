@@ -9,8 +9,9 @@ import re
 import time
 from collections.abc import Collection, Sequence
 
+from mrl.config import command as commands
+from mrl.config.command import Config
 from mrl.config.load import dump_config, load_config
-from mrl.config.roots import ROOTS, Config
 from mrl.errors import ConfigError, unwritable
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import check_job, check_template
@@ -53,32 +54,34 @@ def check(
 
     given: keys of SlurmConfig that this job was given beside the profile, which may have what other templates use.
     """
+    record = commands.record(command)
     if options.array is None:
-        config = load_config(config_path, overrides, ROOTS[command])
+        config = load_config(config_path, overrides, record.root)
     else:
-        config = _of_first_task(command, config_path, overrides, options.array)
-    check_template(config, options, given)
+        config = _of_first_task(record.root, config_path, overrides, options.array)
+    server = record.server(config)
+    check_template(config, options, given, server=server)
     if options.servers.nodes:
-        config = load_config(config_path, [*_for_first(overrides, options.array), _urls(options)], ROOTS[command])
-    warnings = check_job(config, options)
+        urls = f"{server.urls}=[{','.join(_server_urls(options))}]"
+        config = load_config(config_path, [*_for_first(overrides, options.array), urls], record.root)
+    warnings = check_job(record, config, options)
     output_dir = os.path.abspath(config.output_dir)
-    servers = server_command(config, options) if options.servers.nodes else ""
+    servers = server_command(server, options) if options.servers.nodes else ""
     job = Job(command, os.path.abspath(config_path), tuple(overrides), output_dir, os.getcwd(), servers)
     return Checked(config, job, options, warnings)
 
 
-def _urls(options: SlurmConfig) -> str:
-    """An override with as many servers as there will be; their names are known when the job starts."""
-    names = ",".join(f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes))
-    return f"rollout.server.urls=[{names}]"
+def _server_urls(options: SlurmConfig) -> list[str]:
+    """As many servers as there will be; their names are known when the job starts."""
+    return [f"http://server{i}:{options.servers.port or 8000}" for i in range(options.servers.nodes)]
 
 
-def _of_first_task(command: str, config_path: str, overrides: Sequence[str], array: str) -> Config:
+def _of_first_task(root: type, config_path: str, overrides: Sequence[str], array: str) -> Config:
     if any(override.startswith("output_dir=") and TASK_ID in override for override in overrides):
         raise ConfigError(
             f"output_dir: value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID; leave {TASK_ID} out"
         )
-    return load_config(config_path, _for_first(overrides, array), ROOTS[command])
+    return load_config(config_path, _for_first(overrides, array), root)
 
 
 def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
@@ -153,7 +156,7 @@ def _resolved(checked: Checked) -> str:
     """The config as the job reads it: without what differs between an array's tasks, and servers not known yet."""
     job = checked.job
     shared = [o for o in job.overrides if checked.options.array is None or TASK_ID not in o]
-    config = load_config(job.config, shared, ROOTS[job.command])
+    config = load_config(job.config, shared, commands.record(job.command).root)
     return f"# Resolved from {' '.join(job.config.splitlines())} for the script beside it.\n{dump_config(config)}"
 
 

@@ -1,0 +1,155 @@
+"""`mrl ppo`: reinforcement learning; `algorithm.name` chooses ppo, grpo and others."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.config.command import Part, Server, TrainingCommand
+from mrl.config.ppo import ALGORITHMS, PPOConfig
+from mrl.parallel import ParallelDims
+
+NULL_IS_ACTORS = (
+    *(f"{role}.{key}" for role in ("critic", "reference", "reward") for key in ("engine", "model.dtype")),
+    "critic.model.path", "reference.model.path",
+)  # fmt: skip
+
+
+class PPO(TrainingCommand[PPOConfig]):
+    name = "ppo"
+    help = """Train a model by reinforcement learning: ppo, grpo and others, as algorithm.name in the YAML file CONFIG says.
+
+    KEY=VALUE sets any config key, as in algorithm.name=grpo; `mrl config ppo` lists them.
+    """
+    examples = """
+        mrl ppo grpo.yaml
+        mrl ppo grpo.yaml algorithm.name=ppo critic.engine.backend=fsdp
+        mrl ppo grpo.yaml rollout.samples_per_prompt=16 --nproc 8
+        mrl ppo grpo.yaml --dry-run"""
+    root = PPOConfig
+    trainer = "mrl.trainers.ppo:run"
+    order = 2
+    generates = True
+    null_is = {key: f"actor.{key.partition('.')[2]}" for key in NULL_IS_ACTORS}
+
+    def check(self, config: PPOConfig) -> None:
+        from mrl.config.ppo_checks import check_ppo
+
+        check_ppo(config)
+
+    def recognise(self, raw: Mapping[str, Any]) -> str | None:
+        return "reinforcement learning (it has the section actor)" if "actor" in raw else None
+
+    def meant_by(self, name: str) -> str | None:
+        close = difflib.get_close_matches(name.lower().replace("-", "_"), ALGORITHMS, n=1, cutoff=0.85)
+        if not close:
+            return None
+        return f"{close[0]} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={close[0]}"
+
+    def parts(self, config: PPOConfig) -> list[Part]:
+        from mrl.config.roles import ROLES, engine_of, model_of
+
+        return [
+            Part(role, model_of(config, role), engine_of(config, role), "value" if role == "critic" else "lm")
+            for role in ROLES
+        ]
+
+    def needed(self, config: PPOConfig) -> Sequence[str]:
+        from mrl.algorithms.configured import check_algorithm  # it imports torch
+        from mrl.config.roles import roles_of
+
+        return roles_of(config, check_algorithm(config))
+
+    def keys_of(self, config: PPOConfig, role: str) -> contextlib.AbstractContextManager[None]:
+        from mrl.config.roles import keys_of
+
+        return keys_of(config, role)
+
+    def longest(self, config: PPOConfig) -> tuple[int, str]:
+        prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
+        return (
+            config.max_length,
+            f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}: value {prompt + new}",
+        )
+
+    def rows_of_batch(self, config: PPOConfig) -> int:
+        return config.prompts_per_iteration
+
+    def smallest_batch(self, config: PPOConfig, role: str) -> tuple[str, int]:
+        """A mini-batch, or the rollout where the role never trains."""
+        from mrl.config.roles import TRAINED
+
+        if role in TRAINED and config.algorithm.mini_batch_size is not None:
+            return "algorithm.mini_batch_size", config.algorithm.mini_batch_size
+        return super().smallest_batch(config, role)
+
+    def check_files(self, config: PPOConfig) -> None:
+        """Files with the user's code, and rollouts to replay."""
+        from mrl.config.rewards import FunctionReward
+        from mrl.errors import ConfigError, quoted
+
+        functions = config.rewards.functions if config.rewards is not None else ()
+        specs = {
+            f"rewards.functions[{i}].function": reward.function
+            for i, reward in enumerate(functions)
+            if isinstance(reward, FunctionReward)
+        }
+        if config.rollout.environment is not None:
+            specs["rollout.environment"] = config.rollout.environment
+        for key, spec in specs.items():
+            path = spec.rpartition(":")[0]
+            if not os.path.isfile(path):
+                raise ConfigError(
+                    f"{key}: value {quoted(spec)} names the file {path}, which does not exist; give path.py:name"
+                )
+        replayed = config.rollout.path
+        if replayed is not None and not os.path.isdir(os.path.expanduser(replayed)):
+            raise ConfigError(
+                f"rollout.path: value {quoted(replayed)} is no folder; give the samples folder of a run, as runs/demo/samples"
+            )
+
+    def check_code(self, config: PPOConfig) -> None:
+        """The reward functions, and the environment."""
+        from mrl.rewards.functions import load_reward
+        from mrl.rollout.environment import load_environment
+
+        for i, reward in enumerate(config.rewards.functions if config.rewards is not None else ()):
+            load_reward(reward, f"rewards.functions[{i}]")
+        if config.rollout.environment is not None:
+            load_environment(config.rollout.environment)
+
+    def describe(self, config: PPOConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+        from mrl.algorithms.configured import configured_recipe
+        from mrl.algorithms.recipes import in_words
+        from mrl.launch.describe import micro_batch, processes
+
+        train, per_iteration = config.train, config.steps_per_iteration
+        lines = [
+            f"{part.role}: {part.engine.backend} {dims.describe()} on {processes(dims)}, micro-batches of "
+            f"{micro_batch(part.engine, config.max_length)}"
+            for part, dims in zip(parts, layouts, strict=True)
+        ]
+        lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
+        lines.append(
+            f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained on in "
+            f"{per_iteration} steps of {config.mini_batch_size} sequences"
+        )
+        if train.steps is not None:
+            length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
+        else:
+            length = f"{1 if train.epochs is None else train.epochs:g} epochs of the prompts, in whole iterations"
+        return [*lines, f"length: {length}"]
+
+    def server(self, config: PPOConfig) -> Server | None:
+        rollout = config.rollout
+        if rollout.backend not in ("vllm", "sglang"):
+            return None
+        return Server(
+            rollout.backend, config.actor.model, config.max_length, rollout.temperature, "rollout.server.urls"
+        )
+
+
+COMMAND = PPO()

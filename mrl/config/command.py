@@ -1,0 +1,239 @@
+"""The record of a command that trains: what everything that reads or starts a run asks about it; and how a record is found.
+
+A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or what an installed package registers as NAME under the entry
+points `mrl.commands` (docs/commands.md). Records are found by these names alone, so that what is below them imports none.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import mrl
+from mrl.config.keys import annotations, walk
+from mrl.config.schema import CheckpointConfig, EngineConfig, LogConfig, ModelConfig, RowsConfig
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
+
+if typing.TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "mrl.commands"
+"""The entry-point group of commands: `NAME = "package.module:COMMAND"`."""
+
+
+class Length(Protocol):
+    """The section `train`."""
+
+    @property
+    def steps(self) -> int | None: ...
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+
+class Config(Protocol):
+    """What the config of every command that trains has; its root has more sections."""
+
+    @property
+    def output_dir(self) -> str: ...
+
+    @property
+    def data(self) -> RowsConfig: ...
+
+    @property
+    def train(self) -> Length: ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+    @property
+    def log(self) -> LogConfig: ...
+
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A model that a run builds, on an engine."""
+
+    role: str  # "" where the run has one model alone; else the section that holds it
+    model: ModelConfig
+    engine: EngineConfig
+    head: Literal["lm", "value"] = "lm"
+    hf: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its config.json, once that is read
+
+    def key(self, name: str) -> str:
+        """The dotted key that the config has for `name` of this part, as in actor.engine."""
+        return f"{self.role}.{name}" if self.role else name
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """An inference server that a run samples from."""
+
+    kind: Literal["vllm", "sglang"]
+    model: ModelConfig
+    max_length: int  # tokens of the longest sequence
+    temperature: float
+    urls: str  # the key that takes the servers' urls
+
+
+class TrainingCommand(abc.ABC, Generic[C]):
+    """A command `mrl NAME CONFIG [KEY=VALUE]...` that trains.
+
+    Which keys a resumed run may change is said at the keys themselves (`may_change` of `mrl.config.schema.key`). The command
+    line imports every record to list it: what a method needs beside the keys, it imports itself.
+    """
+
+    name: str
+    help: str  # of `mrl NAME --help`; its first sentence is in the list of commands
+    examples: str  # command lines at the end of the help
+    root: type[C]  # a frozen dataclass of keys
+    trainer: str  # "module:function"; every rank calls function(config, command_line)
+    order: int = 100  # place among the commands that train, where documentation and messages list them
+    generates: bool = False  # whether its models sample text
+    null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
+
+    def check(self, config: C) -> None:
+        """Raises ConfigError where keys contradict each other or one would be left unread. Arithmetic alone: no file is read."""
+
+    def recognise(self, raw: Mapping[str, Any]) -> str | None:
+        """Where a user's YAML can only be of this command: what it is, in words that say why. Another command refuses it then."""
+        return None
+
+    def meant_by(self, name: str) -> str | None:
+        """What to write for `mrl NAME`, where NAME is no command but another trainer's word for a part of this one."""
+        return None
+
+    @abc.abstractmethod
+    def parts(self, config: C) -> Sequence[Part]:
+        """The models that the config has a section for, whether or not the run needs them, each on its engine."""
+
+    def needed(self, config: C) -> Collection[str]:
+        """The roles of the parts that the run builds. Raises ConfigError where keys do not go with what decides that."""
+        return [part.role for part in self.parts(config)]
+
+    def keys_of(self, config: C, role: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which what is said of `engine.x` or `model.x` is said of the role's own key."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def longest(self, config: C) -> tuple[int, str]:
+        """Tokens of the longest sequence, and the keys that set it, with their values."""
+
+    def rows_of_batch(self, config: C) -> int:
+        """Rows of data.train that one global batch is made of."""
+        return config.train.global_batch_size
+
+    def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
+        """The sequences of which every data-parallel replica of a part gets one or more: their key, and how many they are."""
+        return "train.global_batch_size", config.train.global_batch_size
+
+    def check_files(self, config: C) -> None:
+        """Raises a UserError where a file is missing that only this command's config names."""
+
+    def check_code(self, config: C) -> None:
+        """Loads the user's own code, as a run does when it starts. Raises ConfigError where it is none."""
+
+    @abc.abstractmethod
+    def describe(self, config: C, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Sequence[str]:
+        """What a dry run says beside the resolved config, line by line. layouts: of each of the parts that are built."""
+
+    def server(self, config: C) -> Server | None:
+        """The inference server that a run samples from, as many as there are; None where it needs none."""
+        return None
+
+
+def own_names() -> list[str]:
+    """The names of mrl's own commands."""
+    folders = [f"{folder}/commands" for folder in mrl.__path__]
+    return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
+
+
+@functools.cache
+def registered() -> Mapping[str, Sequence[EntryPoint]]:
+    """What installed packages register as commands, by name."""
+    from importlib import metadata
+
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def names() -> list[str]:
+    """The names of all commands."""
+    return sorted({*own_names(), *registered()})
+
+
+def record(name: str) -> Any:
+    """The record of the command `name`. One of mrl's own is not to be replaced. Raises KeyError where there is none."""
+    if name in own_names():
+        return importlib.import_module(f"mrl.commands.{name}").COMMAND
+    first, *others = registered()[name]
+    if others:
+        raise ConfigError(f"mrl {name}: is registered by {1 + len(others)} packages; uninstall all but one")
+    try:
+        return first.load()
+    except Exception as error:  # the package's own code runs, and may raise anything
+        raise ConfigError(
+            f"mrl {name}: cannot be imported from {first.value} ({type(error).__name__}: {error}); mend or uninstall that package"
+        ) from error
+
+
+def training(command_names: Collection[str]) -> list[TrainingCommand]:
+    """Those of the commands that train, in their order."""
+    found = [made for name in command_names if isinstance(made := record(name), TrainingCommand)]
+    return sorted(found, key=lambda command: (command.order, command.name))
+
+
+def all_training() -> list[TrainingCommand]:
+    return training(names())
+
+
+def roots() -> dict[str, type]:
+    """Name -> the root of its config, of all commands that train."""
+    return {command.name: command.root for command in all_training()}
+
+
+def command_of(root: type) -> TrainingCommand:
+    """The command whose config is a `root`."""
+    for command_names in (own_names(), registered()):
+        for command in training(command_names):
+            if command.root is root:
+                return command
+    raise LookupError(f"{root.__name__} is the config of no command")
+
+
+def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
+    """The command whose resolved config `data` is, as plain data of this or an older version: the one whose keys are nearest."""
+
+    def distance(command: TrainingCommand) -> tuple[int, int]:
+        known = {key.path for key in walk(command.root, sections=True) if key.path.count(".") < 2}
+        return len(given - known), len(known - given)
+
+    given = {
+        *data,
+        *(f"{name}.{key}" for name, section in data.items() if isinstance(section, Mapping) for key in section),
+    }
+    return min(all_training(), key=distance)
+
+
+def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
+    """Raises ConfigError where the user's YAML has a section that is not of `root`, and is plainly another command's config."""
+    unknown = raw.keys() - annotations(root).keys()
+    if not unknown:
+        return
+    for command in all_training():
+        what = command.recognise(raw)
+        if what is not None and unknown & annotations(command.root).keys():
+            raise ConfigError(f"{path}: is a config of {what}; run mrl {command.name} {path}")
