@@ -18,7 +18,7 @@ from mrl import __version__, cli
 from mrl.config.load import dump_config, from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.errors import DataError, Stopped
-from mrl.launch import local
+from mrl.launch import local, start
 from tests.bad_input.kit import Workspace
 from tests.tiers import slow_but
 
@@ -40,7 +40,7 @@ def invoke(*args: str):
 
 
 def train_with(monkeypatch, function) -> None:
-    monkeypatch.setattr(cli, "_target", lambda command: function)
+    monkeypatch.setattr(start, "trainer_of", lambda command: function)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
 
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):
     seen, calls = [], []
-    monkeypatch.setattr(cli, "_target", lambda command: lambda *given: seen.append((command.name, *given)))
+    monkeypatch.setattr(start, "trainer_of", lambda command: lambda *given: seen.append((command.name, *given)))
     monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
     assert invoke("ppo", "ppo.yaml").exit_code == 0
     assert invoke("ppo", "ppo.yaml", "--nproc", "2").exit_code == 0
@@ -299,7 +299,7 @@ def test_exit_codes(workspace, monkeypatch, error, code, message):
 
 
 def test_a_fault_is_a_traceback_and_exit_code_1(workspace):
-    code = "from mrl import cli; cli._target = lambda command: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
+    code = "from mrl import cli; from mrl.launch import start; start.trainer_of = lambda command: lambda *_: 1 / 0; cli.main(['sft', 'config.yaml'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
@@ -370,12 +370,13 @@ def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, n
     code = (
         "import atexit, os, sys\n"
         "from mrl import cli\n"
+        "from mrl.launch import start\n"
         "from mrl.errors import DataError, Stopped\n"
         "class Late:\n"
         "    def __del__(self, write=os.write): write(1, b'taken down\\n')\n"
         "late = Late()\n"
         "atexit.register(lambda: print('atexit'))\n"
-        f"cli._target = lambda command: lambda *_: {target}\n"
+        f"start.trainer_of = lambda command: lambda *_: {target}\n"
         "sys.argv = ['mrl', 'sft', 'config.yaml']\n"
         "print('printed')\n"
         "cli.command()\n"

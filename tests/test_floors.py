@@ -20,11 +20,11 @@ FLOORS = {
     "mcore_models": 2,
     "engine": 3,
     "trainers": 4, "roles": 4, "rollout": 4, "convert": 4,
-    "cli": 5, "cli_help": 5, "cli_slurm": 5, "commands": 5, "launch": 5, "__main__": 5,
+    "cli": 5, "commands": 5, "launch": 5, "__main__": 5,
 }  # fmt: skip
 
 FENCES = {
-    "click": ("cli.py", "cli_help.py", "cli_slurm.py"),
+    "click": ("cli.py",),
     "wandb": ("metrics.py", "metrics/"),
     "megatron": ("engine/", "mcore_models/"),
     "transformer_engine": ("mcore_models/",),

@@ -1,0 +1,98 @@
+"""The commands of the command line, a module each, whose `COMMAND` is its record. `mrl.cli` makes click commands of them.
+
+A command that trains is a `mrl.config.command.TrainingCommand`; any other is a `Command` or a `Group` of them. A module here
+is imported whenever commands are listed: what a command works with, its functions import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
+
+Kind = Literal["text", "path", "overrides", "number"]
+"""What a word of the command line is. overrides: KEY=VALUE, whose keys a shell completes. text: what can be printed and given
+to a tokenizer, so UTF-8. path: any bytes that a file system may have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Argument:
+    """Words of the command line by their place. They reach the command's `run` as the keyword `name`, several as a tuple."""
+
+    name: str
+    kind: Kind = "text"
+    metavar: str | Callable[[], str] | None = None
+    required: bool = True
+    several: bool = False
+    choices: Callable[[], Sequence[str]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of the command line: with a value, or a flag."""
+
+    names: str  # "--lines", or "-n --lines"
+    help: str
+    into: str | None = None  # the keyword of `run`; None is the last of the names with _ for -
+    kind: Kind | Literal["flag"] = "text"
+    metavar: str | None = None
+    several: bool = False
+    choices: Callable[[], Sequence[str]] | None = None
+    minimum: int | None = None  # of a number
+    default: Any = None  # shown in the help
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command that does not train."""
+
+    help: str  # of `mrl NAME --help`; its first sentence is in the list of commands
+    examples: str  # command lines at the end of the help
+    run: Callable[..., int | None]  # gets the arguments and options as keywords; returns the exit code, None for 0
+    params: Sequence[Argument | Option] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Commands under one name, as in `mrl convert import`."""
+
+    help: str
+    examples: str
+    commands: Mapping[str, Command]
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # each of them runs in one
+
+
+def say(message: str) -> None:
+    """One line on stderr. Ranks that torchrun or srun started each say theirs, those above 0 with their number.
+
+    What one finds before they have met, the others may not: a file that is missing on one node is on that node's line alone.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
+    print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def echo(text: str, end: str = "\n") -> None:
+    """What a command prints, at once."""
+    print(text, end=end, flush=True)
+
+
+OF_TRAINING: Sequence[Argument | Option] = (
+    Argument(name="config_path", kind="path", metavar="CONFIG"),
+    Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True),
+    Option(
+        names="--nproc", kind="number", minimum=1,
+        help="Processes to start; default: the GPUs, else what the layouts need.",
+    ),
+    Option(
+        names="--dry-run", kind="flag",
+        help="Check keys, files, layouts, and each model's config.json, print what would run, write nothing. "
+        "Weights, tokenizer, rows and checkpoints are read by the run alone.",
+    ),
+)  # fmt: skip
+"""The words of a command that trains."""

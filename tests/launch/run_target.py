@@ -9,7 +9,7 @@ from mrl.config.load import from_dict
 from mrl.launch import local
 
 
-@click.group(cls=cli._Commands)
+@click.group(cls=cli._Main)
 def main() -> None:
     pass
 

@@ -73,7 +73,7 @@ def test_a_rank_that_has_said_that_it_stopped_leaves_with_0(tmp_path, monkeypatc
     def fail(config, command_line):
         raise error
 
-    monkeypatch.setattr(cli, "_target", lambda command: fail)
+    monkeypatch.setattr("mrl.launch.start.trainer_of", lambda command: fail)
     done = CliRunner().invoke(cli.main, ["sft", "config.yaml"])
     assert done.exit_code == code, done.output
     path = tmp_path / "first_end"

@@ -1,0 +1,256 @@
+"""`mrl convert`: weights between Hugging Face folders, GGUF files and mcore checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import itertools
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import EXIT_USER_ERROR, Argument, Command, Group, Option, echo, say
+from mrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mrl.convert.verifying import Comparison
+
+_VERIFY = Option(
+    names="--verify", into="check", kind="flag",
+    help="Compare the result with the source at once, as `mrl convert verify` does.",
+)  # fmt: skip
+_NO_LOGITS = Option(
+    names="--no-logits", kind="flag", help="With --verify: compare tensors alone, so that any size fits in memory."
+)
+_ALLOW_PICKLE = Option(
+    names="--allow-pickle", kind="flag",
+    help="Read pytorch_model.bin where there is no safetensors (tensors only, no code).",
+)  # fmt: skip
+_MODEL = Option(
+    names="--model", metavar="HF_DIR",
+    help="Folder with the config.json and tokenizer of a checkpoint; default: what its run's config.yaml names.",
+)  # fmt: skip
+_ROLE = Option(names="--role", metavar="ROLE", help="Whose weights, of a checkpoint of `mrl ppo`; default: actor.")
+
+
+@contextlib.contextmanager
+def _on_files() -> Iterator[None]:
+    """What the file system refuses is a message, too."""
+    gc.set_threshold(
+        100_000
+    )  # importing torch and transformers leaves no garbage, and a fifth of it is looking for some
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE or error.filename is None:
+            raise
+        name = str(error.filename)[:200]
+        raise UserError(f"{name}: {error.strerror}; give another path, or put it right") from error
+
+
+def import_(
+    source: str, out: str, tokenizer: str | None, allow_pickle: bool, check: bool, no_logits: bool
+) -> None:  # fmt: skip
+    _check_flags(check, no_logits)
+    with _conversion(out):
+        from mrl.convert.importing import import_hf
+        from mrl.convert.progress import ProgressBar
+
+        with ProgressBar("imported") as bar:
+            done = import_hf(source, out, allow_pickle=allow_pickle, tokenizer=tokenizer, progress=bar)
+    for note in done.notes:
+        echo(note)
+    echo(f"{out}: {done.tensors} tensors of {source} are {done.parameters} of the checkpoint, all accounted for")
+    if check:
+        _verify_result(source, out, model=None, role=None, allow_pickle=allow_pickle, logits=not no_logits)
+
+
+def export(
+    ckpt: str, out: str, model: str | None, role: str | None, max_shard_size: str | None, adapter: bool, check: bool,
+    no_logits: bool,
+) -> None:  # fmt: skip
+    _check_flags(check, no_logits)
+    if adapter and max_shard_size is not None:
+        raise UserError("--max-shard-size: has no effect with --adapter, which writes one file; leave it out")
+    with _conversion(out):
+        from mrl.convert.exporting import export_adapter, export_hf
+        from mrl.convert.progress import ProgressBar
+        from mrl.convert.sources import checkpoint_folder
+
+        place = str(checkpoint_folder(ckpt))  # a run that goes on may have saved another one when this is verified
+        with ProgressBar("exported") as bar:
+            if adapter:
+                done = export_adapter(place, out, model=model, role=role)
+            else:
+                done = export_hf(place, out, model=model, role=role, max_shard_size=max_shard_size, progress=bar)
+    files = f"{done.files} file{'s' * (done.files != 1)}"
+    loads = "peft" if adapter else "transformers"
+    echo(f"{out}: {done.tensors} tensors in {files}, all accounted for (from {done.what}); loadable with {loads}")
+    for note in done.notes:
+        echo(note)
+    if check:
+        _verify_result(
+            place, out, model=model, role=role, allow_pickle=False, logits=not no_logits, own_base=adapter
+        )  # fmt: skip
+
+
+def verify(a: str, b: str, prompts: tuple[str, ...], no_logits: bool, as_json: bool, **given: Any) -> int:
+    found = _compare(a, b, prompts=prompts, logits=not no_logits, **given)
+    _show(found, as_json=as_json)
+    return 0 if found.same else EXIT_USER_ERROR
+
+
+def _compare(
+    a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
+    logits: bool = True, own_base: bool = False,
+) -> Comparison:  # fmt: skip
+    """How two models compare. own_base: B is adapters over the base that they name, not `model`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    from mrl.launch.preflight import quiet
+
+    with quiet():
+        from mrl.convert.opening import open_any
+        from mrl.convert.progress import ProgressBar
+        from mrl.convert.verifying import compare
+
+        given = {"model": model, "role": role, "allow_pickle": allow_pickle}
+        given_b = given | ({"model": None} if own_base else {})
+        with open_any(a, **given) as of_a, open_any(b, **given_b) as of_b, ProgressBar("compared") as bar:
+            return compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
+
+
+def _show(found: Comparison, *, as_json: bool = False) -> None:
+    import json
+
+    from mrl.convert.verifying import table
+
+    echo(json.dumps(found.as_json()) if as_json else table(found))
+
+
+def _check_flags(check: bool, no_logits: bool) -> None:
+    if no_logits and not check:
+        raise UserError("--no-logits: has no effect without --verify; give both, or leave it out")
+
+
+def _verify_result(source: str, out: str, **given: Any) -> None:
+    """What `--verify` does: a result that differs loses its name, and so does one that could not be compared."""
+    try:
+        found = _compare(source, out, **given)
+    except UserError as error:
+        raise UserError(f"{error}; nothing was compared, and {out} is now {_renamed(out, 'unverified')}") from None
+    except Exception:
+        say(f"{out}: could not be compared with {source}; it is now {_renamed(out, 'unverified')}")
+        raise
+    _show(found)
+    if not found.same:
+        raise UserError(f"{out}: differs from {source}; it is now {_renamed(out, 'different')}, and not to be used")
+
+
+def _renamed(out: str, why: str) -> str:
+    """The new name of the folder `out`, which ends in `why`."""
+    out = out.rstrip("/")
+    names = (f"{out}.{why}{n}" for n in itertools.chain([""], itertools.count(2)))
+    new = next(name for name in names if not os.path.exists(name))
+    os.rename(out, new)
+    return new
+
+
+@contextlib.contextmanager
+def _conversion(out: str) -> Iterator[None]:
+    """Without the warnings of libraries; and Ctrl-C in words."""
+    from mrl.launch.preflight import quiet
+
+    try:
+        with quiet():
+            yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted: {out} is not there; the same command goes on where it was") from None
+
+
+IMPORT = Command(
+    help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF file
+    (pip install 'mrl[gguf]').
+
+    Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
+    """,
+    examples="""
+        mrl convert import path/to/hf-model model-mcore --verify
+        mrl convert import Qwen/Qwen3-0.6B model-mcore
+        mrl convert import model.gguf model-mcore""",
+    run=import_,
+    params=(
+        Argument(name="source", metavar="HF|GGUF"),
+        Argument(name="out"),
+        Option(
+            names="--tokenizer", metavar="HF_DIR",
+            help="Folder with the tokenizer of a GGUF file; default: what transformers makes of the file.",
+        ),
+        _ALLOW_PICKLE,
+        _VERIFY,
+        _NO_LOGITS,
+    ),
+)  # fmt: skip
+
+EXPORT = Command(
+    help="Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir.",
+    examples="""
+        mrl convert export runs/demo exported --verify
+        mrl convert export runs/demo/checkpoints/step_00000100 exported --max-shard-size 5GB
+        mrl convert export runs/demo-rl critic --role critic""",
+    run=export,
+    params=(
+        Argument(name="ckpt"),
+        Argument(name="out"),
+        _MODEL,
+        _ROLE,
+        Option(
+            names="--max-shard-size", metavar="SIZE",
+            help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face "
+            "folder that the model comes from.",
+        ),
+        Option(
+            names="--adapter", kind="flag",
+            help="Of a run with adapters: write them alone, for peft; default: merge them into the model.",
+        ),
+        _VERIFY,
+        _NO_LOGITS,
+    ),
+)  # fmt: skip
+
+VERIFY = Command(
+    help="""Compare A and B: Hugging Face folders or hub ids, GGUF files, checkpoints, or runs, in any combination.
+
+    Tensors bit for bit, then logits on the CPU in fp32. Exit code 2 where something differs.
+    """,
+    examples="""
+        mrl convert verify path/to/hf-model model-mcore
+        mrl convert verify path/to/hf-model exported --prompt "2+2=" --json""",
+    run=verify,
+    params=(
+        Argument(name="a"),
+        Argument(name="b"),
+        Option(
+            names="--prompt", into="prompts", metavar="TEXT", several=True,
+            help="Compare logits on this text; may be repeated. Default: five texts of ours.",
+        ),
+        Option(
+            names="--no-logits", kind="flag",
+            help="Compare tensors alone: no model is built, so any size fits in memory.",
+        ),
+        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."),
+        _MODEL,
+        _ROLE,
+        _ALLOW_PICKLE,
+    ),
+)  # fmt: skip
+
+COMMAND = Group(
+    help="Convert weights between Hugging Face folders and mcore checkpoints, and compare them. No GPU is needed.",
+    examples="""
+        mrl convert import path/to/hf-model model-mcore --verify
+        mrl convert export runs/demo exported
+        mrl convert verify path/to/hf-model model-mcore""",
+    commands={"import": IMPORT, "export": EXPORT, "verify": VERIFY},
+    around=_on_files,
+)

@@ -1,0 +1,103 @@
+"""Starts a command that trains: checks what can be checked before any process starts, and runs its trainer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mrl.config.command import Config, Part, TrainingCommand
+from mrl.config.load import load_config
+from mrl.errors import UserError
+from mrl.launch import preflight
+from mrl.launch.describe import describe
+from mrl.launch.environment import interface_towards, joined_world
+from mrl.launch.worker import log_path, warnings_in
+from mrl.trainers.waits import said
+
+LOADING = "loading PyTorch and what goes with it"
+
+
+def start(
+    command: TrainingCommand, *, config_path: str, overrides: Sequence[str], nproc: int | None, dry_run: bool
+) -> int | None:
+    """What `mrl NAME` does. Where torchrun or srun has started this process, it is one of the run's ranks.
+
+    Returns 1 where a rank ended by a fault of ours, which is said.
+    """
+    joined = joined_world(os.environ)
+    config = load_config(config_path, overrides, command.root)
+    if "cpu" in preflight.devices(command, config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
+    with said("checking files and layout", shows=shows):
+        parts = preflight.check_files(command, config)
+        if joined is None:
+            nproc = _choose_nproc(parts, nproc)
+        elif nproc is not None:
+            raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
+        layouts = preflight.check_layout(command, config, parts, nproc if joined is None else joined.world_size)
+    if dry_run:
+        preflight.check_code(command, config)
+        for line in describe(command, config, parts, layouts):
+            print(line, flush=True)
+        return None
+    command_line = shlex.join(["mrl", *sys.argv[1:]])
+    if joined is not None:
+        os.environ.update(joined.variables)
+        if (
+            "GLOO_SOCKET_IFNAME" not in os.environ
+            and (name := interface_towards(os.environ["MASTER_ADDR"])) is not None
+        ):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
+            with said(LOADING, shows=shows):
+                run = trainer_of(command)
+            run(config, command_line)
+        return None
+    return _start_processes(command, config, command_line, nproc, shows)
+
+
+def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
+    gpus = 0
+    devices = {part.key("engine"): part.engine.device for part in parts}
+    if "cpu" not in devices.values():
+        import torch
+
+        gpus = torch.cuda.device_count()
+    key = next((key for key, device in devices.items() if device == "cuda"), "engine")
+    device = devices.get(key, "auto")
+    needed = preflight.needed_processes(parts)
+    return preflight.choose_nproc(asked, device=device, gpus=gpus, needed=needed, key=key)
+
+
+def _start_processes(
+    command: TrainingCommand, config: Config, command_line: str, nproc: int, shows: bool
+) -> int | None:
+    """Runs the trainer in `nproc` processes on this machine: in this one where one suffices. Returns the exit code."""
+    with said(LOADING, shows=shows):
+        from mrl.launch import local
+
+    def run(*given: Any) -> None:
+        with said(LOADING, shows=shows):  # here, where warnings of its imports go to the log
+            trainer = trainer_of(command)
+        trainer(*given)
+
+    try:
+        if nproc == 1:
+            local.run_here(run, config, command_line)
+        else:
+            local.launch(command.trainer, config, command_line, nproc)
+    except local.RankFailed as failure:
+        print(f"mrl: {failure}", file=sys.stderr, flush=True)
+        return 1
+    return None
+
+
+def trainer_of(command: TrainingCommand) -> Callable[[Any, str], None]:
+    """The function that trains."""
+    module, _, function = command.trainer.partition(":")
+    return getattr(importlib.import_module(module), function)
