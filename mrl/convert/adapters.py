@@ -22,7 +22,7 @@ from mrl.converters.accounting import SCORE
 from mrl.converters.mcore_weights import FOLDER, read_description
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo
+from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo
 from mrl.converters.stacks import turns
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import STATE, Piece, pieces
@@ -96,8 +96,8 @@ def tensors_of(
         stored.close()
 
 
-class MergedReader(HFReader):
-    """The weights of `base`, a Hugging Face folder, with adapters added in, in `dtype`; buffers in fp32.
+class MergedReader:
+    """The weights of `base`, a Hugging Face folder, with adapters added in, as a `WeightReader` in `dtype`; buffers in fp32.
 
     base: those of the folder itself, by name, in the dtype that they have there. adapter: its tensors, fp32; shapes: what each adapts.
     """
@@ -106,7 +106,7 @@ class MergedReader(HFReader):
         self, base: str, family: Family, hf_config: HFConfig, *, head: str, dtype: torch.dtype,
         shapes: Mapping[str, AdapterShape], adapter: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        self.path, self._open, self.head, self.shapes, self.adapter = Path(base), {}, head, shapes, adapter
+        self.path, self.head, self.shapes, self.adapter = Path(base), head, shapes, adapter
         self._ends, self._last = contextlib.ExitStack(), threading.local()
         stored = stored_weights(base, family, hf_config, head=head, trained=True)
         self.base: Callable[[str], Any] = self._ends.enter_context(stored)
@@ -136,14 +136,11 @@ class MergedReader(HFReader):
     def __call__(self, name: str) -> LazySlice:
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
 
-    def tensor(self, name: str) -> Tensor:
-        return self(name).whole()
-
     def _read(self, name: str, region: Region) -> Tensor:
         part, dtype = tuple(slice(low, high) for low, high in region), DTYPES[self.tensors[name].dtype]
         if name == SCORE:
             return self.adapter[SCORE_IN_FILE][part].to(dtype)
-        weight = self.base(name)[part[0]][(slice(None), *part[1:])].to(dtype)  # every kind of source gives rows
+        weight = self.base(name)[part].to(dtype)
         if name not in self._where:
             return weight
         shape, piece = self._where[name]

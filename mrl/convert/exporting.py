@@ -205,7 +205,7 @@ def _write(
             assert file.size == shard.offsets[name], f"{path}: {name} at {file.size}"
             stored = source.copies.get(name, name)
             if not info.shape:
-                progress(file.write(as_bytes(source.reader.tensor(stored).to(DTYPES[info.dtype]))))
+                progress(file.write(as_bytes(source.reader(stored)[()].to(DTYPES[info.dtype]))))
                 continue
             for block in blocks_of_rows(source.reader(stored), info.shape, 0, info.shape[0]):
                 progress(file.write(as_bytes(block.to(DTYPES[info.dtype]))))

@@ -29,11 +29,12 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.converters.json_file import read_json
 from mrl.converters.mcore_weights import DESCRIPTION, FOLDER, MARKER, read_description
 from mrl.converters.mtp import layers_in, tensors_in
+from mrl.converters.pickled import PICKLE, PICKLE_INDEX, PickleReader
 from mrl.converters.quantized import check_readable
 from mrl.converters.safetensors_io import DTYPES as KNOWN
-from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader, TensorInfo, lay_out, read_header_text
-from mrl.converters.streamed import PICKLE, PICKLE_INDEX, PickleReader, StreamReader
+from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, TensorInfo, lay_out, read_header_text
 from mrl.converters.table import Family
+from mrl.converters.weights import WeightReader
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
@@ -100,7 +101,7 @@ class Source:
     folder: Path
     kind: str
     what: str
-    reader: HFReader
+    reader: WeightReader
     hf_config: dict[str, Any]
     family: Family
     head: str
@@ -153,7 +154,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
         (folder / name).is_file() for name in (PICKLE, PICKLE_INDEX)
     )
     try:
-        stored: HFReader = PickleReader(folder) if pickled and allow_pickle else StreamReader(folder)
+        stored: WeightReader = PickleReader(folder) if pickled and allow_pickle else SafetensorsReader(folder)
     except ModelError as error:
         if pickled and not allow_pickle:
             raise ModelError(f"{error}, or trust the file and give --allow-pickle") from None
@@ -177,7 +178,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files, copies)
 
 
-def _copies(names: Iterable[str], reader: HFReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
+def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
     """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
     found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
     return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
@@ -257,7 +258,7 @@ def added_companions(folder: Path) -> list[str]:
     return [file for file in _companion_names(folder) if file not in files]
 
 
-def hf_files(reader: HFReader) -> HFFiles:
+def hf_files(reader: WeightReader) -> HFFiles:
     """How a safetensors folder is laid out: tensors in the order of their bytes."""
     files: dict[str, list[tuple[str, TensorInfo]]] = {}
     for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
@@ -360,7 +361,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         if imported
         else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
     )
-    reader: HFReader
+    reader: WeightReader
     if held is not None:
         reader = merged(
             inside, backend, held, companions, family, hf_config, DTYPES[config.dtype if config else "float32"]
@@ -459,13 +460,13 @@ def _model_of(
     return found, config, template
 
 
-def _files_of(companions: Path, reader: HFReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
+def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
     """The layout of the Hugging Face folder that training started from, where it has the same tensors as the checkpoint, and
     at most copies and layers that predict further tokens besides."""
     if (companions / SOURCE).is_file():
         found, _ = read_source_file(companions)
     elif any((companions / name).is_file() for name in (SINGLE, INDEX)):
-        with StreamReader(companions) as stored:
+        with SafetensorsReader(companions) as stored:
             found = hf_files(stored)
     else:
         return None

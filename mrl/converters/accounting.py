@@ -13,8 +13,9 @@ import torch
 from mrl.converters.algebra import Shape
 from mrl.converters.mtp import EMBEDDING, LM_HEAD, copies_in, layers_in
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import TensorInfo, some
 from mrl.converters.table import Family, HFConfig
+from mrl.converters.weights import WeightReader
 from mrl.errors import ModelError
 
 # Buffers that older versions of transformers saved and that follow from the config.
@@ -90,7 +91,7 @@ def _hint(lost: list[str], found: Mapping[str, TensorInfo]) -> str:
 
 
 def check_model(
-    reader: HFReader,
+    reader: WeightReader,
     family: Family,
     hf_config: HFConfig,
     *,
@@ -129,7 +130,7 @@ def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
     return tied | copies_in(hf_config, mtp)
 
 
-def equal_tensors(reader: HFReader, a: str, b: str) -> bool:
+def equal_tensors(reader: WeightReader, a: str, b: str) -> bool:
     """Whether two tensors are equal bit for bit, read a block of rows at a time."""
     if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
         return False

@@ -8,38 +8,26 @@ transformers 5 holds the experts of a layer as `mlp.experts.gate_up_proj` [exper
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import Tensor
 
+from mrl.converters.pread import LazySlice, Region
 from mrl.converters.quantized import dequantised
-from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.safetensors_io import TensorInfo
 from mrl.converters.stacks import StackReader
 from mrl.converters.table import Family
+from mrl.converters.weights import Slice, WeightReader
 
 _STACKED = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
-class _Part:
-    """Rows `first` to `first + rows` of one expert in a stacked tensor, as a lazy slice of two dimensions."""
+class UnstackedReader:
+    """A `WeightReader` that shows stacked experts (and their router) under the family's names; all else as it is."""
 
-    def __init__(self, source: Any, expert: int, first: int, rows: int) -> None:
-        self.source, self.expert, self.first, self.rows = source, expert, first, rows
-
-    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
-        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
-        start, stop, _ = rows.indices(self.rows)
-        return self.source[self.expert, self.first + start : self.first + stop, columns]
-
-
-class UnstackedReader(HFReader):
-    """An `HFReader` that shows stacked experts (and their router) under the family's names; all else as it is."""
-
-    def __init__(self, reader: HFReader, family: Family) -> None:
-        self.path, self._open = reader.path, reader._open
-        self._stored = reader
+    def __init__(self, reader: WeightReader, family: Family) -> None:
+        self.path, self._stored = reader.path, reader
         self.tensors: dict[str, TensorInfo] = {}
-        self._where: dict[str, tuple[str, int, int, int]] = {}
+        self._where: dict[str, tuple[str, int, int]] = {}  # stored name, expert, its first row there
         router = next(entry for entry in family.sparse if entry.mcore.endswith("router.weight")).hf[0][0]
         self._routers = {}
         for name, info in reader.tensors.items():
@@ -62,26 +50,29 @@ class UnstackedReader(HFReader):
             for i, (pattern, _) in enumerate(entry.hf):
                 name = pattern.format(l=layer, e=expert)
                 self.tensors[name] = TensorInfo(info.dtype, (rows, columns), info.file)
-                self._where[name] = (stored, expert, i * rows, rows)
+                self._where[name] = (stored, expert, i * rows)
 
-    def __call__(self, name: str) -> Any:
-        """A lazy slice of tensor `name`."""
-        if name in self._where:
-            stored, expert, first, rows = self._where[name]
-            return _Part(self._stored(stored), expert, first, rows)
-        return self._stored(self._routers.get(name, name))
+    def __call__(self, name: str) -> Slice:
+        if name not in self._where:
+            return self._stored(self._routers.get(name, name))
+        stored, expert, first = self._where[name]
+        source = self._stored(stored)
 
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on CPU."""
-        return self(name)[:] if name in self._where else self._stored.tensor(self._routers.get(name, name))
+        def read(region: Region) -> Tensor:
+            (start, stop), columns = region
+            return source[expert, first + start : first + stop, slice(*columns)]
+
+        return LazySlice(self.tensors[name].shape, read)
 
     def close(self) -> None:
         self._stored.close()
 
 
-def unstacked(reader: HFReader, family: Family) -> HFReader:
-    """`reader` itself, or a view of it under the names of the family's tables: without quantisation (mrl.converters.quantized),
-    and an expert at a time where files hold them stacked."""
+def unstacked(reader: WeightReader, family: Family) -> WeightReader:
+    """Returns `reader`, or a view of it under the names of the family's tables.
+
+    A view has no quantisation (mrl.converters.quantized), and one tensor an expert where the files hold experts stacked.
+    """
     reader = dequantised(reader)
     if family.stacks:
         return StackReader(reader, family)

@@ -23,7 +23,7 @@ from torch import Tensor
 from mrl.converters.algebra import Shape
 from mrl.converters.gguf_header import read_header
 from mrl.converters.pread import LazySlice, Region, ShortFile, read_bytes
-from mrl.converters.safetensors_io import DTYPES, HFReader, TensorInfo
+from mrl.converters.safetensors_io import DTYPES, TensorInfo
 from mrl.errors import ConfigError, ModelError
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -124,15 +124,14 @@ def _check_spans(path: Path, tensors: Mapping[str, Stored]) -> None:
         raise ModelError(f"{path}: has {size} bytes, its header promises {end}; get the file again")
 
 
-class GGUFWeights(HFReader):
-    """The tensors of `file` under Hugging Face names. Safe to use from several threads.
+class GGUFWeights:
+    """The tensors of `file` under Hugging Face names, as a `WeightReader`.
 
     places: of each name. left: tensors of the file that no name stands for, which are shown under their own.
     """
 
     def __init__(self, file: GGUFFile, places: Mapping[str, Place], left: list[str]) -> None:
-        self.path, self._open = file.path, {}
-        self._file, self._places = file, dict(places)
+        self.path, self._file, self._places = file.path, file, dict(places)
         self._gguf = package(file.path)
         self._descriptor = os.open(file.path, os.O_RDONLY)
         held = file.tensors
@@ -144,14 +143,10 @@ class GGUFWeights(HFReader):
             self.tensors[shown] = TensorInfo(held[name].dtype, held[name].shape, file.path.name)
 
     def __call__(self, name: str) -> LazySlice:
-        """A lazy slice of tensor `name`."""
         if name not in self._places:
             raise ModelError(f"{self.path}: has no tensor {name}")
         place = self._places[name]
         return LazySlice(place.shape, lambda region: self._region(place, region))
-
-    def tensor(self, name: str) -> Tensor:
-        return self(name).whole()
 
     def _region(self, place: Place, region: Region) -> Tensor:
         if len(place.shape) == 1:

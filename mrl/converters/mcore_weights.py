@@ -22,8 +22,8 @@ from mrl.converters.fields import HINTS, rotary_percent
 from mrl.converters.mtp import announced
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import ChunkPlan, Rule, param_map
-from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, listed
-from mrl.converters.stacks import place_of, reads_whole, stacking
+from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
+from mrl.converters.stacks import place_of, stacking
 from mrl.converters.stacks import stored_shapes as files_shapes
 from mrl.converters.table import Family, HFConfig, Stack
 from mrl.errors import CheckpointError
@@ -121,7 +121,7 @@ def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
 def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
     """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
     step = max(BLOCK_ENTRIES // max(math.prod(shape[1:]), 1), 1)
-    if reads_whole(source):
+    if isinstance(source, LazySlice) and not source.whole_rows:
         step = max(last - first, 1)
     for start in range(first, last, step):
         yield source[start : min(start + step, last)]
@@ -148,20 +148,18 @@ class StoredTensors(Protocol):
     def close(self) -> None: ...
 
 
-class McoreReader(HFReader):
-    """The weights of the distributed checkpoint `stored`, by Hugging Face name, in the dtype that they have there.
+class McoreReader:
+    """The weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
 
     `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
     Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
-    another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it holds. Safe to
-    use from several threads.
+    another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it holds.
     """
 
     def __init__(
         self, stored: StoredTensors, family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm"
     ) -> None:
-        self.path, self._open = stored.path, {}
-        self._stored = stored
+        self.path, self._stored = stored.path, stored
         self.mtp = announced(hf_config) if any(key.startswith("mtp.") for key in stored.tensors) else 0
         self.rules = whole_rules(family, hf_config, spec=spec, head=head, mtp=self.mtp)
         _account(stored, self.rules)
@@ -189,13 +187,9 @@ class McoreReader(HFReader):
         self.tensors = {n: TensorInfo(dtypes[n], tuple(s)) for n, s in files_shapes(family, shapes).items()}
 
     def __call__(self, name: str) -> LazySlice:
-        """A lazy slice of HF tensor `name`."""
         if name in self._stacks:
             return stacking(self, *self._stacks[name], self.tensors[name].shape)
         return LazySlice(self._shapes[name], lambda region: self._read(name, region))
-
-    def tensor(self, name: str) -> Tensor:
-        return self(name).whole()
 
     def _read(self, name: str, region: Region) -> Tensor:
         rule, places = self._where[name]

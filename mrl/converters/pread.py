@@ -18,6 +18,8 @@ from mrl.converters.algebra import Shape
 
 Region = Sequence[tuple[int, int]]
 """From which entry to which, in each dimension."""
+FEWEST_BYTES = 1024
+"""Of a row: shorter parts of rows cost more to read one by one than the rest of the rows does."""
 
 
 class ShortFile(Exception):
@@ -37,7 +39,7 @@ def read_bytes(file: int, at: int, count: int) -> bytearray:
 
 
 def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region: Region) -> Tensor:
-    """The entries of `region` of a contiguous tensor of `shape` whose first byte is byte `at` of the file; new memory."""
+    """Returns new memory with `region` of a contiguous tensor of `shape` whose first byte is byte `at` of the file."""
     if not shape:  # a single number
         return torch.frombuffer(read_bytes(file, at, dtype.itemsize), dtype=dtype).view(())
     wanted = tuple(stop - start for start, stop in region)
@@ -48,6 +50,11 @@ def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region:
         at += part[0][0] * math.prod(sizes[1:]) * dtype.itemsize
         sizes, part = sizes[1:], part[1:]
     row, (first, last) = math.prod(sizes[1:]) * dtype.itemsize, part[0]
+    if len(sizes) == 2 and FEWEST_BYTES <= (part[1][1] - part[1][0]) * dtype.itemsize <= row // 2:
+        # one rank's columns: to read whole rows would have each of eight ranks read eight times what it keeps
+        (left, right), size = part[1], dtype.itemsize
+        columns = [read_bytes(file, at + i * row + left * size, (right - left) * size) for i in range(first, last)]
+        return torch.frombuffer(bytearray().join(columns), dtype=dtype).view(wanted)
     data = read_bytes(file, at + first * row, (last - first) * row)
     block = torch.frombuffer(data, dtype=dtype).view(last - first, *sizes[1:])
     for dim, (low, high) in enumerate(part[1:], 1):
@@ -56,13 +63,13 @@ def read_region(file: int, at: int, *, dtype: torch.dtype, shape: Shape, region:
 
 
 class LazySlice:
-    """A tensor that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, and `[i, a:b, c:d]`."""
+    """A tensor that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all of it.
 
-    def __init__(self, shape: Shape, read: Callable[[Region], Tensor]) -> None:
-        self.shape, self._read = tuple(shape), read
+    whole_rows: False where any of its rows cost as much to read as all of them.
+    """
 
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
+    def __init__(self, shape: Shape, read: Callable[[Region], Tensor], *, whole_rows: bool = True) -> None:
+        self.shape, self._read, self.whole_rows = tuple(shape), read, whole_rows
 
     def __getitem__(self, key: Any) -> Tensor:
         keys = key if isinstance(key, tuple) else (key,)
@@ -80,6 +87,3 @@ class LazySlice:
         for dim in reversed(single):
             part = part.squeeze(dim)
         return part
-
-    def whole(self) -> Tensor:
-        return self._read([(0, size) for size in self.shape])

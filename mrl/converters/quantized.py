@@ -9,7 +9,6 @@ OCP Microscaling Formats, version 1.0, section 5.3.3, has the sixteen values of 
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,31 @@ import torch
 from torch import Tensor
 
 from mrl.converters.json_file import read_json
-from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.pread import LazySlice, Region
+from mrl.converters.safetensors_io import TensorInfo
+from mrl.converters.weights import Slice, WeightReader
 from mrl.errors import ModelError
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _FP4_BLOCK = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fp8:
-    """A matrix [rows, columns]: lazy slices of numbers and factors, and the rows and columns of a block."""
-
-    numbers: Any
-    factors: Any
-    block: tuple[int, int]
-    shape: tuple[int, ...]
-
-    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
-        keys = key if isinstance(key, tuple) else (key, slice(None))
-        spans = [k.indices(size)[:2] for k, size in zip(keys, self.shape, strict=True)]
-        (top, bottom), (left, right) = spans
-        (low, high), (first, last) = (
-            (start // size, -(-stop // size)) for (start, stop), size in zip(spans, self.block, strict=True)
-        )
-        factors = self.factors[low:high, first:last]
-        factors = factors.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-        factors = factors[top - low * self.block[0] :, left - first * self.block[1] :]
-        return (self.numbers[top:bottom, left:right].float() * factors[: bottom - top, : right - left]).bfloat16()
+def _read_fp8(numbers: Slice, factors: Slice, block: tuple[int, int], region: Region) -> Tensor:
+    """Returns part of a matrix [rows, columns]; block: how many rows and columns have one factor."""
+    (top, bottom), (left, right) = region
+    (low, high), (first, last) = (
+        (start // size, -(-stop // size)) for (start, stop), size in zip(region, block, strict=True)
+    )
+    of_blocks = factors[low:high, first:last].repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    of_entries = of_blocks[top - low * block[0] :, left - first * block[1] :][: bottom - top, : right - left]
+    return (numbers[top:bottom, left:right].float() * of_entries).bfloat16()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mxfp4:
-    """Stacked matrices [E, in, out]: of one expert `[e, a:b, c:d]`, or of several `[e:f]`."""
-
-    blocks: Any
-    scales: Any
-
-    def __getitem__(self, key: slice | tuple[int, slice, slice]) -> Tensor:
-        if isinstance(key, slice):
-            return dequantised_mxfp4(self.blocks[key], self.scales[key]).transpose(1, 2)
-        expert, inputs, outputs = key
-        return dequantised_mxfp4(self.blocks[expert, outputs], self.scales[expert, outputs]).t()[inputs]
+def _read_mxfp4(blocks: Slice, scales: Slice, region: Region) -> Tensor:
+    """Returns part of stacked matrices [E, in, out], made one expert at a time, as making them takes memory."""
+    experts, inputs, outputs = (slice(*span) for span in region)
+    made = [dequantised_mxfp4(blocks[e, outputs], scales[e, outputs]) for e in range(experts.start, experts.stop)]
+    return torch.stack(made).transpose(1, 2)[:, inputs]
 
 
 def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -67,11 +50,11 @@ def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.flatten(-3).bfloat16()
 
 
-class DequantisedReader(HFReader):
-    """An `HFReader` that shows what quantised tensors stand for, under the names and shapes that a bf16 folder has."""
+class DequantisedReader:
+    """A `WeightReader` that shows what quantised tensors stand for, under the names and shapes that a bf16 folder has."""
 
-    def __init__(self, reader: HFReader) -> None:
-        self.path, self._open, self._stored = reader.path, reader._open, reader
+    def __init__(self, reader: WeightReader) -> None:
+        self.path, self._stored = reader.path, reader
         self.tensors: dict[str, TensorInfo] = {}
         held = reader.tensors
         self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in held) else (1, 1)
@@ -110,22 +93,15 @@ class DequantisedReader(HFReader):
                 f"[experts, out, in / {_FP4_BLOCK}, {_FP4_BLOCK // 2}] with U8 of its first three sizes; get the weights again"
             )
 
-    def __call__(self, name: str) -> Any:
-        """A lazy slice of tensor `name`, in bf16 where it is quantised."""
+    def __call__(self, name: str) -> Slice:
         held = self._stored.tensors
         if name + "_blocks" in held:
-            return _Mxfp4(self._stored(name + "_blocks"), self._stored(name + "_scales"))
+            blocks, scales = self._stored(name + "_blocks"), self._stored(name + "_scales")
+            return LazySlice(self.tensors[name].shape, lambda region: _read_mxfp4(blocks, scales, region))
         if name + "_scale_inv" in held:
             numbers, factors = self._stored(name), self._stored(name + "_scale_inv")
-            return _Fp8(numbers, factors, self._block, held[name].shape)
+            return LazySlice(held[name].shape, lambda region: _read_fp8(numbers, factors, self._block, region))
         return self._stored(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on CPU."""
-        source = self(name)
-        if isinstance(source, _Mxfp4):
-            return torch.stack([source[e, slice(None), slice(None)] for e in range(self.tensors[name].shape[0])])
-        return source[:] if isinstance(source, _Fp8) else self._stored.tensor(name)
 
     def close(self) -> None:
         self._stored.close()
@@ -157,7 +133,7 @@ def check_readable(quantization: Any, where: str = "config.json") -> None:
     )
 
 
-def dequantised(reader: HFReader) -> HFReader:
-    """`reader` itself, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
+def dequantised(reader: WeightReader) -> WeightReader:
+    """Returns `reader`, or a view of it in bf16 where it holds block-fp8 or mxfp4 tensors."""
     quantised = any(name.endswith(("_scale_inv", "_blocks")) for name in reader.tensors)
     return DequantisedReader(reader) if quantised else reader

@@ -19,12 +19,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.companions import LFS_POINTER, copy_companions
 from mrl.converters.json_file import parse_json, shown
+from mrl.converters.pread import LazySlice, Region, ShortFile, read_region
 from mrl.errors import ConfigError, ModelError
 
 SINGLE = "model.safetensors"
@@ -145,18 +145,17 @@ def listed(groups: Mapping[str, list[str]]) -> list[str]:
     return [f"{len(names)} {what} ({some(names)})" for what, names in groups.items() if names]
 
 
-class HFReader:
-    """The weights of a model folder. `tensors` maps each name to its `TensorInfo`; calling it gives a lazy slice.
+class SafetensorsReader:
+    """The weights of a model folder, as a `WeightReader` (mrl.converters.weights) and a context manager that closes the files.
 
-    A slice takes `[a:b]` and `[:, a:b]` and reads only that. Raises ModelError, naming the file, for a folder
-    that is missing, incomplete, damaged, or holds no safetensors. Use as a context manager to close the files.
+    It raises ModelError, naming the file, for a folder that is missing, incomplete, damaged, or holds no safetensors.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ModelError(f"{self.path}: no such folder; give a Hugging Face model folder")
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, int] = {}
         single, index = self.path / SINGLE, self.path / INDEX
         if index.is_file():
             self.tensors = self._check_index(_read_index(index), index, single)
@@ -195,30 +194,34 @@ class HFReader:
             tensors |= held
         return tensors
 
-    def __call__(self, name: str) -> Any:
-        """A lazy slice of tensor `name`."""
-        return self._file(name).get_slice(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on CPU."""
-        return self._file(name).get_tensor(name)
-
-    def _file(self, name: str) -> Any:
+    def __call__(self, name: str) -> LazySlice:
         if name not in self.tensors:
             raise ModelError(f"{self.path}: has no tensor {name}")
-        file = self.tensors[name].file
-        if file not in self._open:
+        info = self.tensors[name]
+
+        def read(region: Region) -> Tensor:
             try:
-                self._open[file] = safe_open(str(self.path / file), framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{self.path / file}: not readable ({error}); get the file again") from None
-        return self._open[file]
+                file = self._file(info.file)
+                return read_region(file, info.start, dtype=DTYPES[info.dtype], shape=info.shape, region=region)
+            except (ShortFile, OSError) as error:
+                raise ModelError(f"{self.path / info.file}: {error}; get the file again") from error
+
+        return LazySlice(info.shape, read)
+
+    def _file(self, name: str) -> int:
+        if name not in self._open:
+            opened = os.open(self.path / name, os.O_RDONLY)
+            if self._open.setdefault(name, opened) != opened:  # another thread was first
+                os.close(opened)
+        return self._open[name]
 
     def close(self) -> None:
-        """Let go of the files; tensors already read stay valid."""
+        """Closes the files; tensors that were read stay valid."""
+        for file in self._open.values():
+            os.close(file)
         self._open.clear()
 
-    def __enter__(self) -> "HFReader":
+    def __enter__(self) -> "SafetensorsReader":
         return self
 
     def __exit__(self, *exc: object) -> None:

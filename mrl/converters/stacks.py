@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mrl.converters.algebra import Shape
 from mrl.converters.pread import LazySlice, Region
-from mrl.converters.safetensors_io import HFReader
 from mrl.converters.table import Family, HFConfig, Stack
+from mrl.converters.weights import Slice, WeightReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,53 +71,42 @@ def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
     return stored
 
 
-class _Part:
-    """One part of one expert in a stored tensor, as a lazy slice of its own rows and columns."""
+def _part_of(source: Slice, place: Place) -> LazySlice:
+    """Returns one part of one expert in the stored tensor `source`, with rows and columns of its own."""
+    stack, count = place.stack, len(place.stack.parts)
+    _, *sizes = source.shape
+    rows, *columns = reversed(sizes) if stack.transposed else sizes
 
-    def __init__(self, source: Any, place: Place) -> None:
-        self.source, self.place = source, place
+    def read(region: Region) -> Tensor:
+        (first, last), *inside = region
+        span, others = slice(first * count, last * count), [slice(*bounds) for bounds in inside]
+        if stack.transposed:
+            return source[place.expert, *others, span][:, place.part :: count].t()
+        return source[place.expert, span, *others][place.part :: count]
 
-    def __getitem__(self, key: slice | tuple[slice, slice]) -> Tensor:
-        rows, columns = key if isinstance(key, tuple) else (key, slice(None))
-        count, part = len(self.place.stack.parts), self.place.part
-        span = slice(rows.start and rows.start * count, rows.stop and rows.stop * count)
-        if self.place.stack.transposed:
-            return self.source[self.place.expert, columns, span][:, part::count].t()
-        if self.place.stack.bias:
-            return self.source[self.place.expert, span][part::count]
-        return self.source[self.place.expert, span, columns][part::count]
-
-
-def reads_whole(source: Any) -> bool:
-    """Whether any rows of a lazy slice cost as much as all: they are columns of the file."""
-    return isinstance(source, _Part) and source.place.stack.transposed
+    # the rows of a transposed one are columns of the file
+    return LazySlice((rows // count, *columns), read, whole_rows=not stack.transposed)
 
 
-def reading(read: Callable[[str], Any], family: Family) -> Callable[[str], Any]:
-    """`read` of stored names, for the tables' names too."""
+def reading(read: Callable[[str], Slice], family: Family) -> Callable[[str], Slice]:
+    """Returns `read`, which takes the files' names, for the tables' names too."""
 
-    def read_either(name: str) -> Any:
+    def read_either(name: str) -> Slice:
         place = place_of(family, name)
-        return read(name) if place is None else _Part(read(place.stored), place)
+        return read(name) if place is None else _part_of(read(place.stored), place)
 
     return read_either
 
 
-class StackReader(HFReader):
-    """An `HFReader` with the stored tensors that gives slices under the tables' names too."""
+class StackReader:
+    """A `WeightReader` with the stored tensors that answers for the tables' names too."""
 
-    def __init__(self, reader: HFReader, family: Family) -> None:
-        self.path, self._open, self.tensors = reader.path, reader._open, reader.tensors
-        self._stored = reader
+    def __init__(self, reader: WeightReader, family: Family) -> None:
+        self.path, self.tensors, self._stored = reader.path, reader.tensors, reader
         self._read = reading(reader, family)
 
-    def __call__(self, name: str) -> Any:
-        """A lazy slice of tensor `name`."""
+    def __call__(self, name: str) -> Slice:
         return self._read(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on CPU."""
-        return self._stored.tensor(name) if name in self.tensors else self(name)[:]
 
     def close(self) -> None:
         self._stored.close()

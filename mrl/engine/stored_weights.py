@@ -13,7 +13,7 @@ from mrl.converters.accounting import SCORE, check_model
 from mrl.converters.fused import unstacked
 from mrl.converters.mcore_weights import FOLDER, McoreReader, check_architecture, is_imported, read_description
 from mrl.converters.mtp import announced, tensors_in
-from mrl.converters.safetensors_io import INDEX, SINGLE, HFReader
+from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.torch_dist.reader import TorchDistReader
 
@@ -29,7 +29,7 @@ def stored_weights(
     trained: a value head that is going to be trained starts at zero where the folder has none.
     """
     imported = is_imported(path)
-    with open_imported(path, family, hf_config) if imported else HFReader(path) as stored:
+    with contextlib.closing(open_imported(path, family, hf_config) if imported else SafetensorsReader(path)) as stored:
         reader = stored if imported else unstacked(stored, family)
         may_lack = [SCORE] if head == "value" and trained else []
         absent = check_model(reader, family, hf_config, head=head, may_lack=may_lack)
@@ -42,11 +42,11 @@ def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> lis
     if not announced(hf_config):
         return []
     if is_imported(path):
-        with open_imported(path, family, hf_config) as reader:
+        with contextlib.closing(open_imported(path, family, hf_config)) as reader:
             return tensors_in(reader.tensors, hf_config)
     if not any((Path(path) / name).is_file() for name in (SINGLE, INDEX)):
         return []  # a config.json to start from scratch
-    with HFReader(path) as reader:
+    with SafetensorsReader(path) as reader:
         return tensors_in(unstacked(reader, family).tensors, hf_config)
 
 

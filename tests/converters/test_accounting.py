@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from mrl.converters.accounting import account, check_model
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
-from mrl.converters.safetensors_io import HFReader, TensorInfo
+from mrl.converters.safetensors_io import SafetensorsReader, TensorInfo
 from mrl.errors import ModelError
 from tests.converters.models import MODELS
 
@@ -21,7 +21,7 @@ NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.w
 
 def check(folder, **options) -> list[str]:
     config = read_hf_config(folder)
-    with HFReader(folder) as reader:
+    with SafetensorsReader(folder) as reader:
         return check_model(reader, family_for(config), config, **options)
 
 

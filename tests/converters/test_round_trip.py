@@ -13,7 +13,7 @@ from mrl.converters.accounting import check_model
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.rules import chunk_plans, expected_hf_names, export_order, padded_vocab, param_map
-from mrl.converters.safetensors_io import HFReader
+from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.converters.stacks import reading, restacked, stored_shapes
 from mrl.parallel import Coordinates
 from tests.converters.models import DENSE_LAYOUTS, LAYOUTS, MODELS, MOE, VOCAB
@@ -73,7 +73,7 @@ def test_shards_merge_to_the_same_tensors(saved, model, layout, variant):
     hf, layout = saved(model, tied=tied, dtype=dtype), LAYOUTS[layout]
     config = read_hf_config(hf.path)
     family = family_for(config)
-    with HFReader(hf.path) as reader:
+    with SafetensorsReader(hf.path) as reader:
         assert check_model(reader, family, config) == []
         shards, rules = load_all(reader, family, config, layout, spec=spec)
     assert all(tuple(shards[key].shape) == rule.shape() for key, rule in rules.items())
@@ -193,7 +193,7 @@ def test_trap_12_a_value_head_is_never_tied(saved, tied, layout):
     out = export_all(shards, family, config, layout, head="value")
     assert out.keys() == weights.keys()
     assert all(torch.equal(out[name], weights[name]) for name in out)
-    with HFReader(hf.path) as reader:  # a critic starts from a model with an LM head
+    with SafetensorsReader(hf.path) as reader:  # a critic starts from a model with an LM head
         assert check_model(reader, family, config, head="value", may_lack=["score.weight"]) == ["score.weight"]
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from mrl.converters.safetensors_io import (
     INDEX,
     SINGLE,
-    HFReader,
     HFWriter,
+    SafetensorsReader,
     TensorInfo,
     copy_companions,
     parse_size,
@@ -37,9 +37,9 @@ def write(out, tensors=TENSORS, **options) -> None:
 @pytest.mark.parametrize("limit", ["5GB", 100, 1])
 def test_reads_back_what_was_written(tmp_path, limit):
     write(tmp_path, max_shard_size=limit)
-    with HFReader(tmp_path) as reader:
+    with SafetensorsReader(tmp_path) as reader:
         assert list(reader.tensors) == list(TENSORS)
-        assert all(torch.equal(reader.tensor(name), TENSORS[name]) for name in TENSORS)
+        assert all(torch.equal(reader(name)[()], TENSORS[name]) for name in TENSORS)
         assert torch.equal(reader("layer.1.weight")[1:3], TENSORS["layer.1.weight"][1:3])
         assert torch.equal(reader("layer.1.weight")[:, 1:3], TENSORS["layer.1.weight"][:, 1:3])
     names = sorted(file.name for file in tmp_path.iterdir())
@@ -126,11 +126,11 @@ def test_an_interrupted_write_never_looks_whole(tmp_path):
     for name in list(TENSORS)[:-1]:
         writer.add(name, TENSORS[name])
         with pytest.raises(ModelError, match="has neither"):
-            HFReader(tmp_path)
+            SafetensorsReader(tmp_path)
     # killed here; the next run starts over and finishes
     write(tmp_path, max_shard_size=100)
     assert not list(tmp_path.glob(".*"))
-    with HFReader(tmp_path) as reader:
+    with SafetensorsReader(tmp_path) as reader:
         assert reader.tensors.keys() == TENSORS.keys()
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path, fault):
     write(folder, max_shard_size=100 if sharded else "5GB")
     damage(folder)
     with pytest.raises(ModelError, match=message) as error:
-        HFReader(folder)
+        SafetensorsReader(folder)
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
@@ -275,5 +275,5 @@ def test_flipped_header_bytes_never_crash_otherwise(tmp_path):
 
 def test_an_unknown_tensor_name_is_said(tmp_path):
     write(tmp_path)
-    with HFReader(tmp_path) as reader, pytest.raises(ModelError, match="has no tensor nothing"):
+    with SafetensorsReader(tmp_path) as reader, pytest.raises(ModelError, match="has no tensor nothing"):
         reader("nothing")

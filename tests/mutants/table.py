@@ -278,12 +278,12 @@ CONVERTERS = (
         "converters/test_quantized.py",
         ("[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]"),
         ("(scales.int() - 127)", "(scales.int() - 128)"),
-        ("factors[top - low * self.block[0] :, left", "factors[0:, left"),
+        ("of_blocks[top - low * block[0] :, left", "of_blocks[0:, left"),
     ),
     *_of(
         "converters/fused.py",
         "converters/test_fused.py",
-        ("self.first + start : self.first + stop", "start : stop"),
+        ("first + start : first + stop", "start : stop"),
     ),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from mrl.batch import make_batch
 from mrl.config.ppo import ServerConfig
 from mrl.config.schema import RoleConfig
-from mrl.converters.safetensors_io import HFReader
+from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import Completion
 from mrl.engine.registry import build_engine
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
@@ -187,11 +187,11 @@ def hf_stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a model folder. break_file_in: before the last one, cuts a file below that folder short, as a disk may.
     wrong_shape: a tensor that comes smaller than it is."""
-    with HFReader(folder) as reader:
+    with SafetensorsReader(folder) as reader:
         names = sorted(reader.tensors)
         for name in names:
             if break_file_in is not None and name == names[-1]:
                 file = sorted(break_file_in.rglob("*.safetensors"))[-1]
                 os.truncate(file, file.stat().st_size // 2)
-            tensor = reader.tensor(name)
+            tensor = reader(name)[()]
             yield name, tensor[:3] if name == wrong_shape else tensor

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.ppo import ServerConfig
-from mrl.converters.safetensors_io import HFReader
+from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine.base import BaseEngine
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ConfigError, ServerError
@@ -200,8 +200,8 @@ def test_no_server_loads_before_all_are_paused(two, tmp_path):
     assert loaded(servers[0]) == loaded(servers[1]) and servers[0].version == servers[1].version
     folder = pathlib.Path(loaded(servers[0])[0])
     assert list((tmp_path / "weights").iterdir()) == [folder] and folder.name == servers[0].version
-    with HFReader(folder) as reader:
-        assert {name: reader.tensor(name).tolist() for name in reader.tensors} == {n: t.tolist() for n, t in WEIGHTS}
+    with SafetensorsReader(folder) as reader:
+        assert {name: reader(name)[()].tolist() for name in reader.tensors} == {n: t.tolist() for n, t in WEIGHTS}
 
 
 @pytest.mark.parametrize("broken", [LOAD, "/reset_prefix_cache", "/update_weight_version"])
@@ -333,9 +333,9 @@ def test_weights_are_written_in_buckets(tmp_path):
 
     folder, shapes = folders.write(stream())
     assert len(list(folder.glob("*.safetensors"))) == 5 and shapes["large"] == (500_000,)
-    with HFReader(folder) as reader:
+    with SafetensorsReader(folder) as reader:
         for i, name in itertools.chain(((i, f"t{i}") for i in range(count)), [(9, "large")]):
-            assert reader.tensor(name).unique().tolist() == [i]
+            assert reader(name)[()].unique().tolist() == [i]
     other, _ = folders.write(iter(WEIGHTS))
     assert other != folder and {p.name for p in tmp_path.iterdir()} == {"mine", folder.name, other.name}
     folders.keep_only(other)

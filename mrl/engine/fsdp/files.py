@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from mrl.converters.accounting import SCORE, account, equal_tensors
 from mrl.converters.algebra import Shape
-from mrl.converters.safetensors_io import HFReader
+from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.errors import ModelError
 
 Read = Callable[[str], Any]
@@ -96,14 +96,14 @@ class ModelFiles:
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[Stored]:
         """The weights of the folder `path`, all accounted for. trained: a value head may be absent, and starts at zero."""
-        with HFReader(path) as reader:
+        with SafetensorsReader(path) as reader:
             yield Stored(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
 
 
 class Stored:
     """The weights of a Hugging Face folder, by the names of the module. Raises ModelError that lists all that differs."""
 
-    def __init__(self, files: ModelFiles, reader: HFReader, *, may_lack: Sequence[str]) -> None:
+    def __init__(self, files: ModelFiles, reader: SafetensorsReader, *, may_lack: Sequence[str]) -> None:
         self.files, self.reader = files, reader
         mapping = get_model_conversion_mapping(files.hf)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -174,8 +174,8 @@ class Stored:
         first = self._by_others.get(name, name)
         ((key, pattern), *_) = self._sources[first]
         if pattern is None:
-            return self.reader(key)[start:stop] if shape else self.reader.tensor(key)
-        return self._convert(first, self.reader.tensor)[name][start:stop]
+            return self.reader(key)[start:stop] if shape else self.reader(key)[()]
+        return self._convert(first, lambda key: self.reader(key)[()])[name][start:stop]
 
     def _converter(self, pattern: str) -> WeightConverter:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)

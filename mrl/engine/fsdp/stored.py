@@ -10,7 +10,7 @@ from torch import Tensor
 from mrl.converters.mcore_weights import check_architecture
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
-from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, listed
+from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import STATE, Piece, pieces
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -19,8 +19,8 @@ from mrl.errors import CheckpointError
 PREFIX = "model."
 
 
-class FSDPReader(HFReader):
-    """The weights of the checkpoint folder `path`, which are fp32, in `dtype`. head: "lm" or "value", as its output layer says.
+class FSDPReader:
+    """The weights of the checkpoint folder `path`, which are fp32, as a `WeightReader` in `dtype`. head: "lm" or "value", as its output layer says.
 
     Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config` is from.
     """
@@ -31,7 +31,7 @@ class FSDPReader(HFReader):
         about = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
         if "architecture" in about:  # an older mrl saved none
             check_architecture(about["architecture"], family, hf_config, companions)
-        self.path, self._open = Path(path), {}
+        self.path = Path(path)
         self._stored = TorchDistReader(path)
         self._buffers = buffer_names(family, hf_config)  # fp32 in every export
         output = self._stored.tensors.get(PREFIX + "lm_head.weight")
@@ -60,9 +60,6 @@ class FSDPReader(HFReader):
 
     def __call__(self, name: str) -> LazySlice:
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
-
-    def tensor(self, name: str) -> Tensor:
-        return self(name).whole()
 
     def _read(self, name: str, region: Region) -> Tensor:
         key, piece = self._where[name]

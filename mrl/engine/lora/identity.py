@@ -15,7 +15,7 @@ import torch
 from mrl.config.schema import RoleConfig
 from mrl.converters.accounting import SCORE
 from mrl.converters.rules import expected_hf_names
-from mrl.converters.safetensors_io import HFReader
+from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.collective import on_main
 from mrl.engine.stored_weights import stored_weights
@@ -30,7 +30,7 @@ _NOT_THE_MODEL = ("export",)
 def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
     """A hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
     if family is None:  # no table of the family tells names: those of the files do
-        with HFReader(path) as reader:
+        with SafetensorsReader(path) as reader:
             return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
     shapes = expected_hf_names(family, hf_config, head=head)
     with stored_weights(path, family, hf_config, head=head, trained=True) as read:

@@ -1,8 +1,7 @@
-"""Model folders read with bounded memory: `HFReader` whose slices come by `pread`, and pickle weights where they are allowed."""
+"""The weights of folders that have pickle files alone, which are read where the user allows it."""
 
 from __future__ import annotations
 
-import os
 import re
 import zipfile
 from pathlib import Path
@@ -12,46 +11,10 @@ import torch
 from torch import Tensor
 
 from mrl.converters.json_file import parse_json, shown
-from mrl.converters.pread import LazySlice, Region, ShortFile, read_region
-from mrl.converters.safetensors_io import DTYPES, NAMES, HFReader, TensorInfo, some
+from mrl.converters.safetensors_io import NAMES, TensorInfo, some
 from mrl.errors import ModelError
 
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-
-class StreamReader(HFReader):
-    """An `HFReader` that maps nothing into memory; safe to use from several threads."""
-
-    def __call__(self, name: str) -> LazySlice:
-        """A lazy slice of tensor `name`."""
-        if name not in self.tensors:
-            raise ModelError(f"{self.path}: has no tensor {name}")
-        info = self.tensors[name]
-
-        def read(region: Region) -> Tensor:
-            try:
-                return read_region(
-                    self._file(info.file), info.start, dtype=DTYPES[info.dtype], shape=info.shape, region=region
-                )
-            except (ShortFile, OSError) as error:
-                raise ModelError(f"{self.path / info.file}: {error}; get the file again") from error
-
-        return LazySlice(info.shape, read)
-
-    def tensor(self, name: str) -> Tensor:
-        return self(name).whole()
-
-    def _file(self, name: str) -> int:
-        if name not in self._open:
-            opened = os.open(self.path / name, os.O_RDONLY)
-            if self._open.setdefault(name, opened) != opened:
-                os.close(opened)
-        return self._open[name]
-
-    def close(self) -> None:
-        for file in self._open.values():
-            os.close(file)
-        self._open.clear()
 
 
 def _why(file: Path, error: Exception) -> str:
@@ -64,14 +27,14 @@ def _why(file: Path, error: Exception) -> str:
     return f"it holds more than tensors, or is damaged: {type(error).__name__}"
 
 
-class PickleReader(HFReader):
-    """The weights of a folder that has `pytorch_model.bin` files, for a user who allows it.
+class PickleReader:
+    """The weights of a folder that has `pytorch_model.bin` files, as a `WeightReader`.
 
-    Read with torch's `weights_only`, which builds tensors and nothing else, and mapped: what is not used is not read.
+    torch's `weights_only` builds tensors and runs nothing else; files are mapped, and what is not used is not read.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self._open = Path(path), {}
+        self.path = Path(path)
         index, single = self.path / PICKLE_INDEX, self.path / PICKLE
         if index.is_file():
             try:
@@ -121,9 +84,6 @@ class PickleReader(HFReader):
             self.tensors[key] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), name)
 
     def __call__(self, name: str) -> Tensor:
-        return self.tensor(name)
-
-    def tensor(self, name: str) -> Tensor:
         if name not in self._weights:
             raise ModelError(f"{self.path}: has no tensor {name}")
         return self._weights[name]
