@@ -34,7 +34,7 @@ from mrl.converters.safetensors_io import (
     some,
     tensor_bytes,
 )
-from mrl.data.tokenizer_files import write_chat_template
+from mrl.converters.tokenizer_files import write_chat_template
 from mrl.engine.lora.folder import name_base, write_adapter
 from mrl.engine.lora.shapes import WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes

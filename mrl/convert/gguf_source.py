@@ -21,8 +21,8 @@ from mrl.converters.gguf_model import config_of, places_of
 from mrl.converters.hf_config import normalize
 from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import DTYPES
+from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.tokenizer import load_tokenizer
-from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ModelError
 
 _SPLITS = (

@@ -193,7 +193,7 @@ def local_folder(path: str | Path, wanted: str) -> Path:
         raise ModelError(f"{folder}: is a file; give {wanted}")
     if not _HUB_ID.fullmatch(str(path)):
         raise ModelError(f"{folder}: no such folder; give {wanted}")
-    from mrl.trainers.hub import model_folder  # the hub's client is slow to import
+    from mrl.converters.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
 
@@ -233,7 +233,7 @@ def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[s
 
 def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
     """Refuses a tokenizer or chat template that is not that of the run. One that was `given` by name is a line of a note."""
-    from mrl.trainers.hub import model_fingerprint  # the hub's client is slow to import
+    from mrl.converters.hub import model_fingerprint  # the hub's client is slow to import
 
     saved = (state.get("model") or {}).get("tokenizer")
     if saved is None or model_fingerprint(str(companions))["tokenizer"] == saved:
@@ -451,7 +451,7 @@ def _model_of(
         )
     if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
         raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
-    from mrl.trainers.hub import model_folder
+    from mrl.converters.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"
     found = Path(model_folder(model or config.path, weights=weights, key=key))

@@ -9,8 +9,8 @@ from pathlib import Path
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.files import one_line
-from mrl.data.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError, ModelError
 
 

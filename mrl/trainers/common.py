@@ -21,7 +21,7 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.converters.mcore_weights import is_imported
 from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
-from mrl.data.tokenizer_files import write_chat_template
+from mrl.converters.tokenizer_files import write_chat_template
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.folder import adapters, name_base
 from mrl.engine.stored_weights import further_layers

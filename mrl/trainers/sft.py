@@ -25,6 +25,7 @@ from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
@@ -52,7 +53,6 @@ from mrl.trainers.common import (
     stopped,
 )
 from mrl.trainers.console import Console, open_console
-from mrl.trainers.hub import check_same_model, model_fingerprint, model_folder
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal

@@ -21,6 +21,7 @@ from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules
 from mrl.config.roles import engine_of, keys_of, model_of, role_configs, roles_of
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.converters.hub import model_folder
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
@@ -36,7 +37,6 @@ from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.stops import end_tokens
 from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console, open_console
-from mrl.trainers.hub import model_folder
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.guards import TokenLimit

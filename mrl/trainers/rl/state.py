@@ -13,6 +13,7 @@ from mrl.algorithms.recipes import Recipe
 from mrl.config.load import to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.resume import check_resume
+from mrl.converters.hub import check_same_model, model_fingerprint
 from mrl.data.prompts import PromptSource
 from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import Stopped
@@ -20,7 +21,6 @@ from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers import common
 from mrl.trainers.common import load_newest, stopped
 from mrl.trainers.console import Console
-from mrl.trainers.hub import check_same_model, model_fingerprint
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience

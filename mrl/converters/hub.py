@@ -14,7 +14,7 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from mrl.converters.hf_config import reads_images
 from mrl.converters.safetensors_io import INDEX
-from mrl.data.tokenizer_files import TOKENIZER_FILES
+from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import ConfigError, ModelError
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*")
