@@ -25,7 +25,7 @@ setup(
         "click>=8.1",
         "wandb>=0.20",
         "datasets>=4",  # `datasets` folders and hub ids
-        "filelock",  # the cache of line positions
+        "filelock>=4.2",  # of runs, conversions and the cache of line positions
         "fsspec",  # remote checkpoints
         "huggingface_hub",
         "jinja2",  # chat templates, job scripts

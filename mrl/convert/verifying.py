@@ -31,7 +31,7 @@ from mrl.converters.mcore_weights import (
     stored_key,
 )
 from mrl.converters.safetensors_io import DTYPES, some, tensor_bytes
-from mrl.data.tokenizer_files import TOKENIZER_FILES
+from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.errors import DataError
 
 PROMPTS = (

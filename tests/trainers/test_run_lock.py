@@ -24,7 +24,8 @@ from tests.trainers import kit
 HOLD = """
 import pathlib, sys, time
 from mrl.trainers.run_lock import RunLock
-RunLock(pathlib.Path(sys.argv[1])).acquire()
+lock = RunLock(pathlib.Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
