@@ -121,6 +121,10 @@ class RowStream(Generic[T]):
         """Rows skipped (bad), dropped (too long) and truncated since the start of the run, also before a resume."""
         return {name: getattr(self._progress, name) for name in ("skipped", "dropped", "truncated")}
 
+    def taken_from(self) -> list[str]:
+        """The file and line of each row that was taken last."""
+        return [self.dataset.where(row) for row in self.rows]
+
     def take_notes(self) -> list[str]:
         """One line for each of the first few rows left out each time that rows were taken, since the last call."""
         notes, self._notes = self._notes, []

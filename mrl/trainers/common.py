@@ -67,6 +67,11 @@ class Ranks(Protocol):
     def max_over_ranks(self, *values: float) -> list[float]: ...
 
 
+def is_due(every: int | None, step: int, last_step: int) -> bool:
+    """Whether what comes every so many steps, and after the last one, comes after `step`."""
+    return step == last_step or (every is not None and step % every == 0)
+
+
 def say_done(ranks: Ranks, console: Console, directory: RunDirectory, *, steps: int, tokens: float) -> None:
     """The end of a run: what its metrics came to, where everything is, how much was made."""
     if not ranks.is_main or not console.shows:
@@ -227,10 +232,14 @@ def _use_of_adapter(folder: str, path: str) -> str:
     return f"peft loads it over {path}; `mrl convert export` merges it"
 
 
-def stopped(ranks: Ranks, stop: StopSignal, *, where: str, saved: str) -> Stopped:
-    """What a run says that a signal, to whichever rank, has stopped. where: in words; saved: what became of its state."""
+def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
+    """What a run says that a signal, to whichever rank, has stopped.
+
+    where: in words. step: optimizer steps made. saved: the checkpoint that was saved; None where none was due.
+    """
     (number,) = ranks.max_over_ranks(stop.number)
-    return Stopped(f"stopped by {signal_name(number)} {where}, {saved}; run the same command again to go on")
+    state = f"saved in {saved}" if saved else "which the next start goes on from" if step else "before it began"
+    return Stopped(f"stopped by {signal_name(number)} {where}, {state}; run the same command again to go on")
 
 
 def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:

@@ -8,7 +8,10 @@ scored (rl/scoring.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
+from collections.abc import Iterator
 
 from mrl import metrics
 from mrl.algorithms.recipes import in_words
@@ -21,6 +24,7 @@ from mrl.trainers.common import (
     already_done,
     check_outside,
     export,
+    is_due,
     log_without_evaluation,
     say_adapters,
     say_all,
@@ -28,11 +32,13 @@ from mrl.trainers.common import (
     say_left_out,
     say_unread,
 )
+from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience
+from mrl.trainers.rl.prepare import check_rollout, policy_metrics, prepare, rollout_metrics
 from mrl.trainers.rl.setup import trainer_of
 from mrl.trainers.rl.show import show_rollout
 from mrl.trainers.rl.state import Progress, Trainer, restore, save, stopped_at
-from mrl.trainers.rl.steps import end_iteration, one_step, prepare
+from mrl.trainers.rl.updates import end_iteration, train_actor, train_critic
 from mrl.trainers.run_directory import Start, choose_start, copy_missed
 from mrl.trainers.throughput import memory_gb
 
@@ -108,52 +114,126 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
         raise stopped_at(trainer, progress, experience, saved=None)
     if begins(progress, experience):
         evaluate_before(trainer, progress, log)
-    while progress.step < trainer.total_steps or progress.unlogged:
-        if not progress.unlogged:
-            if experience is None:
-                experience = sample(trainer, progress, log)
-            row, experience = one_step(trainer, progress, experience)
-            progress.unlogged = join(progress.pending, row)
-            progress.pending = {}
-            if trainer.position(progress.step)[1] == 0:
-                end_iteration(trainer, progress, experience)
-                experience = None
-        finish_step(trainer, progress, experience, log)
+    if progress.unlogged:  # a signal or an error came in the evaluation after this step
+        finish_step(trainer, progress, experience, log, progress.unlogged)
+    while progress.step < trainer.total_steps:
+        if experience is None:
+            collected = sample(trainer, progress, log)  # prompts, completions, rewards
+            began_s = time.perf_counter()
+            experience = prepare(trainer, progress, collected)  # log-probs, values, advantages
+            check_rollout(trainer, progress, collected, experience)
+            log_probs_s = time.perf_counter() - began_s
+            progress.pending = rollout_metrics(trainer, collected, experience, log_probs_s=log_probs_s)
+            finish_rollout(trainer, progress, collected, experience, log)
+
+        row, experience = one_step(trainer, progress, experience)
+        row, progress.pending = join(progress.pending, row), {}
+
+        if trainer.position(progress.step)[1] == 0:
+            end_iteration(trainer, progress, experience)  # KL coefficient, reference
+            experience = None
+        finish_step(trainer, progress, experience, log, row)
 
 
-def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Experience:
-    """The rollout of the next iteration, ready to be trained on; its metrics wait in `progress.pending`.
-
-    What the user can put right (a bad row, a reward function) raises after a save of the state before.
-    """
-    before = trainer.source.state_dict()
+def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Collected:
+    """The completions and rewards of the next iteration."""
     trainer.console.doing(f"step {progress.step + 1}: prompts and weights for the sampler")
-    try:
+    with saved_before_errors(trainer, progress, None, log):
         prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
         with trainer.sampling(progress.step):
-            collected = trainer.collector.collect(prompts, progress.step + 1)
-    except UserError as error:
-        if not progress.step:
-            raise
-        trainer.source.load_state_dict(before)
-        raise saved_before(trainer, progress, None, error, log) from error
-    experience, progress.pending = prepare(trainer, progress, collected)
+            return trainer.collector.collect(prompts, progress.step + 1)
+
+
+def one_step(trainer: Trainer, progress: Progress, experience: Experience) -> tuple[dict[str, float], Experience]:
+    """Trains critic and actor on the next mini-batch; `progress` has made the step then.
+
+    Returns its metrics, and the experience with the old log-probs that it may have lacked.
+    """
+    config, began_s = trainer.config, time.perf_counter()
+    trainer.console.doing(f"step {progress.step + 1}: training")
+    iteration, number = trainer.position(progress.step)
+    assert iteration == experience.iteration, f"step {progress.step}: a rollout of iteration {experience.iteration}"
+    batch = experience.mini_batch(number, size=config.mini_batch_size, seed=config.seed)
+    row: dict[str, float] = {"iteration": iteration + 1}
+    if trainer.recipe.needs_critic:
+        row |= train_critic(trainer, progress, batch)
+    if progress.step >= config.algorithm.critic_warmup:
+        of_actor, log_probs_T = train_actor(trainer, progress, batch)
+        row |= of_actor
+        if not experience.has_old_log_probs:  # the step's own forward has given them
+            experience = experience.with_old_log_probs(log_probs_T)
+            row |= policy_metrics(trainer, experience)
+        progress.tokens += batch.denominators["tokens"]
+    progress.step += 1
+    update_s = time.perf_counter() - began_s
+    row |= {
+        "train/tokens": progress.tokens,
+        "perf/update_s": update_s,
+        "perf/tokens_per_s": batch.num_tokens / update_s,
+    }
+    return row, experience
+
+
+def finish_rollout(
+    trainer: Trainer, progress: Progress, collected: Collected, experience: Experience, log: metrics.MetricsLog
+) -> None:
+    """Shows a rollout and what was wrong with its rows and rewards. After a signal it is saved, and Stopped raised."""
     show_rollout(trainer, progress.step + 1, collected, experience, log)
     faults = faults_in_words((*collected.scores.faults, *collected.greedy[1].faults))
     say_all(trainer.console, (*trainer.source.take_notes(), *faults))
     if trainer.stop_requested:
         log.sync()
         raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
-    return experience
 
 
-def saved_before(
-    trainer: Trainer, progress: Progress, experience: Experience | None, error: UserError, log: metrics.MetricsLog
-) -> UserError:
-    """Saves what was done before an error that the user can put right, and says so in it."""
-    log_without_evaluation(trainer.dispatch, log, progress)
-    saved = save(trainer, progress, experience)
-    return type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}")
+def finish_step(
+    trainer: Trainer,
+    progress: Progress,
+    experience: Experience | None,
+    log: metrics.MetricsLog,
+    row: dict[str, float],
+) -> None:
+    """Evaluates, logs and saves after a step, as far as they are due. row: the metrics of the step."""
+    config, dispatch, step = trainer.config, trainer.dispatch, progress.step
+    if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
+        progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
+        with saved_before_errors(trainer, progress, experience, log), trainer.sampling(step):
+            found = trainer.evaluation.run(step)
+        if found is None:
+            log_without_evaluation(dispatch, log, progress)
+            raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
+        row |= found
+
+    stop_requested, row["perf/memory_gb"] = dispatch.max_over_ranks(trainer.stop.requested, memory_gb(dispatch.device))
+    log.write(step, row)
+    progress.unlogged = None
+    trainer.console.step(step, row)
+
+    is_best = note_best(trainer, progress, row)
+    if stop_requested or is_best or is_due(config.checkpoint.every, step, trainer.total_steps):
+        log.sync()
+        saved = save(trainer, progress, experience)
+        if is_best:
+            dispatch.on_main(lambda: trainer.directory.name_best(step_name(step), config.checkpoint.remote))
+        if stop_requested:
+            raise stopped_at(trainer, progress, experience, saved=saved)
+
+
+@contextlib.contextmanager
+def saved_before_errors(
+    trainer: Trainer, progress: Progress, experience: Experience | None, log: metrics.MetricsLog
+) -> Iterator[None]:
+    """Inside, an error that the user can put right (a bad row, a reward function) saves first what was done before."""
+    position = trainer.source.state_dict()
+    try:
+        yield
+    except UserError as error:
+        if not progress.step:
+            raise
+        trainer.source.load_state_dict(position)
+        log_without_evaluation(trainer.dispatch, log, progress)
+        saved = save(trainer, progress, experience)
+        raise type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}") from error
 
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
@@ -173,34 +253,6 @@ def evaluate_before(trainer: Trainer, progress: Progress, log: metrics.MetricsLo
         raise stopped_at(trainer, progress, None, saved=None)
     log.write(0, found)
     trainer.console.step(0, found)
-
-
-def finish_step(trainer: Trainer, progress: Progress, experience: Experience | None, log: metrics.MetricsLog) -> None:
-    """Evaluates, logs and saves after a step, as far as they are due. Raises Stopped after a signal."""
-    config, dispatch, row = trainer.config, trainer.dispatch, progress.unlogged
-    due = lambda every: progress.step == trainer.total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
-    if trainer.evaluation is not None and due(config.train.eval_every):
-        try:
-            with trainer.sampling(progress.step):
-                found = trainer.evaluation.run(progress.step)
-        except UserError as error:
-            raise saved_before(trainer, progress, experience, error, log) from error
-        if found is None:
-            log_without_evaluation(dispatch, log, progress)
-            raise stopped_at(trainer, progress, experience, saved=save(trainer, progress, experience))
-        row |= found
-    stop_requested, row["perf/memory_gb"] = dispatch.max_over_ranks(trainer.stop.requested, memory_gb(dispatch.device))
-    log.write(progress.step, row)
-    trainer.console.step(progress.step, row)
-    progress.unlogged = None
-    is_best = note_best(trainer, progress, row)
-    if stop_requested or is_best or due(config.checkpoint.every):
-        log.sync()
-        saved = save(trainer, progress, experience)
-        if is_best:
-            dispatch.on_main(lambda: trainer.directory.name_best(step_name(progress.step), config.checkpoint.remote))
-        if stop_requested:
-            raise stopped_at(trainer, progress, experience, saved=saved)
 
 
 def note_best(trainer: Trainer, progress: Progress, row: dict[str, float]) -> bool:

@@ -13,7 +13,7 @@ import itertools
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl import metrics
@@ -23,17 +23,14 @@ from mrl.config.checks import check_batch, check_schedule, resolve_engine_tokens
 from mrl.config.load import to_dict
 from mrl.config.resume import check_resume
 from mrl.config.schema import RoleConfig, SFTConfig
-from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import check_same_model, model_fingerprint, model_folder
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, steps_for_epochs
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
-from mrl.engine import guards
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
-from mrl.engine.lora.folder import adapters
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
 from mrl.trainers.common import (
@@ -41,10 +38,10 @@ from mrl.trainers.common import (
     already_done,
     check_outside,
     export,
+    is_due,
     last_good,
     load_newest,
     log_without_evaluation,
-    problems_in_words,
     say_adapters,
     say_all,
     say_done,
@@ -56,22 +53,23 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed, is_own
 from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
-from mrl.trainers.throughput import adapter_weights, memory_gb, peak_flops, training_flops
+from mrl.trainers.step_guard import StepGuard
+from mrl.trainers.throughput import Throughput, memory_gb
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once by `run`. chat_template: the text of data.chat_template, which the export gets too."""
+    """What the loop uses, made once by `run`."""
 
     config: SFTConfig
     total_steps: int
     source: BatchSource
-    eval_set: SFTDataset | None
+    evaluation: Evaluation | None  # None without data.eval
     engine: BaseEngine
     directory: RunDirectory
     console: Console
     stop: StopSignal
-    chat_template: str | None = None
+    chat_template: str | None = None  # the text of data.chat_template, which the export gets too
 
 
 def run(config: SFTConfig, command_line: str = "") -> None:
@@ -104,7 +102,8 @@ def _run(config: SFTConfig, command_line: str, console: Console) -> None:
     says = "the run saves and stops at the end of the step at hand" if console.shows else None
     with StopSignal(says) as stop:
         template = tokenizer.chat_template if config.data.chat_template is not None else None
-        trainer = Trainer(config, total_steps, source, eval_set, engine, directory, console, stop, template)
+        evaluation = None if eval_set is None else Evaluation(config, eval_set, engine, directory, console, stop)
+        trainer = Trainer(config, total_steps, source, evaluation, engine, directory, console, stop, template)
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: check_outside(config))
@@ -165,8 +164,10 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:
-        console.doing("reading the first rows")
-        read_first_rows(trainer)
+        console.doing("reading the first rows")  # a bad one is an error before anything is written
+        trainer.source.peek()
+        if trainer.evaluation is not None:
+            trainer.evaluation.read_rows()
     console.doing("opening the logs")
     engine.on_main(lambda: directory.prepare(config, command_line, [f"length: {trainer.total_steps} steps"]))
     log = metrics.open_metrics(
@@ -189,15 +190,6 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_done(engine, console, directory, steps=progress.step, tokens=progress.tokens)
 
 
-def read_first_rows(trainer: Trainer) -> None:
-    """Reads the first batch and, whole, what is evaluated on: a bad row there is an error before anything is written."""
-    trainer.source.peek()
-    if trainer.eval_set is not None:
-        batches = eval_batches(trainer.eval_set, trainer.config.train.global_batch_size)
-        for _ in itertools.islice(batches, trainer.config.train.eval_batches):
-            pass
-
-
 def restore(trainer: Trainer, start: Start) -> Progress:
     """Puts engine and data where the checkpoint of `start` left them; a run of its own gets an id of its own."""
     engine, config, directory = trainer.engine, trainer.config, trainer.directory
@@ -217,139 +209,122 @@ def restore(trainer: Trainer, start: Start) -> Progress:
 
 
 def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
-    """Step, evaluate, log, save; ends after the last step, which is saved, or raises Stopped."""
-    config, engine, console, total_steps = trainer.config, trainer.engine, trainer.console, trainer.total_steps
-    due = lambda every: progress.step == total_steps or (every is not None and progress.step % every == 0)  # noqa: E731
-    flops, evaluation = FlopsMeter(trainer), Evaluation(trainer)
-    guard = config.train.guards
+    """Makes steps until all are made; the last one is saved. Raises Stopped after a signal."""
+    config, engine, source = trainer.config, trainer.engine, trainer.source
+    guard = StepGuard(engine, trainer.directory, watches_parameters=config.train.guards, rows=source.taken_from)
+    throughput = Throughput(engine)
     if any(engine.max_over_ranks(trainer.stop.requested)):
         raise stopped_after(trainer, progress, None)
-    while progress.step < total_steps or progress.unlogged:
-        if not progress.unlogged:
-            progress.unlogged, guard = one_step(trainer, progress, flops, guard=guard)
-        row = progress.unlogged
-        if trainer.eval_set is not None and due(config.train.eval_every):
-            if (loss := evaluation.run(progress.step)) is None:
-                log_without_evaluation(engine, log, progress)
-                raise stopped_after(trainer, progress, save(trainer, progress))
-            row["eval/loss"] = loss
-        bad_row = trainer.source.next_error() if progress.step < total_steps else None
-        stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
-            trainer.stop.requested, bad_row is None, memory_gb(engine.device)
-        )
-        log.write(progress.step, row)
-        console.step(progress.step, row)
-        progress.unlogged = None
-        for note in trainer.source.take_notes():
-            console.say(note)
-        if stop_requested or not any_can_go_on or due(config.checkpoint.every):
-            log.sync()
-            saved = save(trainer, progress)
-            if stop_requested:
-                raise stopped_after(trainer, progress, saved)
-            if not any_can_go_on:
-                raise DataError(
-                    f"{bad_row}; steps 1 to {progress.step} are saved in {saved}: with data.on_bad_row=skip the same command "
-                    "goes on from there"
-                )
+    if progress.unlogged:  # a signal came in the evaluation after this step
+        finish_step(trainer, progress, log, progress.unlogged)
+    while progress.step < trainer.total_steps:
+        began_s = time.perf_counter()
+        trainer.console.doing(f"step {progress.step + 1}")
+        batch = source.next()
+
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
+        guard.before_update(progress.step + 1, batch, loss)
+        grad_norm = engine.optimizer_step()
+        guard.after_update(progress.step + 1, batch, grad_norm)
+        lr = engine.lr_scheduler_step()
+
+        progress.step += 1
+        progress.tokens += batch.denominators["tokens"]
+        row = {"train/loss": loss, "train/grad_norm": float(grad_norm), "train/lr": lr, "train/tokens": progress.tokens}
+        row |= throughput.metrics(batch, step_s=time.perf_counter() - began_s)
+        finish_step(trainer, progress, log, row)
 
 
-def one_step(
-    trainer: Trainer, progress: Progress, flops: "FlopsMeter", *, guard: bool
-) -> tuple[dict[str, float], bool]:
-    """The next batch and a step on it; `progress` has made it then. Returns its metrics, and whether to guard the next one."""
-    began_s = time.perf_counter()
-    trainer.console.doing(f"step {progress.step + 1}")
-    batch = trainer.source.next()
-    loss, grad_norm, lr, waits = train_step(trainer, progress, batch, guard=guard)
-    progress.step += 1
-    progress.tokens += batch.denominators["tokens"]
-    step_s = time.perf_counter() - began_s
-    row = {
-        "train/loss": loss,
-        "train/grad_norm": grad_norm,
-        "train/lr": lr,
-        "train/tokens": progress.tokens,
-        "perf/step_s": step_s,
-        "perf/tokens_per_s": batch.num_tokens / step_s,
-        **flops.utilization(batch, step_s),
-    }
-    return row, waits
+def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, row: dict[str, float]) -> None:
+    """Evaluates, logs and saves after a step, as far as they are due. row: the metrics of the step."""
+    config, engine, step = trainer.config, trainer.engine, progress.step
+    if trainer.evaluation is not None and is_due(config.train.eval_every, step, trainer.total_steps):
+        progress.unlogged = row  # a save within the evaluation holds the row, and the next start evaluates again
+        loss = trainer.evaluation.run(step)
+        if loss is None:
+            log_without_evaluation(engine, log, progress)
+            raise stopped_after(trainer, progress, save(trainer, progress))
+        row["eval/loss"] = loss
+
+    bad_row = trainer.source.next_error() if step < trainer.total_steps else None
+    stop_requested, any_can_go_on, row["perf/memory_gb"] = engine.max_over_ranks(
+        trainer.stop.requested, bad_row is None, memory_gb(engine.device)
+    )
+    log.write(step, row)
+    progress.unlogged = None
+    trainer.console.step(step, row)
+    say_all(trainer.console, trainer.source.take_notes())
+
+    if stop_requested or not any_can_go_on or is_due(config.checkpoint.every, step, trainer.total_steps):
+        log.sync()
+        saved = save(trainer, progress)
+        if stop_requested:
+            raise stopped_after(trainer, progress, saved)
+        if not any_can_go_on:
+            raise DataError(
+                f"{bad_row}; steps 1 to {step} are saved in {saved}: with data.on_bad_row=skip the same command "
+                "goes on from there"
+            )
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
-    """After a save, or before there was anything to save."""
+    """What a run says that a signal has stopped. saved: the checkpoint; None where there was nothing to save yet."""
     where = f"after step {progress.step} of {trainer.total_steps}"
-    held = f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
-    return stopped(trainer.engine, trainer.stop, where=where, saved=held)
-
-
-def train_step(trainer: Trainer, progress: Progress, batch: Batch, *, guard: bool) -> tuple[float, float, float, bool]:
-    """One optimizer step on a global mini-batch. Returns its loss, gradient norm, learning rate, and whether guarding goes on.
-
-    guard: check that the step did to the parameters what it should; of adapters, A is seen to train a step later. Raises TrainingError where it did not, and where
-    loss or gradient norm are not finite; then nothing is saved but the batch.
-    """
-    engine = trainer.engine
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
-    if not math.isfinite(loss):
-        raise failed_step(trainer, progress, batch, f"the loss is {loss}")
-    before = engine.guard_before_step() if guard else None
-    grad_norm = engine.optimizer_step()
-    found = engine.guard_after_step(before) if guard else []
-    problems = guards.faults(found)
-    if grad_norm.skipped is not None or not math.isfinite(grad_norm):
-        why = f"the gradient norm is {float(grad_norm)}" + (f" ({grad_norm.skipped})" if grad_norm.skipped else "")
-        raise failed_step(trainer, progress, batch, "; ".join([why, *problems[:5]]))
-    if problems:
-        told = problems_in_words(problems)
-        raise failed_step(trainer, progress, batch, f"the first step did not train the model as it should: {told}")
-    return loss, float(grad_norm), engine.lr_scheduler_step(), bool(found)
-
-
-def failed_step(trainer: Trainer, progress: Progress, batch: Batch, what: str) -> TrainingError:
-    """Saves the batch, and says what happened in the step after `progress` and where the last good state is."""
-    step, directory = progress.step + 1, trainer.directory
-    rows = [trainer.source.dataset.where(row) for row in trainer.source.rows]
-    kept = trainer.engine.on_main(lambda: directory.save_failed_batch(step, batch, rows))
-    return TrainingError(
-        f"step {step}: {what}; the batch is in {kept}; {last_good(trainer.engine, directory, progress.step)}"
-    )
+    return stopped(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
 
 
 class Evaluation:
     """The loss on data.eval, as often as it is asked for."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        config: SFTConfig,
+        dataset: SFTDataset,
+        engine: BaseEngine,
+        directory: RunDirectory,
+        console: Console,
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.dataset, self.engine = config, dataset, engine
+        self.directory, self.console, self.stop = directory, console, stop
         self.reported = False
+
+    def batches(self, report: Report | None = None) -> Iterator[Batch]:
+        """The batches of one evaluation. report: of rows left out, is filled on the way."""
+        every = eval_batches(self.dataset, self.config.train.global_batch_size, report)
+        return itertools.islice(every, self.config.train.eval_batches)
+
+    def read_rows(self) -> None:
+        """Reads all that is evaluated on, and raises what is wrong with a row."""
+        for _ in self.batches():
+            pass
 
     def run(self, step: int) -> float | None:
         """Mean loss per trained token after `step`: the sums of all batches, divided once. None where a signal came first.
 
         Raises TrainingError where it is not finite.
         """
-        trainer, report = self.trainer, Report()
-        trainer.console.doing("evaluating")
+        engine, report = self.engine, Report()
+        self.console.doing("evaluating")
         loss_sum = tokens = 0.0
-        batches = eval_batches(trainer.eval_set, trainer.config.train.global_batch_size, report)
-        with trainer.engine.eval_mode():
-            for batch in itertools.islice(batches, trainer.config.train.eval_batches):
-                if any(trainer.engine.max_over_ranks(trainer.stop.requested)):
+        with engine.eval_mode():
+            for batch in self.batches(report):
+                if any(engine.max_over_ranks(self.stop.requested)):
                     return None
-                _, ctx = trainer.engine.forward_backward_step(trainer.engine.shard_data(batch), forward_only=True)
+                _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
                 loss_sum += ctx["loss"] * batch.denominators["tokens"]
                 tokens += batch.denominators["tokens"]
-                trainer.console.detail(f"{tokens:,.0f} tokens")
+                self.console.detail(f"{tokens:,.0f} tokens")
         if not self.reported:
-            say_left_out(trainer.console, "eval", report.counts, report.notes)
+            say_left_out(self.console, "eval", report.counts, report.notes)
         self.reported = True
-        if not math.isfinite(loss_sum / tokens):
-            good = last_good(trainer.engine, trainer.directory, step)
-            raise TrainingError(f"step {step}: the loss on data.eval is {loss_sum / tokens}; {good}")
-        return loss_sum / tokens
+        loss = loss_sum / tokens
+        if not math.isfinite(loss):
+            good = last_good(engine, self.directory, step)
+            raise TrainingError(f"step {step}: the loss on data.eval is {loss}; {good}")
+        return loss
 
 
 def save(trainer: Trainer, progress: Progress) -> str:
@@ -371,24 +346,3 @@ def save(trainer: Trainer, progress: Progress) -> str:
         max_ckpt_to_keep=config.checkpoint.keep,
         state=state,
     )
-
-
-class FlopsMeter:
-    """Model FLOPs utilization, where the peak of the device is known and mrl has a table of the model's family."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        peak = peak_flops(trainer.engine.device)
-        model, head = trainer.engine.config.model, trainer.engine.config.head
-        self.hf = read_hf_config(model.path) if peak is not None else {}
-        self.peak = peak * trainer.engine.world_size if self.hf.get("model_type") in FAMILIES else None
-        self.adapters = None
-        if self.peak is not None and model.lora is not None:
-            self.adapters = adapter_weights(adapters(model.path, model.lora, head).values(), self.hf)
-
-    def utilization(self, batch: Batch, step_s: float) -> dict[str, float]:
-        """`perf/mfu` of a step, or nothing."""
-        if self.peak is None:
-            return {}
-        labels = int((batch.loss_mask != 0).sum())
-        flops = training_flops(self.hf, batch.lengths, labels, self.adapters)
-        return {"perf/mfu": flops / (step_s * self.peak)}

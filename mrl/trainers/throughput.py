@@ -10,8 +10,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mrl.converters.families import family_for
+from mrl.batch import Batch
+from mrl.converters.families import FAMILIES, family_for
+from mrl.converters.hf_config import read_hf_config
 from mrl.converters.table import HFConfig, sizes_of
+from mrl.engine.base import BaseEngine
+from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.shapes import AdapterShape
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
@@ -79,3 +83,27 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Throughput:
+    """Measures the steps of an engine: seconds, tokens per second, and model FLOPs utilization where it can be known.
+
+    That is where the peak of the device is known and mrl has a table of the model's family.
+    """
+
+    def __init__(self, engine: BaseEngine) -> None:
+        peak = peak_flops(engine.device)
+        model, head = engine.config.model, engine.config.head
+        self.hf = read_hf_config(model.path) if peak is not None else {}
+        self.peak = peak * engine.world_size if self.hf.get("model_type") in FAMILIES else None
+        self.adapters = None
+        if self.peak is not None and model.lora is not None:
+            self.adapters = adapter_weights(adapters(model.path, model.lora, head).values(), self.hf)
+
+    def metrics(self, batch: Batch, *, step_s: float) -> dict[str, float]:
+        """`perf/...` of a step on a global mini-batch that took `step_s` seconds."""
+        row = {"perf/step_s": step_s, "perf/tokens_per_s": batch.num_tokens / step_s}
+        if self.peak is not None:
+            labels = int((batch.loss_mask != 0).sum())
+            row["perf/mfu"] = training_flops(self.hf, batch.lengths, labels, self.adapters) / (step_s * self.peak)
+        return row

@@ -33,7 +33,7 @@ from mrl.config.load import from_dict
 from mrl.errors import UserError
 from mrl.trainers import sft
 from tests.engine.harness import run_case
-from tests.trainers.cases import before
+from tests.trainers.cases import before_step
 
 DEFAULT = "(left out)"
 BACKENDS = ("megatron", "fsdp")
@@ -148,7 +148,7 @@ class Seen:
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.calls.append(Call(name, getattr(module, "layer_number", None), tuple(tensor.shape), dtype))
 
-    def note_engine(self, trainer: sft.Trainer, *_: Any, **__: Any) -> None:
+    def note_engine(self, trainer: sft.Trainer) -> None:
         self.steps += 1
         engine = trainer.engine
         models = engine.models if hasattr(engine, "models") else [engine.model.module]
@@ -182,7 +182,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def watching(seen: Seen) -> Iterator[None]:
     loss, engine = sft.sft_loss, []
 
-    def note_engine(trainer: sft.Trainer, *arguments: Any, **options: Any) -> None:
+    def note_engine(trainer: sft.Trainer, _: int) -> None:
         torch._dynamo.utils.counters["frames"].clear()
         engine[:] = [trainer.engine]
         seen.note_engine(trainer)
@@ -194,7 +194,7 @@ def watching(seen: Seen) -> Iterator[None]:
 
     hook = register_module_forward_pre_hook(seen.note_call)
     try:
-        with mock.patch.object(sft, "sft_loss", noted), before(sft, "train_step", note_engine):
+        with mock.patch.object(sft, "sft_loss", noted), before_step(note_engine):
             yield
     finally:
         hook.remove()

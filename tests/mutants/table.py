@@ -96,7 +96,7 @@ KL = (
         ("log_ratio.clamp(-BOUND, BOUND)", "log_ratio"),
     ),
     *_of(
-        "trainers/rl/steps.py",
+        "trainers/rl/updates.py",
         "trainers/rl/test_algorithms.py::test_kl_target_steers_the_coefficient[grpo-0.001]",
         ("dataclasses.replace(loss_fn, kl_coef=trainer.kl.coef)", "dataclasses.replace(loss_fn, kl_coef=recipe.kl_coef)"),
         ("trainer.kl.update(experience.sequence_kl)", "trainer.kl.update(0.0)"),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mrl import metrics
-from mrl.trainers.rl.guards import FP32_GAP
+from mrl.trainers.rl.invariants import FP32_GAP
 from tests.engine import tiny
 from tests.resume.rl import kit as rl_kit
 from tests.rollout.real_vllm import ENVIRONMENT, VENV

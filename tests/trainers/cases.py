@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from mrl.config.load import from_dict
+from mrl.data.batches import BatchSource
 from mrl.engine import checkpoint_remote
 from mrl.engine.base import GradNorm
 from mrl.engine.fsdp.engine import FSDPEngine
@@ -54,7 +55,7 @@ def signals(step: int, name: str = "SIGTERM", rank: int = 0, again: bool = False
         for _ in range(times if dist.get_rank() == rank else 0):
             os.kill(os.getpid(), getattr(signal, name))
 
-    at_step = before(sft, "train_step", lambda trainer, progress, *_, **__: progress.step + 1 == step and send(1))
+    at_step = before_step(lambda _, number: number == step and send(1))
     in_save = before(FSDPEngine, "save_checkpoint", lambda *_, **__: again and send(2))
     with at_step, in_save:
         yield
@@ -65,15 +66,15 @@ def signal_in_evaluation(step: int) -> Iterator[None]:
     """SIGTERM to the last rank at the second batch of the evaluation after `step`."""
     now = {"step": 0, "batches": 0}
 
-    def note_step(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
-        now.update(step=progress.step + 1, batches=0)
+    def note_step(_: sft.Trainer, number: int) -> None:
+        now.update(step=number, batches=0)
 
     def note_batch(*_: Any, forward_only: bool = False, **__: Any) -> None:
         now["batches"] += forward_only
         if forward_only and now == {"step": step, "batches": 1} and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with before(sft, "train_step", note_step), before(FSDPEngine, "forward_backward_step", note_batch):
+    with before_step(note_step), before(FSDPEngine, "forward_backward_step", note_batch):
         yield
 
 
@@ -89,8 +90,8 @@ def nan_loss(step: int, part: str = "train") -> Iterator[None]:
     """The loss of `step`, or the one on the evaluation set after it, is not a number."""
     now = {"part": "train", "step": 0}
 
-    def note_step(trainer: Any, progress: Any, *_: Any, **__: Any) -> None:
-        now.update(part="train", step=progress.step + 1)
+    def note_step(_: sft.Trainer, number: int) -> None:
+        now.update(part="train", step=number)
 
     def note_eval(*_: Any, **__: Any) -> None:
         now["part"] = "eval"
@@ -101,7 +102,7 @@ def nan_loss(step: int, part: str = "train") -> Iterator[None]:
 
     poisoned.original = sft.sft_loss
     patched = mock.patch.object(sft, "sft_loss", poisoned)
-    with before(sft, "train_step", note_step), before(sft.Evaluation, "run", note_eval), patched:
+    with before_step(note_step), before(sft.Evaluation, "run", note_eval), patched:
         yield
 
 
@@ -154,6 +155,21 @@ def only_main_writes() -> Iterator[None]:
         for name in names:
             stack.enter_context(before(sft.RunDirectory, name, refuse))
         stack.enter_context(before(MetricsLog, "__init__", lambda _, path, *__: path is None or refuse()))
+        yield
+
+
+@contextlib.contextmanager
+def before_step(first: Callable[[sft.Trainer, int], Any]) -> Iterator[None]:
+    """Calls `first` with the trainer and the number of a step before each step of `mrl sft`."""
+    now: dict[str, Any] = {}
+
+    def note_loop(trainer: sft.Trainer, progress: Any, *_: Any) -> None:
+        now.update(trainer=trainer, progress=progress)
+
+    def note_batch(_: BatchSource) -> None:
+        first(now["trainer"], now["progress"].step + 1)
+
+    with before(sft, "loop", note_loop), before(BatchSource, "next", note_batch):
         yield
 
 

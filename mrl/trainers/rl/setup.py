@@ -39,7 +39,7 @@ from mrl.trainers.common import say_left_out
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
-from mrl.trainers.rl.guards import TokenLimit
+from mrl.trainers.rl.notices import TokenLimit
 from mrl.trainers.rl.samplers import make_sampler
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation

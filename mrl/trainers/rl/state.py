@@ -24,7 +24,7 @@ from mrl.trainers.console import Console
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.experience import Experience
-from mrl.trainers.rl.guards import EqualRewards, TokenLimit
+from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from mrl.trainers.run_directory import RunDirectory, Start, is_own
 from mrl.trainers.signals import StopSignal
 
@@ -153,5 +153,4 @@ def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | No
     elif experience is not None:
         where = f"within iteration {iteration + 1}, whose rollout is made, after {made} of its {count} steps"
     where += f" (step {progress.step} of {trainer.total_steps})"
-    held = f"saved in {saved}" if saved else "which the next start goes on from" if progress.step else "before it began"
-    return stopped(trainer.dispatch, trainer.stop, where=where, saved=held)
+    return stopped(trainer.dispatch, trainer.stop, where=where, step=progress.step, saved=saved)

@@ -23,7 +23,7 @@ from mrl.roles.dispatch import StepResult, WorkerDispatch
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.native import EngineSampler
 from mrl.trainers import ppo
-from mrl.trainers.rl import experience, steps
+from mrl.trainers.rl import experience, prepare
 from mrl.trainers.rl.evaluation import Evaluation
 from tests.trainers import cases
 from tests.trainers.cases import before, outcome
@@ -118,7 +118,7 @@ def steps_are_counted() -> Iterator[None]:
 @contextlib.contextmanager
 def old_log_probs_come_first() -> Iterator[None]:
     """Every rollout gets a forward for its old log-probs, also one whose only step would give them."""
-    with mock.patch.object(steps, "step_gives_old_log_probs", lambda *_: False):
+    with mock.patch.object(prepare, "step_gives_old_log_probs", lambda *_: False):
         yield
 
 

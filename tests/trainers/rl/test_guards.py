@@ -16,7 +16,7 @@ import torch
 from mrl.algorithms.recipes import RECIPES
 from mrl.batch import Batch
 from mrl.rollout.base import Trajectory
-from mrl.trainers.rl.guards import EqualRewards, TokenLimit
+from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
 from tests.trainers.kit import write_config

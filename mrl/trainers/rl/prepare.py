@@ -1,0 +1,89 @@
+"""From rewards to what is trained on: the forwards of all roles and the advantages, their checks, and their metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mrl.rollout.batch import trajectories_to_batch
+from mrl.trainers.rl import invariants
+from mrl.trainers.rl.collect import Collected
+from mrl.trainers.rl.experience import Experience, epoch_order, make_experience, mean_and_std
+from mrl.trainers.rl.state import Progress, Trainer
+
+
+def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> Experience:
+    """Log-probs, values and advantages of a rollout, whose sequences are put into the order of the first epoch."""
+    config = trainer.config
+    trainer.console.doing(f"step {progress.step + 1}: log-probs of the rollout")
+    iteration, _ = trainer.position(progress.step)
+    batch = trajectories_to_batch(collected.trajectories)
+    batch = dataclasses.replace(batch, sequence_fields={**batch.sequence_fields, "groups": collected.groups_S})
+    order = epoch_order(config.seed, iteration, 0, batch.num_sequences)
+    return make_experience(
+        batch.select(order),
+        collected.scores_S[order],
+        dispatch=trainer.dispatch,
+        recipe=trainer.recipe,
+        kl=trainer.kl,
+        iteration=iteration,
+        mini_batch_size=config.mini_batch_size,
+        temperature=config.rollout.temperature,
+        max_response_length=config.rollout.max_new_tokens,
+        baselines_S=None if collected.baselines_S is None else collected.baselines_S[order],
+        old_log_probs=not step_gives_old_log_probs(trainer, progress),
+    )
+
+
+def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
+    """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs them.
+
+    Only where the guards have found that both forwards agree to the bit (with dropout they would not).
+    """
+    return progress.exact and trainer.config.steps_per_iteration == 1 and trainer.recipe.kl_in != "reward"
+
+
+def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, experience: Experience) -> None:
+    """Raises TrainingError where the first rollout has numbers that cannot be, and says what any may be of little use for."""
+    config, batch = trainer.config, experience.batch
+    scores_S = collected.scores_S[epoch_order(config.seed, experience.iteration, 0, batch.num_sequences)]
+    if progress.step == 0 and config.train.guards:
+        dtype = config.actor.model.dtype
+        if trainer.exact_sampler:
+            invariants.check_rollout(batch, dtype=dtype)
+        if trainer.same_reference is not None:
+            invariants.check_reference(batch, same_layout=trainer.same_reference, dtype=dtype)
+        invariants.check_groups(batch, scores_S, trainer.recipe)
+    equal_rewards = trainer.equal_rewards.note(batch, scores_S, trainer.recipe)
+    token_limit = trainer.token_limit.note(collected.trajectories)
+    for note in (equal_rewards, token_limit):
+        if note is not None:
+            trainer.console.say(f"step {progress.step + 1}: {note}")
+
+
+def rollout_metrics(
+    trainer: Trainer, collected: Collected, experience: Experience, *, log_probs_s: float
+) -> dict[str, float]:
+    """Metrics of a rollout. log_probs_s: seconds that its forwards took."""
+    mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
+    row = {
+        **collected.metrics(),
+        "advantage/mean": mean,
+        "advantage/std": std,
+        "perf/rollout_s": collected.rollout_s,
+        "perf/reward_s": collected.reward_s,
+        "perf/log_probs_s": log_probs_s,
+    }
+    if trainer.recipe.needs_reference:
+        row["actor/kl_coef"] = trainer.kl.coef
+    if experience.has_old_log_probs:
+        row |= policy_metrics(trainer, experience)
+    return row
+
+
+def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:
+    """How far sampler and reference are from the policy that a rollout began with."""
+    gaps = invariants.gaps(experience.batch)
+    row = {"rollout/logprob_gap": float(gaps.mean()), "rollout/logprob_gap_max": float(gaps.max())}
+    if trainer.recipe.needs_reference:
+        row["actor/sequence_kl"] = experience.sequence_kl
+    return row

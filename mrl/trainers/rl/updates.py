@@ -1,0 +1,86 @@
+"""Optimizer steps of the roles that train, on one mini-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from mrl.algorithms.losses import ActorLoss, CriticLoss
+from mrl.algorithms.policy import largest_ratio
+from mrl.algorithms.recipes import actor_loss, critic_loss
+from mrl.algorithms.value import explained_variance
+from mrl.batch import Batch
+from mrl.roles.dispatch import StepResult
+from mrl.trainers.rl.experience import Experience
+from mrl.trainers.rl.role_guard import RoleGuard
+from mrl.trainers.rl.state import Progress, Trainer
+
+
+def train_critic(trainer: Trainer, progress: Progress, batch: Batch) -> dict[str, float]:
+    """One optimizer step of the critic."""
+    loss_fn = critic_loss(trainer.recipe, max_response_length=trainer.config.rollout.max_new_tokens)
+    _, loss, found, result = train_role(trainer, progress, "critic", batch, loss_fn, {})
+    explained = explained_variance(
+        returns=found["critic/returns"], returns_squared=found["critic/returns_squared"],
+        error=found["critic/error"], error_squared=found["critic/error_squared"],
+    )  # fmt: skip
+    return {
+        "critic/loss": loss,
+        "critic/value": found["critic/value"],
+        "critic/clip_fraction": found["critic/clip_fraction"],
+        "critic/explained_variance": explained,
+        "critic/grad_norm": float(result.grad_norm),
+        "critic/lr": result.lr,
+    }
+
+
+def train_actor(trainer: Trainer, progress: Progress, batch: Batch) -> tuple[dict[str, float], Tensor]:
+    """One optimizer step of the actor. Returns metrics, and the log-probs [T] from before the update."""
+    config, recipe = trainer.config, trainer.recipe
+    loss_fn = actor_loss(recipe, max_response_length=config.rollout.max_new_tokens)
+    if recipe.kl_in == "loss":
+        loss_fn = dataclasses.replace(loss_fn, kl_coef=trainer.kl.coef)
+    entropy = "differentiable" if recipe.entropy_coef else "detached"
+    ctx = {"temperature": config.rollout.temperature, "entropy": entropy}
+    log_probs_T, loss, found, result = train_role(trainer, progress, "actor", batch, loss_fn, ctx)
+    old_log_probs_T = batch.token_fields.get("old_log_probs", log_probs_T)
+    row = {
+        "train/loss": loss,
+        "train/grad_norm": float(result.grad_norm),
+        "train/lr": result.lr,
+        "actor/loss": loss,
+        **found,
+        "actor/ratio_max": largest_ratio(log_probs_T, old_log_probs_T, batch.loss_mask),
+    }
+    return row, log_probs_T
+
+
+def train_role(
+    trainer: Trainer, progress: Progress, role: str, batch: Batch, loss_fn: ActorLoss | CriticLoss, ctx: dict[str, Any]
+) -> tuple[Tensor, float, dict[str, float], StepResult]:
+    """One optimizer step of a role. Returns what it predicted [T], its loss and metrics, and the step's result.
+
+    Raises TrainingError where loss or gradient norm are not finite and where a guard fails; then nothing is saved but the
+    batch.
+    """
+    dispatch, guard = trainer.dispatch, RoleGuard(trainer, progress, role, batch)
+    dispatch.zero_grad(role)
+    predictions, loss, found = dispatch.forward_backward(role, batch, loss_fn, ctx=ctx, denominator=loss_fn.denominator)
+    predicted_T = predictions["values" if role == "critic" else "log_probs"]
+    guard.before_update(loss, predicted_T)
+    result = dispatch.optim_step(role, guard=guard.watches_parameters)
+    guard.after_update(result)
+    return predicted_T, loss, found, result
+
+
+def end_iteration(trainer: Trainer, progress: Progress, experience: Experience) -> None:
+    """Steers the KL's coefficient; brings the reference up to the actor where that is due."""
+    if not trainer.recipe.needs_reference:
+        return
+    trainer.kl.update(experience.sequence_kl)
+    every = trainer.config.reference.update_every
+    before = progress.step - trainer.config.steps_per_iteration
+    if every is not None and progress.step // every > before // every:
+        trainer.dispatch.copy_weights("actor", "reference", str(trainer.directory.path))
