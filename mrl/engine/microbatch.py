@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from mrl.data.packing import best_fit_decreasing
+from mrl.engine.packing import best_fit_decreasing
 from mrl.errors import ConfigError
 
 

@@ -1,8 +1,9 @@
 """Between a trainer, which knows roles and mini-batches, and engines, which know layouts and micro-batches.
 
-Every rank runs the same program, holds the whole global batch, and makes every call together with the others. Not here: which
-roles there are and what is asked of them (the trainer), how a batch is cut (engines), and how a role is built
-(`mrl.roles.roles`).
+A role is an engine with a job: the actor is a policy that trains, the critic a value head that trains, the reference a policy
+without an optimizer, the reward a value head without one. Every rank runs the same program, holds the whole global batch, and
+makes every call together with the others. Not here: which roles there are and what is asked of them (the trainer), and how a
+batch is divided among ranks (engines).
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
+from mrl.batch import Batch, make_batch
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingKey, SamplingParams
 
@@ -158,3 +160,16 @@ class TrajectorySource(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Ends what was started."""
+
+
+def trajectories_to_batch(trajectories: Sequence[Trajectory]) -> Batch:
+    """A global batch of the trajectories in their order; what trains, and what is counted, is what the policy sampled.
+
+    token_fields: "rollout_log_probs" [T] float32, of the sampler, at the token that is sampled there; 0 where none is.
+    """
+    log_probs = [x for t in trajectories for x in t.log_probs[1:]]
+    return make_batch(
+        [t.tokens for t in trajectories],
+        [t.mask for t in trajectories],
+        token_fields={"rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32)},
+    )

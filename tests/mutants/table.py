@@ -167,8 +167,8 @@ BATCHES = (
         ("zip(left, reversed(right), strict=True)", "zip(left, right, strict=True)"),
     ),
     *_of(
-        "data/packing.py",
-        "data/test_packing.py",
+        "engine/packing.py",
+        "engine/test_packing.py",
         ("spaces.put(free - length, index)", "spaces.put(free, index)"),
         ("key=lambda i: -lengths[i])", "key=lambda i: lengths[i])"),
     ),

@@ -19,9 +19,9 @@ from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine, GenerateRequest
 from mrl.engine.offload import KINDS
+from mrl.engine.registry import build_engine
 from mrl.errors import ModelError
 from mrl.roles.dispatch import WorkerDispatch
-from mrl.roles.roles import build_roles
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, loss_fn
 from tests.engine.test_offload import device_bytes
@@ -47,7 +47,9 @@ def everyone(value: Any) -> list[Any]:
 
 
 def make_dispatch(configs: Configs, *, offload_idle: bool = False) -> WorkerDispatch:
-    dispatch = WorkerDispatch(build_roles(configs), offload_idle=offload_idle)
+    dispatch = WorkerDispatch(
+        {role: build_engine(config) for role, config in configs.items()}, offload_idle=offload_idle
+    )
     dispatch.init_model()
     return dispatch
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from mrl.data.prompts import Prompt
+from mrl.engine.registry import build_engine
 from mrl.errors import ModelError, UserError
 from mrl.roles.reward_model import RewardModel
-from mrl.roles.roles import build_roles
 from mrl.rollout.base import Trajectory
 from tests.data.kit import CHATML, make_tokenizer
 from tests.engine import tiny
@@ -84,7 +84,8 @@ def value_heads_from_scratch(configs: Configs) -> list[list[float]]:
 
 def refuses_model(configs: Configs, message: str) -> None:
     """A folder that gives no value is refused when the role is built, in one line, on every rank."""
-    for engine in build_roles(configs).values():
+    for config in configs.values():
+        engine = build_engine(config)
         try:
             engine.init_model()
         except ModelError as error:

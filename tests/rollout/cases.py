@@ -13,8 +13,7 @@ from mrl.data.prompts import Prompt
 from mrl.engine.generation import Schedule
 from mrl.engine.registry import build_engine
 from mrl.errors import RewardError
-from mrl.rollout.base import Trajectory
-from mrl.rollout.batch import trajectories_to_batch
+from mrl.rollout.base import Trajectory, trajectories_to_batch
 from mrl.rollout.native import EngineSampler
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts

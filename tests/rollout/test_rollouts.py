@@ -7,7 +7,7 @@ import torch
 
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import RewardError
-from mrl.rollout.batch import trajectories_to_batch
+from mrl.rollout.base import trajectories_to_batch
 from mrl.rollout.rollouts import ROUND, SERIES
 from tests.data.kit import CHATML, make_tokenizer
 from tests.rollout.kit import ByTokens, Says, make_prompts, make_rollouts, write_environments

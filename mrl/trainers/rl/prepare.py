@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mrl.rollout.batch import trajectories_to_batch
+from mrl.rollout.base import trajectories_to_batch
 from mrl.trainers.rl import invariants
 from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience, epoch_order, make_experience, mean_and_std

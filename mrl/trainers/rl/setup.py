@@ -27,9 +27,9 @@ from mrl.data.stream import Report
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
+from mrl.engine.registry import build_engine
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.roles.reward_model import RewardModel
-from mrl.roles.roles import build_roles
 from mrl.rollout.base import Sampler, TrajectorySource
 from mrl.rollout.kept import KeptRollouts
 from mrl.rollout.recorded import RecordedRollouts
@@ -131,7 +131,7 @@ def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> d
     engines: dict[str, BaseEngine] = {}
     for role, role_config in role_configs(config, folders, recipe).items():
         with keys_of(config, role):
-            engines |= build_roles({role: role_config})
+            engines[role] = build_engine(role_config)
     return engines
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.data.packing import best_fit_decreasing
+from mrl.engine.packing import best_fit_decreasing
 
 
 def naive(lengths, capacity):
