@@ -27,19 +27,14 @@ from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_se
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What advantages are made from. A field that the estimator does not need may be None.
+    """What advantages are made from. A field that the estimator does not need may be None."""
 
-    rewards_T: of each action (see `shaping.token_rewards`), 0 outside the mask. mask_T: not 0 where an action is.
-    lengths_S: int64, sums to T. groups_S: int64, equal for samples of one prompt. values_T: the critic's, of the state in
-    which each action was taken. baselines_S: the reward of the greedy answer to each sequence's prompt.
-    """
-
-    rewards_T: Tensor
-    mask_T: Tensor
-    lengths_S: Tensor
-    groups_S: Tensor | None = None
-    values_T: Tensor | None = None
-    baselines_S: Tensor | None = None
+    rewards_T: Tensor  # of each action (see `shaping.token_rewards`), 0 outside the mask
+    mask_T: Tensor  # not 0 where an action is
+    lengths_S: Tensor  # int64, sums to T
+    groups_S: Tensor | None = None  # int64, equal for samples of one prompt
+    values_T: Tensor | None = None  # the critic's, of the state in which each action was taken
+    baselines_S: Tensor | None = None  # the reward of the greedy answer to each sequence's prompt
 
     @property
     def scores_S(self) -> Tensor:
@@ -151,10 +146,11 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """compute: rollout, gamma, lam -> advantages [T] and, with a critic, its targets [T]. needs: the field of `Rollout`."""
+    """A way to compute advantages."""
 
     compute: Callable[[Rollout, float, float], tuple[Tensor, Tensor | None]]
-    needs: Literal["values_T", "groups_S", "baselines_S"] | None = None
+    """(rollout, gamma, lam) -> advantages [T] and, with a critic, its targets [T]."""
+    needs: Literal["values_T", "groups_S", "baselines_S"] | None = None  # the field of `Rollout`
 
 
 def _of_group(estimate: Callable[[Tensor, Tensor], Tensor]) -> Estimator:

@@ -36,10 +36,10 @@ class Correction:
 
 
 class Weights(NamedTuple):
-    """weight_T: [T], without gradient. limited_T: [T] bool, where the ratio itself was not used."""
+    """Weights that correct for the sampler's probabilities."""
 
-    weight_T: Tensor
-    limited_T: Tensor
+    weight_T: Tensor  # [T], without gradient
+    limited_T: Tensor  # [T] bool, where the ratio itself was not used
 
 
 def importance_weights(

@@ -32,7 +32,7 @@ Ctx = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Aggregated:
-    """What both losses share. aggregation, fixed_length: see `mrl.algorithms.aggregation`."""
+    """The part that both losses share: how token losses become one number (see `mrl.algorithms.aggregation`)."""
 
     aggregation: str = "token_mean"
     fixed_length: int | None = None
@@ -117,13 +117,13 @@ class ActorLoss(_Aggregated):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticLoss(_Aggregated):
-    """`sum_t w_t l_t` of `value.value_loss`, aggregated as the actor's. value_clip: 0 for none.
+    """`sum_t w_t l_t` of `value.value_loss`, aggregated as the actor's.
 
     Reports, as means over tokens: critic/value, critic/clip_fraction, and what `explained_variance` makes one of:
     critic/returns, critic/returns_squared, critic/error, critic/error_squared.
     """
 
-    value_clip: float = 0.0
+    value_clip: float = 0.0  # 0 for none
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         values_T, returns_T = _trained(predictions["values"], data), _field(data, "returns")

@@ -21,18 +21,18 @@ from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """The range `1 - low` to `1 + high` that a ratio is kept in; dual: the bound of a ratio whose advantage is negative, 0 for none."""
+    """The range `1 - low` to `1 + high` that a ratio is kept in."""
 
     low: float
     high: float
-    dual: float = 0.0
+    dual: float = 0.0  # the bound of a ratio whose advantage is negative; 0 for none
 
 
 class PolicyLoss(NamedTuple):
-    """loss_T: [T], with gradient. clipped_T: [T] bool, where clipping changed the loss or its gradient."""
+    """The loss of each token, without the KL penalty."""
 
-    loss_T: Tensor
-    clipped_T: Tensor
+    loss_T: Tensor  # [T], with gradient
+    clipped_T: Tensor  # [T] bool, where clipping changed the loss or its gradient
 
 
 # -- ratios -------------------------------------------------------------------------------------------------------------

@@ -27,41 +27,32 @@ from mrl.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parts of an algorithm. No field is ever None, so that in a config None can mean "as the recipe says".
+    """The parts of an algorithm. No field is ever None, so that in a config None can mean "as the recipe says"."""
 
-    advantage: of `ESTIMATORS`. whiten: advantages over the whole rollout. gamma, lam: discount and GAE's lambda.
-    objective, ratio, clip_low, clip_high, dual_clip (0: none): see `policy`. value_clip (0: none): see `value`.
-    aggregation: see `aggregation`; the critic's is the same. kl_in: what the KL penalty is taken from, with kl_estimator,
-    kl_cap (0: none) and kl_coef; kl_target: nats per sequence that the coefficient is steered to, by kl_gain (0: it is
-    fixed). entropy_coef: of the bonus. correction, with correction_level, correction_cap, correction_floor: see `correction`.
-    dynamic_sampling: whether groups without differences are sampled anew. overlong_fraction: the last part of the length
-    limit, over which the punishment grows (0: none).
-    """
-
-    advantage: str
-    objective: str = "clip"
-    ratio: str = "token"
-    aggregation: str = "token_mean"
-    whiten: bool = False
-    gamma: float = 1.0
-    lam: float = 0.95
-    clip_low: float = 0.2
+    advantage: str  # of `ESTIMATORS`
+    objective: str = "clip"  # of `policy.OBJECTIVES`
+    ratio: str = "token"  # of `policy.RATIOS`
+    aggregation: str = "token_mean"  # of `aggregation.DENOMINATORS`; the critic's too
+    whiten: bool = False  # advantages over the whole rollout
+    gamma: float = 1.0  # discount
+    lam: float = 0.95  # GAE's lambda
+    clip_low: float = 0.2  # see `policy.Clip`
     clip_high: float = 0.2
-    dual_clip: float = 0.0
-    value_clip: float = 0.2
-    kl_in: str = "none"
+    dual_clip: float = 0.0  # 0: none
+    value_clip: float = 0.2  # 0: none
+    kl_in: str = "none"  # what the KL penalty is part of: none, reward or loss
     kl_estimator: str = "k3"
-    kl_cap: float = 0.0
+    kl_cap: float = 0.0  # 0: none
     kl_coef: float = 0.0
-    kl_target: float = 0.0
-    kl_gain: float = 0.1
-    entropy_coef: float = 0.0
-    correction: str = "none"
+    kl_target: float = 0.0  # nats per sequence that the coefficient is steered to; 0: it is fixed
+    kl_gain: float = 0.1  # how fast it is steered
+    entropy_coef: float = 0.0  # of the bonus
+    correction: str = "none"  # for the sampler's probabilities: none, truncate or mask (see `correction`)
     correction_level: str = "token"
     correction_cap: float = 2.0
     correction_floor: float = 0.0
-    dynamic_sampling: bool = False
-    overlong_fraction: float = 0.0
+    dynamic_sampling: bool = False  # groups without differences are sampled anew
+    overlong_fraction: float = 0.0  # the last part of the length limit, over which the punishment grows; 0: none
 
     @property
     def needs_critic(self) -> bool:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class ValueLoss(NamedTuple):
-    """loss_T: [T]. clipped_T: [T] bool, where the clipped term is the larger and takes the gradient away."""
+    """The critic's loss of each token."""
 
-    loss_T: Tensor
-    clipped_T: Tensor
+    loss_T: Tensor  # [T], with gradient
+    clipped_T: Tensor  # [T] bool, where the clipped term is the larger and takes the gradient away
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float = 0.0) -> ValueLoss:

@@ -28,15 +28,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A row that trains: at most `max_length` ids, and 1 in `mask` for each that trains (not shifted).
+    """A row that trains."""
 
-    multi_modal_inputs: what its images are to the model, as `Batch` has it of one sequence.
-    """
-
-    ids: list[int]
-    mask: list[int]
+    ids: list[int]  # at most `max_length`
+    mask: list[int]  # 1 for each id that trains (not shifted)
     truncated: bool
     multi_modal_inputs: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """What its images are to the model, as `Batch` has it of one sequence."""
 
 
 @dataclasses.dataclass(frozen=True)

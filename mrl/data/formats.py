@@ -53,16 +53,15 @@ MASK_FIELDS = ("loss_mask", "assistant_masks", "completion_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation. The first `given` messages are the prompt and never train.
-
-    images: those of its parts of type image, in their order; the parts themselves hold nothing but their type.
-    """
+    """A conversation."""
 
     messages: list[dict[str, Any]]
     given: int = 0
+    """The first so many messages are the prompt and never train."""
     tools: list[Any] | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     images: tuple[Image, ...] = ()
+    """Those of its parts of type image, in their order; the parts hold nothing but their type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +75,11 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt in text. plain: the same for a tokenizer that has no chat template. chat: that one user turn."""
+    """A prompt in text."""
 
     text: str
-    plain: str
-    chat: Chat
+    plain: str  # the same for a tokenizer that has no chat template
+    chat: Chat  # that one user turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +89,10 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Token ids, and which of them train (None: the row does not say)."""
+    """A row that is token ids already."""
 
     ids: list[int]
-    mask: list[int] | None
+    mask: list[int] | None  # which of them train; None where the row does not say
 
 
 def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:

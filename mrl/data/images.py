@@ -31,11 +31,11 @@ NO_PILLOW = "reads images, which needs the package pillow; install it with pip i
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """An image that a row names. where: in the row. One of path, as the row has it, and data, the bytes of a file."""
+    """An image that a row names, by one of path and data."""
 
-    where: str
-    path: str | None = None
-    data: bytes | None = None
+    where: str  # in the row
+    path: str | None = None  # as the row has it
+    data: bytes | None = None  # the bytes of a file
 
     def open(self, folder: str) -> Any:
         """The picture, upright and in RGB. folder: of the data file. Raises BadRow."""

@@ -19,19 +19,14 @@ from mrl.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A row as the policy sees it.
+    """A row as the policy sees it."""
 
-    index: of the row in its data set. where: its file and line, `train.jsonl:17`. row: the data row, as rewards and
-    environments get it (after data.columns). content: the prompt as text or messages, as rewards get it. tokens: what the
-    policy is given, generation prompt included. truncated: their start was cut.
-    """
-
-    index: int
-    where: str
-    row: dict[str, Any]
-    content: str | list[dict[str, Any]]
-    tokens: list[int]
-    truncated: bool = False
+    index: int  # of the row in its data set
+    where: str  # its file and line, `train.jsonl:17`
+    row: dict[str, Any]  # the data row, as rewards and environments get it (after data.columns)
+    content: str | list[dict[str, Any]]  # the prompt as text or messages, as rewards get it
+    tokens: list[int]  # what the policy is given, generation prompt included
+    truncated: bool = False  # whether their start was cut
 
     @property
     def asked(self) -> Chat | Question:

@@ -97,12 +97,12 @@ def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Taken(Generic[T]):
-    """items: what rows became. rows: their indices. progress: the position after them. notes: as in Report."""
+    """Rows that were taken from a stream."""
 
-    items: list[T]
-    rows: list[int]
-    progress: Progress
-    notes: list[str]
+    items: list[T]  # what the rows became
+    rows: list[int]  # their indices
+    progress: Progress  # the position after them
+    notes: list[str]  # as in Report
 
 
 class RowStream(Generic[T]):

@@ -29,10 +29,10 @@ OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 @dataclasses.dataclass(frozen=True)
 class WithImages:
-    """encoded: the tokens in full, none of an image's trained. inputs: as `Batch.multi_modal_inputs` of one sequence."""
+    """A row's tokens with its images."""
 
-    encoded: Encoded
-    inputs: Mapping[str, Tensor]
+    encoded: Encoded  # the tokens in full, none of an image's trained
+    inputs: Mapping[str, Tensor]  # as `Batch.multi_modal_inputs` of one sequence
 
 
 class Vision:

@@ -37,21 +37,20 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Finite values, one for each sample of the task, or what went wrong; traceback of an exception."""
+    """What became of a task."""
 
-    values: tuple[float, ...] | None
-    fault: str | None = None
+    values: tuple[float, ...] | None  # finite, one for each sample; None after a fault
+    fault: str | None = None  # what went wrong
     timed_out: bool = False
-    traceback: str | None = None
+    traceback: str | None = None  # of an exception
 
 
 @dataclasses.dataclass(frozen=True)
 class Retries:
-    """How often a call of a user's function that failed is made again: a judge may be busy. wait_s: before the first retry;
-    twice as long before each one after it, at most LONGEST_WAIT_S."""
+    """How often a call of a user's function that failed is made again: a judge may be busy."""
 
     count: int = 0
-    wait_s: float = 1.0
+    wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most LONGEST_WAIT_S
 
     def pause_s(self, number: int, index: int) -> float:
         """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one moment."""

@@ -40,20 +40,19 @@ START_S = 1.0  # what starting the interpreter may take beyond the limit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """time_s: wall time, beside START_S, and CPU time rounded up to whole seconds. memory_mb: address space. file_mb: of one
-    file."""
+    """What a program in the sandbox may use."""
 
-    time_s: float
-    memory_mb: int
-    file_mb: int
+    time_s: float  # wall time, beside START_S, and CPU time rounded up to whole seconds
+    memory_mb: int  # address space
+    file_mb: int  # of one file
 
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """finished: code and test ran to their end. status: exit status, negative for a signal, None where time ran out."""
+    """How a program in the sandbox ended."""
 
-    finished: bool
-    status: int | None
+    finished: bool  # whether code and test ran to their end
+    status: int | None  # exit status, negative for a signal, None where time ran out
     output: str
 
 

@@ -20,11 +20,11 @@ REPORTS = 20  # files of faults that count as 0
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """totals: a number per sample. parts: the same, unweighted, by label. faults: those that counted as 0, a line each."""
+    """The rewards of samples."""
 
-    totals: tuple[float, ...]
-    parts: Mapping[str, tuple[float, ...]]
-    faults: tuple[str, ...] = ()
+    totals: tuple[float, ...]  # a weighted sum for each sample
+    parts: Mapping[str, tuple[float, ...]]  # label -> unweighted, one for each sample
+    faults: tuple[str, ...] = ()  # calls that counted as 0, a line each
 
 
 class Scorer:

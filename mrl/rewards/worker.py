@@ -69,24 +69,25 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """One message: a round trip for each call took longer than most functions do.
-
-    calls: each pickled by itself. In one pickle, samples of a prompt would have one row, and a function that changes its
-    row would change that of the next call.
-    """
+    """One message: a round trip for each call took longer than most functions do."""
 
     calls: tuple[bytes, ...]
+    """Each call is pickled by itself.
+
+    In one pickle, samples of a prompt would have one row, and a function that changes its row would change that of the
+    next call.
+    """
     position: Position
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Either finite values, one for each sample, or a fault in words; timed_out where the fault is that."""
+    """What a worker answers to a call."""
 
     number: int
-    values: tuple[float, ...] | None
-    fault: str | None = None
-    timed_out: bool = False
+    values: tuple[float, ...] | None  # finite, one for each sample; None after a fault
+    fault: str | None = None  # in words
+    timed_out: bool = False  # whether the fault is that
     traceback: str | None = None
     seconds: float = 0.0
 

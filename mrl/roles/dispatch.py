@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did. lr: the rate that it was made with. problems: what the guard found wrong, if it looked."""
+    """What an optimizer step did."""
 
     grad_norm: GradNorm
-    lr: float
-    problems: list[str]
+    lr: float  # the rate that the step was made with
+    problems: list[str]  # what the guard found wrong, if it looked
 
 
 def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:

@@ -29,45 +29,35 @@ Limit = Literal["tokens", "turns"]
 
 @dataclasses.dataclass(frozen=True)
 class SampleRequest:
-    """One completion that is wanted.
+    """One completion that is wanted."""
 
-    tokens: what has been said so far. stop: texts that end it, in the decoded new tokens; the token that completes one is
-    the last. stop_tokens: ids that end it; both are kept in the completion. key: what the noise follows from, where the
-    sampler can honour it (the actor's own engine does; a server gets a seed made of it).
-    """
-
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # the prompt, or the conversation so far
     max_new_tokens: int
     sampling: SamplingParams
     key: SamplingKey
-    stop_tokens: Sequence[int] = ()
-    stop: Sequence[str] = ()
+    """What the noise follows from, where the sampler can honour it: the actor's own engine does, a server gets a seed
+    made of it."""
+    stop_tokens: Sequence[int] = ()  # ids that end the completion, and are kept in it
+    stop: Sequence[str] = ()  # texts that end it, in the decoded new tokens; the token that completes one is the last
 
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One sample of a prompt, in tokens and in words.
-
-    sample: its number among the prompt's, from 0. tokens: the whole sequence, prompt first. mask: 1 for each token that the
-    policy sampled, 0 for the prompt and for what an environment said; as long as tokens. log_probs: of the sampler, 0.0
-    where mask is 0. text: what the policy said, without special tokens; the turns of a conversation are joined by a blank
-    line. finished: it ended by itself and not at a length or turn limit. turns: of the policy. reward: what the environment
-    gave, in all, where there is one. conversation: where there is one, the messages after the prompt in their order, as
-    {"role", "content"}: the policy's turns ("assistant") and what the environment answered, its last answer too, which no turn
-    of the policy follows. cut_by: the limit at which it ended, of tokens or of turns; None where it is finished.
-    """
+    """One sample of a prompt, in tokens and in words."""
 
     prompt: Prompt
-    sample: int
-    tokens: list[int]
-    mask: list[int]
-    log_probs: list[float]
-    text: str
-    finished: bool
-    turns: int = 1
-    reward: float | None = None
+    sample: int  # its number among the prompt's, from 0
+    tokens: list[int]  # the whole sequence, prompt first
+    mask: list[int]  # of each token: 1 where the policy sampled it, 0 in the prompt and in observations
+    log_probs: list[float]  # of the sampler, for each token; 0.0 where mask is 0
+    text: str  # what the policy wrote, without special tokens; turns are joined by a blank line
+    finished: bool  # whether it ended by itself, and not at a limit of tokens or turns
+    turns: int = 1  # of the policy
+    reward: float | None = None  # the environment's, in all; None without one
     conversation: Sequence[Mapping[str, Any]] | None = None
-    cut_by: Limit | None = None
+    """With an environment, the messages after the prompt as {"role", "content"}: the policy's turns ("assistant") and
+    what the environment answered, its last answer too, which no turn follows."""
+    cut_by: Limit | None = None  # the limit at which it ended; None where it is finished
 
     @property
     def response_length(self) -> int:

@@ -37,9 +37,9 @@ Said = str | list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an environment answered. observation: None where it has nothing more to say."""
+    """What an environment answered."""
 
-    observation: Said | None
+    observation: Said | None  # None where it has nothing more to say
     reward: float
     done: bool
 
@@ -65,13 +65,13 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """A call of one conversation's object. started, ended: when, by time.monotonic; started is None while it waits its turn."""
+    """A call of one conversation's object."""
 
-    number: int
+    number: int  # of the conversation
     method: Literal["reset", "step"]
     argument: Any
-    started: float | None = None
-    ended: float | None = None
+    started: float | None = None  # by time.monotonic; None while the call waits
+    ended: float | None = None  # by time.monotonic
     value: Any = None
     fault: str | None = None
 

@@ -39,9 +39,7 @@ ROUND, SERIES = 2**32, 2**48
 
 @dataclasses.dataclass(eq=False)
 class _Conversation:
-    """A trajectory in the making, of one turn or several. chat: the prompt as a conversation, for its tools and template
-    arguments. turns: what the policy said. messages: the same with what the environment answered, where there is one.
-    full: the next observation leaves no room for a turn."""
+    """A trajectory in the making, of one turn or several."""
 
     number: int
     prompt: Prompt
@@ -50,12 +48,12 @@ class _Conversation:
     tokens: list[int] = dataclasses.field(default_factory=list)
     mask: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    turns: list[str] = dataclasses.field(default_factory=list)
-    messages: list[dict[str, Any]] | None = None
-    chat: Chat | None = None
+    turns: list[str] = dataclasses.field(default_factory=list)  # what the policy wrote
+    messages: list[dict[str, Any]] | None = None  # turns and observations, where there is an environment
+    chat: Chat | None = None  # the prompt as a conversation, for its tools and template arguments
     completed: bool = False
     done: bool = True
-    full: bool = False
+    full: bool = False  # whether the last observation leaves no room for a turn
     reward: float | None = None
 
     def append(self, tokens: Sequence[int], *, mask: int, log_probs: Sequence[float] | None = None) -> None:

@@ -32,28 +32,26 @@ _NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
 
 @dataclasses.dataclass(frozen=True)
 class SavedSample:
-    """A line. row: file and line of the prompt. reward: in all; rewards: of the functions, by label; environment: the
-    environment's. completion: what the policy said. advantage: the mean over its tokens. The rest is as in Trajectory; what
-    is unknown is null. Files that were written before conversation and cut_by have neither."""
+    """A line of a file. What is not described is as in Trajectory; what is unknown is null."""
 
     step: int
-    row: str
+    row: str  # file and line of the prompt
     index: int
     sample: int
-    reward: float | None
-    rewards: dict[str, float]
-    environment: float | None
+    reward: float | None  # in all
+    rewards: dict[str, float]  # of the functions, by label
+    environment: float | None  # the environment's reward
     prompt: str | list[dict[str, Any]]
-    completion: str
+    completion: str  # what the policy wrote
     finished: bool
     turns: int
     response_length: int
-    advantage: float | None
+    advantage: float | None  # the mean over its tokens
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
-    conversation: list[dict[str, Any]] | None = None
-    cut_by: Limit | None = None
+    conversation: list[dict[str, Any]] | None = None  # older files have neither this
+    cut_by: Limit | None = None  # nor this
 
     @property
     def prompt_length(self) -> int:

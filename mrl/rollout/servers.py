@@ -39,15 +39,12 @@ OnMain = Callable[[Callable[[], T]], T]
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A text that the servers are asked about after every hand-over.
+    """A text that the servers are asked about after every hand-over of weights."""
 
-    tokens: its ids. log_probs: gives those of `tokens[1:]` at temperature 1 from the trainer's own weights; called on
-    every rank. tolerance: largest mean difference; servers round otherwise than the trainer, most of all in bfloat16.
-    """
-
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # ids of the text
     log_probs: Callable[[Sequence[int]], Sequence[float]]
-    tolerance: float = 0.1
+    """Gives the log-probs of `tokens[1:]` at temperature 1 by the trainer's own weights; called on every rank."""
+    tolerance: float = 0.1  # largest mean difference: servers round otherwise, most of all in bfloat16
 
 
 class Server(abc.ABC):

@@ -36,16 +36,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Progress:
-    """What a run has done so far; saved with a checkpoint.
+    """What a run has done so far; saved with a checkpoint."""
 
-    step: optimizer steps made. tokens: trained. run_id: wandb's. unlogged: metrics of the step made last while its evaluation
-    has yet to be done: its line in the log, if there is one, is without it, and the next start writes that line anew.
-    """
-
-    step: int = 0
-    tokens: float = 0.0
-    run_id: str = ""
+    step: int = 0  # optimizer steps made
+    tokens: float = 0.0  # trained tokens
+    run_id: str = ""  # of wandb
     unlogged: dict[str, float] | None = None
+    """Metrics of the last step while its evaluation has yet to be done.
+
+    Its line in the log, if there is one, is without that, and the next start writes the line anew.
+    """
 
     @property
     def logged(self) -> int:

@@ -129,15 +129,12 @@ class RunDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins. checkpoint: its folder, or None for the beginning. step: steps made. message: says so.
+    """Where a run begins."""
 
-    moved: notes on data or model that have another name than in config.yaml.
-    """
-
-    checkpoint: str | None
-    step: int
-    message: str
-    moved: Sequence[str] = ()
+    checkpoint: str | None  # its folder; None at the beginning
+    step: int  # optimizer steps made
+    message: str  # says so to the user
+    moved: Sequence[str] = ()  # notes on data or model that have another name than in config.yaml
 
 
 def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:

@@ -38,20 +38,17 @@ def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """A rollout with its rewards. groups_S: int64, which prompt of the rollout each sequence answers. baselines_S: fp64,
-    the reward of the greedy answer to each sequence's prompt, where the algorithm has it. rejected, greedy: what was sampled
-    beside, with its rewards: groups that gave way to others, the greedy answers. sampled: the order in which they were
-    sampled, as indices into `trajectories` with `rejected` after it. rollout_s, reward_s: seconds of all that."""
+    """A rollout with its rewards."""
 
     trajectories: list[Trajectory]
     scores: Scores
-    groups_S: Tensor
-    baselines_S: Tensor | None
-    rejected: tuple[list[Trajectory], Scores]
-    greedy: tuple[list[Trajectory], Scores]
-    sampled: list[int]
-    rollout_s: float
-    reward_s: float
+    groups_S: Tensor  # int64, which prompt of the rollout each sequence answers
+    baselines_S: Tensor | None  # fp64, the greedy answer's reward, of an algorithm that has it
+    rejected: tuple[list[Trajectory], Scores]  # groups that gave way to others, with their rewards
+    greedy: tuple[list[Trajectory], Scores]  # the greedy answers, with their rewards
+    sampled: list[int]  # the order of sampling: indices into `trajectories`, with `rejected` after it
+    rollout_s: float  # seconds of sampling, of all these
+    reward_s: float  # seconds of scoring
 
     @property
     def scores_S(self) -> Tensor:

@@ -33,15 +33,15 @@ ORDER = 0x6D696E69
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """A rollout that is trained on.
-
-    batch: all sequences, in the order of the first epoch. Token fields, 0 where nothing trains: rollout_log_probs,
-    old_log_probs (perhaps only after its step), advantages; ref_log_probs with a KL; old_values and returns with a critic.
-    Sequence fields: groups. iteration: its number, from 0.
-    """
+    """A rollout that is trained on."""
 
     batch: Batch
-    iteration: int
+    """All sequences, in the order of the first epoch.
+
+    Token fields, 0 where nothing trains: rollout_log_probs, old_log_probs (perhaps only after its step), advantages;
+    ref_log_probs with a KL; old_values and returns with a critic. Sequence fields: groups.
+    """
+    iteration: int  # its number, from 0
 
     @property
     def has_old_log_probs(self) -> bool:

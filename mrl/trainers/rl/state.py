@@ -31,46 +31,44 @@ from mrl.trainers.signals import StopSignal
 
 @dataclasses.dataclass
 class Progress(common.Progress):
-    """What a run has done so far; saved with a checkpoint. A step is one mini-batch, by all roles that train.
+    """What a run has done so far; saved with a checkpoint.
 
-    tokens: trained by the actor. best: the best value yet of checkpoint.best, after step best_step. moved: roles that have
-    made a step with a gradient. trained: those whose every parameter has been seen to train. exact: the guards have found
-    that the training forward gives the old log-probs to the bit. pending: metrics of a rollout that no step was made on yet.
+    A step is one mini-batch, by all roles that train; tokens are the actor's.
     """
 
-    best: float | None = None
-    best_step: int | None = None
-    moved: list[str] = dataclasses.field(default_factory=list)
-    trained: list[str] = dataclasses.field(default_factory=list)
-    exact: bool = False
-    pending: dict[str, float] = dataclasses.field(default_factory=dict)
+    best: float | None = None  # the best value yet of checkpoint.best
+    best_step: int | None = None  # the step that it came after
+    moved: list[str] = dataclasses.field(default_factory=list)  # roles that have made a step with a gradient
+    trained: list[str] = dataclasses.field(default_factory=list)  # roles whose every parameter has been seen to train
+    exact: bool = False  # whether the training forward was found to give the old log-probs to the bit
+    pending: dict[str, float] = dataclasses.field(default_factory=dict)  # metrics of a rollout that has no step yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once.
-
-    folders: role -> its model's folder. sampling: gives a context in which the sampler has the actor's weights after a step.
-    exact_sampler: it has the actor's very arithmetic. same_reference: whether the reference starts as the actor (None: it does not, or there is
-    none) and computes in the same layout.
-    """
+    """What the loop uses, made once."""
 
     config: PPOConfig
     recipe: Recipe
     total_steps: int
-    folders: Mapping[str, str]
+    folders: Mapping[str, str]  # role -> its model's folder
     dispatch: WorkerDispatch
     source: PromptSource
     collector: Collector
     sampling: Callable[[int], contextlib.AbstractContextManager[None]]
+    """Gives a context in which the sampler has the actor's weights after a step."""
     kl: KLController
     evaluation: Evaluation | None
     directory: RunDirectory
     console: Console
     stop: StopSignal
-    exact_sampler: bool
+    exact_sampler: bool  # whether the sampler has the actor's very arithmetic
     same_reference: bool | None
-    chat_template: str | None
+    """Whether the reference, which starts as the actor, computes in the same layout.
+
+    None where it starts as another model, or there is none.
+    """
+    chat_template: str | None  # the text of data.chat_template, which the export gets too
     token_limit: TokenLimit
     equal_rewards: EqualRewards = dataclasses.field(default_factory=EqualRewards)
 
