@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mrl.parallel import ParallelDims
+from tests.engine import tiny
 
 VOCAB = 131  # odd: needs padding at any tp
 COMMON = {
@@ -23,7 +24,7 @@ COMMON = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
-# family: what its config has beyond COMMON
+# family: what its config has beyond COMMON; one that is not here has what tests/engine/tiny.py gives it
 MODELS = {
     "llama": {},
     "llama_bias": {"attention_bias": True, "mlp_bias": True},
@@ -77,8 +78,13 @@ MODELS = {
         "attention_bias": True,
     },
 }
+MODELS |= {
+    family: fields
+    for family, (model_type, fields) in tiny.FAMILIES.items()
+    if family == model_type and not any(name.startswith(family) for name in MODELS)
+}
 MODELS["deepseek_v3_moe_q"] = MODELS["deepseek_v3_moe"] | {"q_lora_rank": None}
-MOE = tuple(name for name in MODELS if "moe" in name or name in ("mixtral", "gpt_oss"))
+MOE = tuple(name for name, fields in MODELS.items() if any("experts" in field for field in fields))
 
 DENSE_LAYOUTS = {
     "tp1": ParallelDims(),

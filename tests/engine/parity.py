@@ -45,9 +45,9 @@ MEASURE = "tests.engine.parity:measure"
 
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 
-# name -> family of tiny.FAMILIES, and what differs from four layers of it
+# name -> family of tiny.FAMILIES or tiny.OTHERS, and what differs from four layers of it
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    **{family: (family, {}) for family in tiny.FAMILIES},
     "llama tied": ("llama", {"tied": True}),
     "llama 5 layers": ("llama", {"layers": 5}),
     "llama 7 layers tied": ("llama", {"layers": 7, "tied": True}),
@@ -55,10 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied value head": ("llama", {"head": "value", "tied": True}),
     "llama3 rope": ("llama3", {}),
     "llama dynamic rope": ("llama", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 10}),
-    "mistral": ("mistral", {}),
-    "qwen2": ("qwen2", {}),
     "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
-    "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "qwen3_moe step 2": ("qwen3_moe", {"decoder_sparse_step": 2, "norm_topk_prob": False}),
@@ -66,9 +63,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},  # which transformers does not read
     ),
-    "olmoe": ("olmoe", {}),
     "olmoe normalised": ("olmoe", {"norm_topk_prob": True}),
-    "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe window": (
         "qwen2_moe",
         {
@@ -79,7 +74,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
-    "glm4_moe": ("glm4_moe", {}),
     "glm4_moe groups": (
         "glm4_moe",
         {
@@ -91,7 +85,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": False,
         },
     ),
-    "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3 yarn": (
         "deepseek_v3",
         {
@@ -111,10 +104,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gpt_oss": ("gpt_oss", {}),
     "qwen3 one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3 three kv heads": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
-    "mixtral": ("mixtral", {}),
     "gemma2": ("gemma2", {}),
     "gemma2 tied": ("gemma2", {"tied": True}),
     "granite": ("granite", {}),

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from mrl.config.schema import FSDPConfig
+from tests.engine import tiny
 from tests.engine.layouts import EXTERNAL
-from tests.engine.parity import Row
+from tests.engine.parity import MODELS, Row
 
 ONE_PROCESS = (
     Row("llama", packing=False, size=8),
@@ -110,7 +111,11 @@ EIGHT_PROCESSES = (
     Row("llama", "tp2xpp2xdp2", size=2),
 )
 
-ROWS = ONE_PROCESS + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
+_SEEN = {MODELS[row.model][0] for row in ONE_PROCESS}
+NEW_FAMILIES = tuple(Row(family, size=4) for family in tiny.FAMILIES if family not in _SEEN)
+"""A family that no row above has yet: it is one entry of tests/engine/tiny.py."""
+
+ROWS = ONE_PROCESS + NEW_FAMILIES + TWO_PROCESSES + FOUR_PROCESSES + EIGHT_PROCESSES
 
 NIGHTLY_ROWS = (
     Row("deepseek_v3", "tp2+spxpp2xdp2xep2", size=2),

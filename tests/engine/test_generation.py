@@ -49,6 +49,8 @@ LAYOUTS = {
     "fsdp gpt_oss dp2": (2, "fsdp", {}, "gpt_oss", 2),
     "fsdp gemma2": (1, "fsdp", {}, "gemma2", 2),
 }
+SEEN = {family.removesuffix(" tied") for _, _, _, family, _ in LAYOUTS.values()}
+LAYOUTS |= {f"megatron {name}": (1, "megatron", {}, name, 2) for name in tiny.FAMILIES if name not in SEEN}
 
 FAST = [
     "fsdp dp2", "megatron", "megatron tp2", "megatron pp2", "megatron ep2", "megatron mistral", "megatron deepseek_v3 tp2",
