@@ -15,7 +15,7 @@ from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
 from mrl.errors import ConfigError
-from mrl.metrics import CONVERSATION_METRICS, PPO_METRICS
+from mrl.metric_names import CONVERSATION_METRICS, PPO_METRICS
 from mrl.parallel import divisors_near
 
 SERVERS = ("vllm", "sglang")

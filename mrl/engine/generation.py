@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
+from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import SamplingKey, SamplingRows, noise_key
 from mrl.errors import ConfigError
 

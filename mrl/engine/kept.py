@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from mrl.engine.requests import GenerateRequest
 from mrl.engine.sampling import SamplingKey
-
-if TYPE_CHECKING:
-    from mrl.engine.base import GenerateRequest
-    from mrl.engine.generation import _Running
 
 
 def share(count: int, part: int, parts: int) -> range:
@@ -23,6 +20,15 @@ class Rows(Protocol):
     def copy_row(self, row: int, places: int) -> Any: ...
 
     def put_row(self, row: int, copy: Any) -> None: ...
+
+
+class Ended(Protocol):
+    """A sequence that is complete (of `mrl.engine.generation`)."""
+
+    request: GenerateRequest
+    context: list[int]  # the prompt and what followed
+    cached: int  # how many of these the cache has
+    row: int  # of the cache
 
 
 class KeptSequences:
@@ -70,7 +76,7 @@ class KeptSequences:
         for row, key in restored:
             cache.put_row(row, self._copies[key][1][chunk])
 
-    def keep(self, ended: Sequence["_Running"], caches: Sequence[Rows]) -> None:
+    def keep(self, ended: Sequence[Ended], caches: Sequence[Rows]) -> None:
         """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks of the model."""
         for s in ended:
             key = s.request.key

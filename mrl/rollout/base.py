@@ -10,21 +10,22 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mrl.batch import Batch, make_batch
-from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingKey, SamplingParams
 
 if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets
     from mrl.data.prompts import Prompt
-    from mrl.rollout.samples import Series
 
 
 Limit = Literal["tokens", "turns"]
+Series = Literal["step", "eval", "baseline"]
+"""Which rollouts: those that are trained on, of held-out prompts, or the greedy completions that remax compares with."""
+SERIES_NAMES: tuple[Series, ...] = get_args(Series)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from mrl.data.prompts import Prompt
-from mrl.rollout.base import Trajectory, TrajectorySource
+from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
-from mrl.rollout.samples import Series
 
 _OF_PROMPT = ("content", "tokens", "truncated")  # what an environment's reset may have replaced
 _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "prompt")

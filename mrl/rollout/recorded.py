@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from mrl.config.ppo import RolloutConfig
 from mrl.data.prompts import Prompt
 from mrl.errors import ConfigError, DataError
-from mrl.rollout.base import Trajectory, TrajectorySource
+from mrl.rollout.base import Series, Trajectory, TrajectorySource
 from mrl.rollout.rollouts import OnMain
-from mrl.rollout.samples import SavedSample, Series, read_samples, samples_path
+from mrl.rollout.samples import SavedSample, read_samples, samples_path
 
 
 class RecordedRollouts(TrajectorySource):

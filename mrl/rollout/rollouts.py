@@ -25,9 +25,8 @@ from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
-from mrl.rollout.base import Limit, Sampler, SampleRequest, Trajectory, TrajectorySource
+from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
 from mrl.rollout.environment import KEY, Environments, Said, Step, load_environment
-from mrl.rollout.samples import SERIES_NAMES, Series
 
 T = TypeVar("T")
 OnMain = Callable[[Callable[[], T]], T]

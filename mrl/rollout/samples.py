@@ -15,14 +15,12 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from mrl.data.files import one_line
 from mrl.errors import DataError
-from mrl.rollout.base import Limit, Trajectory
+from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
-Series = Literal["step", "eval", "baseline"]
-SERIES_NAMES: tuple[Series, ...] = get_args(Series)
 COMPRESSED = ".gz"
 TOKENS = ("tokens", "mask", "log_probs")
 """Keys that `log.samples.tokens: false` leaves out."""

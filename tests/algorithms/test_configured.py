@@ -10,7 +10,7 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig
 from mrl.config.ppo_checks import check_schedules, written_metrics
 from mrl.errors import ConfigError
-from mrl.metrics import is_metric
+from mrl.metric_names import is_metric
 from tests.config.test_load import PPO_BASE, merged
 
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.config.load import from_dict, load_config
 from mrl.data.batches import row_order
-from mrl.metrics import SFT_METRICS, read
+from mrl.metric_names import SFT_METRICS
+from mrl.metrics import read
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
 from tests.trainers import kit

@@ -18,10 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.generation import DUMMY, Schedule, Step, check_room
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
+from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import choose
 from mrl.mcore_models import decoder, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
