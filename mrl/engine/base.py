@@ -109,11 +109,7 @@ class BaseEngine(abc.ABC):
 
     def max_over_ranks(self, *values: float) -> list[float]:
         """The largest of each value over all ranks, the same on every rank."""
-        if not dist.is_initialized():
-            return list(values)
-        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.tolist()
+        return collective.max_over_ranks(self.device, *values)
 
     @property
     @abc.abstractmethod

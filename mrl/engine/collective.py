@@ -100,6 +100,15 @@ def all_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), gather)
 
 
+def max_over_ranks(device: torch.device, *values: float) -> list[float]:
+    """The largest of each value over all ranks, the same on every rank. device: where the ranks talk."""
+    if not dist.is_initialized():
+        return list(values)
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
 def denominator_of(batch: Batch, name: str) -> float:
     """What a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it counts."""
     assert name in batch.denominators, f"the batch has the denominators {sorted(batch.denominators)}, not {name!r}"

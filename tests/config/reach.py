@@ -151,7 +151,7 @@ class Seen:
     def note_engine(self, trainer: sft.Trainer) -> None:
         self.steps += 1
         engine = trainer.engine
-        models = engine.models if hasattr(engine, "models") else [engine.model.module]
+        models = engine.model.chunks if engine.backend == "megatron" else [engine.model.module]
         held = [(name, p) for model in models for name, p in model.named_parameters()]
         self.parameters = {name: tuple(p.shape) for name, p in held}
         self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in held)
@@ -166,7 +166,8 @@ class Seen:
 
 def moments(engine: Any) -> Iterator[torch.Tensor]:
     """AdamW's running averages on this rank."""
-    parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    optimizer = engine.model.optimizer if engine.backend == "megatron" else engine.optimizer
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for part in parts:
         adamw = part.adamw if hasattr(part, "adamw") else part.optimizer
         for state in adamw.state.values():

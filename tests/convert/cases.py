@@ -41,7 +41,7 @@ def starts_from_import(
         if engine.backend == "megatron":
             far[str(layout.get("parallel", {}))] = _distance(engine, tokens, logits)
             with torch.no_grad():
-                for model in engine.models:
+                for model in engine.model.chunks:
                     for tensor in (*model.parameters(), *model.buffers()):
                         tensor.zero_()
             engine.load_checkpoint(imported)
@@ -89,7 +89,7 @@ def _distance(engine: BaseEngine, tokens: list[int], expected: torch.Tensor) -> 
     finally:
         pipeline._log_probs = log_probs
     far = torch.zeros(1)
-    assert bool(seen) == (engine.coords.pp_rank == engine.dims.pp - 1)
+    assert bool(seen) == (engine.model.coords.pp_rank == engine.model.dims.pp - 1)
     if seen:  # micro-batches that only fill the schedule are empty
         found = torch.cat([logits for logits in seen if len(logits)])
         assert len(found) == len(tokens) - 1, (len(found), len(tokens))
@@ -153,10 +153,10 @@ def mtp_of_megatron(imported: str) -> dict[str, torch.Tensor]:
     from mrl.mcore_models import layers
 
     engine = engine_of(imported)
-    (ours,) = engine.models
-    with engine.state.installed():
-        config = engine.model_config
-        config.mtp_num_layers = engine.hf["num_nextn_predict_layers"]
+    (ours,) = engine.model.chunks
+    with engine.model.state.installed():
+        config = engine.model.transformer
+        config.mtp_num_layers = engine.model.hf["num_nextn_predict_layers"]
         block = layers.block_spec(config, [0, 1])
         for layer in block.layer_specs:  # megatron looks for it before it builds such a layer
             layer.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.causal}

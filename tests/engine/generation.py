@@ -176,10 +176,10 @@ def own_attention_in_place_of_another(config: RoleConfig) -> None:
         def forward(self, *args, **kwargs):
             raise AssertionError("knows nothing of CacheLayout")
 
-    attentions = [layer.self_attention for model in engine.models for layer in model.decoder.layers]
+    attentions = [layer.self_attention for model in engine.model.chunks for layer in model.decoder.layers]
     for attention in attentions:
         attention.core_attention = Foreign()
-    engine.spec = "te"
+    engine.model.spec = "te"
     assert engine.generate(requests) == expected
     assert all(isinstance(attention.core_attention, Foreign) for attention in attentions)
 
@@ -198,7 +198,7 @@ def gpt_model_itself_gives_the_same(config: RoleConfig) -> None:
         longer = engine.generate(requests)
     finally:
         decoder.fits, decoder.Decoder.__init__ = fits, original
-    assert not made and all(fits(model) for model in engine.models)
+    assert not made and all(fits(model) for model in engine.model.chunks)
     for one, other in zip(shorter, longer, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
         assert (torch.tensor(one.log_probs) - torch.tensor(other.log_probs)).abs().max() < 1e-5

@@ -60,15 +60,17 @@ def only_adapters_train(config: RoleConfig) -> None:
     with engine.without_adapters():
         assert_equal({name: t for name, t in engine.hf_weights() if name != "score.weight"}, before)
     assert all(not torch.equal(t, start[name]) for name, t in engine.adapter_weights())
-    trained = {n for m in engine.models for n, p in m.named_parameters() if p.requires_grad}
+    trained = {n for m in engine.model.chunks for n, p in m.named_parameters() if p.requires_grad}
     assert all(".adapter." in name or name == "output_layer.weight" and config.head == "value" for name in trained)
-    here = sum(p.numel() for m in engine.models for p in m.parameters() if p.requires_grad)
-    in_buffers = sum(p.numel() for b in gradient_buffers(engine.chunks) for p in b.param_index_map)
+    here = sum(p.numel() for m in engine.model.chunks for p in m.parameters() if p.requires_grad)
+    in_buffers = sum(p.numel() for b in gradient_buffers(engine.model.wrapped) for p in b.param_index_map)
     assert in_buffers == here
-    states = [s for part in optimizers_of(engine.optimizer) if part.optimizer for s in part.optimizer.state.values()]
-    held = sum(span.stop - span.start for _, _, _, span in shards(engine.optimizer))
+    states = [
+        s for part in optimizers_of(engine.model.optimizer) if part.optimizer for s in part.optimizer.state.values()
+    ]
+    held = sum(span.stop - span.start for _, _, _, span in shards(engine.model.optimizer))
     assert sum(s["exp_avg"].numel() for s in states) == held <= here
-    assert all(not hasattr(p, "main_grad") for m in engine.models for p in m.parameters() if not p.requires_grad)
+    assert all(not hasattr(p, "main_grad") for m in engine.model.chunks for p in m.parameters() if not p.requires_grad)
 
 
 def guards_know_that_b_starts_at_zero(config: RoleConfig, adapter: str) -> None:
@@ -87,7 +89,7 @@ def guards_know_that_b_starts_at_zero(config: RoleConfig, adapter: str) -> None:
 def _problems(engine: BaseEngine, zeroed) -> list[str]:
     """What the guards say of a step whose reduced gradients are zero where `zeroed(name)`."""
     gradients(engine, engine.shard_data(tiny.uneven_batch()))
-    for model in engine.models:
+    for model in engine.model.chunks:
         for name, parameter in model.named_parameters():
             if zeroed(name):
                 parameter.main_grad.zero_()
@@ -103,7 +105,7 @@ def checkpoint_holds_adapters_alone(config: RoleConfig, path: str) -> int:
     saved = engine.save_checkpoint(path, global_step=1)
     if engine.is_main:
         reader = TorchDistReader(os.path.join(saved, "mcore"))
-        expected = adapter_shapes(engine.adapters, config.head, engine.hf["hidden_size"])
+        expected = adapter_shapes(engine.model.adapters, config.head, engine.model.hf["hidden_size"])
         keys = {f"{prefix}{name}" for name in expected for prefix in _KINDS}
         assert set(reader.tensors) == keys, sorted(set(reader.tensors) ^ keys)
         sizes = {name: math.prod(reader.tensors[name].shape) for name in expected}

@@ -39,7 +39,7 @@ MOE = MoEConfig(aux_loss=0.01, z_loss=0.001)
 @pytest.fixture(scope="module")
 def schedule_config(folder):
     """megatron's configuration of a mixture of experts, as the engine makes it."""
-    return MegatronEngine(config_of(folder("mixtral"), "dp1")).model_config
+    return MegatronEngine(config_of(folder("mixtral"), "dp1")).model.transformer
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def everyone(value: Any) -> list[Any]:
 
 def rules(engine: MegatronEngine):
     """(parameter, its rule) of all chunks of this rank."""
-    for model, of_chunk in zip(engine.models, engine.rules, strict=True):
+    for model, of_chunk in zip(engine.model.chunks, engine.model.rules, strict=True):
         for name, parameter in model.named_parameters():
             yield parameter, of_chunk[name]
 
@@ -81,9 +81,9 @@ def gradients_are_summed_once_over_replicas(config: RoleConfig) -> None:
     own = parameter.main_grad.clone()
     parts = everyone(own)
     assert not torch.equal(parts[0], parts[1])
-    with engine.state.installed():
+    with engine.model.state.installed():
         engine._reduce()
-        optim.whole_gradients(engine.chunks)
+        optim.whole_gradients(engine.model.wrapped)
     torch.testing.assert_close(parameter.main_grad, sum(parts) / len(parts), rtol=1e-5, atol=1e-7)
     try:
         with engine.train_mode():
@@ -99,10 +99,10 @@ def split_parameters_say_so(config: RoleConfig) -> None:
     engine = make_engine(config)
     for p, rule in rules(engine):
         split = bool(getattr(p, "tensor_model_parallel", False))
-        degree = engine.dims.etp if rule.expert is not None else engine.dims.tp
+        degree = engine.model.dims.etp if rule.expert is not None else engine.model.dims.tp
         if degree > 1:
             assert split == (rule.axis is not None), f"{rule.mcore}: tensor_model_parallel is {split}"
-        expected = rule.expert is None or engine.dims.ep == 1  # False: reduced over the replicas of its experts
+        expected = rule.expert is None or engine.model.dims.ep == 1  # False: reduced over the replicas of its experts
         assert getattr(p, "allreduce", True) == expected, rule.mcore
 
 
@@ -114,7 +114,7 @@ def padding_of_the_vocabulary_stays_zero(config: RoleConfig) -> None:
     for p, rule in rules(engine):
         if rule.kind == "vocab" or "embed_tokens" in rule.hf[0] or "lm_head" in rule.hf[0]:
             start = rule.rank * p.shape[0]
-            padding = p[max(0, engine.hf["vocab_size"] - start) :]
+            padding = p[max(0, engine.model.hf["vocab_size"] - start) :]
             assert not padding.any(), rule.mcore
             found += padding.shape[0]
     assert sum(everyone(found)) > 0
@@ -173,11 +173,11 @@ def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
 def random_numbers_by_rank(config: RoleConfig) -> list[tuple]:
     """(coordinates, a draw inside tensor-parallel regions, a draw outside of them) of each rank."""
     engine = make_engine(config)
-    with engine.state.installed():
+    with engine.model.state.installed():
         outside = torch.rand(4).tolist()
         with tensor_parallel.get_cuda_rng_tracker().fork():
             inside = torch.rand(4).tolist()
-    return everyone((dataclasses.asdict(engine.coords), inside, outside))
+    return everyone((dataclasses.asdict(engine.model.coords), inside, outside))
 
 
 def gradients_and_masters_are_fp32(config: RoleConfig) -> None:
@@ -186,9 +186,9 @@ def gradients_and_masters_are_fp32(config: RoleConfig) -> None:
     step(engine, 0)
     assert all(p.dtype == torch.bfloat16 for p, _ in rules(engine))
     assert all(p.main_grad.dtype == torch.float32 for p, _ in rules(engine))
-    assert all(buffer.grad_dtype == torch.float32 for buffer in optim.gradient_buffers(engine.chunks))
+    assert all(buffer.grad_dtype == torch.float32 for buffer in optim.gradient_buffers(engine.model.wrapped))
     finer = 0
-    for part in optim.optimizers_of(engine.optimizer):
+    for part in optim.optimizers_of(engine.model.optimizer):
         for group in part.optimizer.param_groups:
             for master in group["params"]:
                 finer += int((master != master.bfloat16()).sum())

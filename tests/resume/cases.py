@@ -37,8 +37,8 @@ def step_counts(config: Mapping[str, Any], checkpoint: str) -> tuple[set[int], i
     """After a load: AdamW's step counts over all parameters here, the schedule's step, whether gathers overlap."""
     engine = make_engine(config)
     engine.load_checkpoint(checkpoint)
-    states = [state for part in optimizers_of(engine.optimizer) for state in part.optimizer.state.values()]
-    overlap = any(chunk.ddp_config.overlap_param_gather for chunk in engine.chunks)
+    states = [state for part in optimizers_of(engine.model.optimizer) for state in part.optimizer.state.values()]
+    overlap = any(chunk.ddp_config.overlap_param_gather for chunk in engine.model.wrapped)
     return {int(state["step"]) for state in states}, engine.schedule_step, overlap
 
 
@@ -57,7 +57,7 @@ def load_of_another_device(config: Mapping[str, Any], checkpoint: str) -> bool:
     dist.barrier()
     host = torch.load(rng[dist.get_rank()], weights_only=True)["host"]
     engine.load_checkpoint(checkpoint)
-    with (engine.state if hasattr(engine, "state") else engine.generators).installed():
+    with (engine.model.state if engine.backend == "megatron" else engine.generators).installed():
         return torch.equal(torch.get_rng_state(), host)
 
 

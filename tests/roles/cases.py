@@ -220,7 +220,7 @@ def a_forward_leaves_nothing(configs: Configs) -> None:
         for _ in range(2):
             with_dropout = dispatch.forward_backward(role, batch, loss_of(engine))[0]
             again = dispatch.forward(role, batch)
-            modules = engine.models if hasattr(engine, "models") else [engine.model.module]
+            modules = engine.model.chunks if engine.backend == "megatron" else [engine.model.module]
             assert engine.loss_fn is None and not any(m.training for module in modules for m in module.modules())
             for name in first:
                 assert torch.equal(first[name], again[name]) and not again[name].requires_grad

@@ -74,7 +74,9 @@ def value_heads_from_scratch(configs: Configs) -> list[list[float]]:
         engine = make_dispatch({"critic": scratch}).engines["critic"]
         held = None
         if hasattr(engine, "models"):
-            held = next((p.tolist() for n, p in engine.models[-1].named_parameters() if "output_layer" in n), None)
+            held = next(
+                (p.tolist() for n, p in engine.model.chunks[-1].named_parameters() if "output_layer" in n), None
+            )
         whole = dict(engine.hf_weights()).get("score.weight")
         of_ranks = everyone((held, None if whole is None else whole.tolist()))
         heads.append(of_ranks[0][1])

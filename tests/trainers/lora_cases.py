@@ -22,4 +22,4 @@ def held(config: Mapping[str, Any]) -> dict[str, int]:
 def _elements(engine: BaseEngine) -> int:
     if engine.backend == "fsdp":
         return sum(parameter.to_local().numel() for parameter in engine.model.module.parameters())
-    return sum(parameter.numel() for model in engine.models for parameter in model.parameters())
+    return sum(parameter.numel() for model in engine.model.chunks for parameter in model.parameters())

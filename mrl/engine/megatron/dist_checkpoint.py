@@ -17,7 +17,7 @@ import os
 import queue
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,54 +30,52 @@ from mrl.engine import collective
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora.identity import check_facts
 from mrl.engine.megatron import lora, optim_state
+from mrl.engine.megatron.model import Model
 from mrl.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from mrl.engine.megatron.engine import MegatronEngine
 
-
-def save(engine: "MegatronEngine", path: str, state: Mapping[str, Any]) -> None:
+def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
     """Writes this rank's part into the folder `path`. Collective."""
-    rank, described = dist.get_rank(), _description(engine)
+    rank, described = dist.get_rank(), _description(model)
     if rank == 0:
         os.makedirs(os.path.join(path, "mcore"))
         os.makedirs(os.path.join(path, "rng"))
-        torch.save(described | {"state": dict(state)}, os.path.join(path, "engine.pt"))
+        about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
+        torch.save(about, os.path.join(path, "engine.pt"))
     collective.wait_for_all()
-    torch.save(_plain_rng(engine), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
+    torch.save(_plain_rng(model), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
     with _quiet(), _writing_in_process():
-        dist_checkpointing.save(_sharded(engine, loading=False), os.path.join(path, "mcore"))
+        dist_checkpointing.save(_sharded(model, loading=False), os.path.join(path, "mcore"))
 
 
-def load(engine: "MegatronEngine", found: str) -> dict[str, Any]:
-    """Restores what `save` wrote into the folder `found`. Returns the caller's state. Collective."""
+def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
+    """Restores what `save` wrote into the folder `found`. Returns (schedule step, the caller's state). Collective."""
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
-    check_architecture(saved["architecture"], _architecture(engine), found)
-    check_facts(saved.get("adapters"), engine.adapter_facts, found)
-    if engine.optimizer is not None and not saved["layout"]:
+    check_architecture(saved["architecture"], _architecture(model), found)
+    check_facts(saved.get("adapters"), model.adapter_facts, found)
+    if model.optimizer is not None and not saved["layout"]:
         raise CheckpointError(
             f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
         )
-    if engine.optimizer is not None and saved["optimizer_steps"] is None:
+    if model.optimizer is not None and saved["optimizer_steps"] is None:
         raise CheckpointError(f"{found}: was saved without an optimizer; resume with the role that it was saved by")
-    sharded = _sharded(engine, loading=True)
+    sharded = _sharded(model, loading=True)
     try:
         with _quiet():
             loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
     except (CheckpointingException, *LOAD_ERRORS) as error:
         raise cannot_load(found, error) from error
-    for index, chunk in enumerate(engine.models):
-        if engine.adapters:
+    for index, chunk in enumerate(model.chunks):
+        if model.adapters:
             lora.restore(chunk, loaded[f"model{index}"])
         else:
             chunk.load_state_dict(loaded[f"model{index}"], strict=True)
-    if engine.optimizer is not None:
-        optim_state.restore(engine.optimizer, loaded["optimizer"], saved["optimizer_steps"])
-    engine.schedule_step = saved["schedule_step"]
-    if saved["layout"] == dataclasses.asdict(engine.dims):
-        _restore_rng(engine, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
-    return saved["state"]
+    if model.optimizer is not None:
+        optim_state.restore(model.optimizer, loaded["optimizer"], saved["optimizer_steps"])
+    if saved["layout"] == dataclasses.asdict(model.dims):
+        _restore_rng(model, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
+    return saved["schedule_step"], saved["state"]
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
@@ -95,43 +93,44 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
         )
 
 
-def _architecture(engine: "MegatronEngine") -> dict[str, Any]:
-    return architecture(engine.family, engine.hf) | {
-        "head": engine.config.head,
-        "dtype": engine.config.model.dtype,
-        "layer_spec": engine.spec,
+def _architecture(model: Model) -> dict[str, Any]:
+    return architecture(model.family, model.hf) | {
+        "head": model.config.head,
+        "dtype": model.config.model.dtype,
+        "layer_spec": model.spec,
     }
 
 
-def _description(engine: "MegatronEngine") -> dict[str, Any]:
+def _description(model: Model) -> dict[str, Any]:
     """The same on every rank. Collective: a pipeline stage without adapters has made no update of its own."""
     steps = (
-        None if engine.optimizer is None else int(engine.max_over_ranks(optim_state.step_count(engine.optimizer))[0])
+        None
+        if model.optimizer is None
+        else int(collective.max_over_ranks(model.device, optim_state.step_count(model.optimizer))[0])
     )
     return {
-        "schedule_step": engine.schedule_step,
-        "layout": dataclasses.asdict(engine.dims),
-        "architecture": _architecture(engine),
-        "adapters": engine.adapter_facts,
+        "layout": dataclasses.asdict(model.dims),
+        "architecture": _architecture(model),
+        "adapters": model.adapter_facts,
         "optimizer_steps": steps,
     }
 
 
-def _plain_rng(engine: "MegatronEngine") -> dict[str, Any]:
-    tracker, host, device = engine.state.rng_state()
+def _plain_rng(model: Model) -> dict[str, Any]:
+    tracker, host, device = model.state.rng_state()
     tracker = {name: state.clone() for name, state in tracker.items()}
-    return {"device_type": engine.device.type, "tracker": tracker, "host": host, "device": device}
+    return {"device_type": model.device.type, "tracker": tracker, "host": host, "device": device}
 
 
-def _restore_rng(engine: "MegatronEngine", saved: Mapping[str, Any]) -> None:
+def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
     """Another type of device cannot go on bitwise, nor read the other's states: its generators stay as seeded."""
-    if saved["device_type"] == engine.device.type:
-        engine.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
+    if saved["device_type"] == model.device.type:
+        model.state.set_rng_state((saved["tracker"], saved["host"], saved["device"]))
     else:
         torch.set_rng_state(saved["host"])
 
 
-def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
+def _sharded(model: Model, *, loading: bool) -> dict[str, Any]:
     """megatron's sharded state dict. Optimizer state is keyed like the parameters, so tp, pp, ep and dp may change."""
     metadata = {
         "singleton_local_shards": False,
@@ -139,13 +138,13 @@ def _sharded(engine: "MegatronEngine", *, loading: bool) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     result: dict[str, Any] = {}
-    if engine.adapters:
-        result |= lora.sharded(engine.models, engine.rules)
+    if model.adapters:
+        result |= lora.sharded(model.chunks, model.rules)
     else:
-        for index, chunk in enumerate(engine.models):
+        for index, chunk in enumerate(model.chunks):
             result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
-    if engine.optimizer is not None:
-        result["optimizer"] = optim_state.sharded(engine.optimizer, result, loading=loading)
+    if model.optimizer is not None:
+        result["optimizer"] = optim_state.sharded(model.optimizer, result, loading=loading)
     return result
 
 

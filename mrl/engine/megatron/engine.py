@@ -14,12 +14,8 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.config.checks import check_backend
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
-from mrl.converters.families import family_for
-from mrl.converters.hf_config import read_hf_config
-from mrl.converters.random_weights import RandomWeights
-from mrl.converters.rules import buffer_names, expected_hf_names, padded_vocab
+from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
-from mrl.converters.stacks import reading
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
@@ -33,11 +29,8 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.kept import KeptSequences
-from mrl.engine.lora.folder import adapters
-from mrl.engine.lora.identity import facts
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
-from mrl.engine.saving import starting_weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
 
@@ -45,12 +38,9 @@ platform.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, watched, weights  # noqa: E402
-from mrl.engine.megatron.groups import MegatronState  # noqa: E402
-from mrl.mcore_models.build import build_chunks, transformer_config  # noqa: E402
+from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, watched  # noqa: E402
+from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def installed(method):
@@ -58,7 +48,7 @@ def installed(method):
 
     @functools.wraps(method)
     def inside(self: "MegatronEngine", *args: Any, **kwargs: Any):
-        with self.state.installed():
+        with self.model.state.installed():
             return method(self, *args, **kwargs)
 
     return inside
@@ -81,28 +71,15 @@ class MegatronEngine(BaseEngine):
             )
         collective.join_processes(platform.device_type())
         parallel = config.engine.parallel
-        self.dims = ParallelDims(
+        dims = ParallelDims(
             world_size=dist.get_world_size(), tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp,
             ep=parallel.ep, etp=parallel.expert_tp, sp=parallel.sequence_parallel,
         )  # fmt: skip
-        self.dtype = DTYPES[config.model.dtype]
-        self.hf = read_hf_config(config.model.path)
-        self.family = family_for(self.hf)
-        self.model_config = transformer_config(
-            self.hf, self.dims, dtype=self.dtype, recompute=config.engine.recompute, aux_loss=config.engine.moe.aux_loss,
-            z_loss=config.engine.moe.z_loss,
-        )  # fmt: skip
-        self.state = MegatronState(self.dims, config.seed)
-        self.coords = self.state.coords
-        self.spec = "te" if platform.has_transformer_engine() else "local"
+        self.model = Model(config, dims)
         self.setup = pipeline.Setup(
-            dims=self.dims, coords=self.coords, packed=config.packing, thd=self.spec == "te", head=config.head,
-            vocab_size=self.hf["vocab_size"],
+            dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
+            vocab_size=self.model.hf["vocab_size"],
         )  # fmt: skip
-        self.chunks: Sequence[Any] = ()
-        self.adapters: lora.Shapes = {}
-        self.adapter_facts: dict[str, Any] | None = None  # what a checkpoint says of them
-        self.optimizer: Any = None
         self._reduced = False
 
     # -- where and who ------------------------------------------------------------------------------------------------
@@ -113,73 +90,33 @@ class MegatronEngine(BaseEngine):
 
     @property
     def dp_rank(self) -> int:
-        return self.coords.dp_rank
+        return self.model.coords.dp_rank
 
     @property
     def dp_size(self) -> int:
-        return self.dims.dp
+        return self.model.dims.dp
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def init_model(self) -> None:
-        with self.state.installed():
-            self.state.check()
-            config, head = self.config, self.config.head
-            self.rules = weights.rules_here(self.family, self.hf, self.dims, self.coords, spec=self.spec, head=head)
-            models = build_chunks(
-                self.model_config, self.hf, dims=self.dims, chunks=weights.plans_here(self.hf, self.dims, self.coords),
-                padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
-            )  # fmt: skip
-            self.models, self.chunks = models, models
-            if config.model.lora is not None:
-                self.adapters = adapters(config.model.path, config.model.lora, head)
-                self.rules = lora.attach(
-                    models, self.rules, self.adapters, config.model.lora, self.family, head=head, spec=self.spec
-                )
-            if config.optimizer is None:
-                for model in models:
-                    model.requires_grad_(False)
-            else:
-                self.chunks = optim.wrap(models, self.model_config)
-                self.optimizer = optim.build_optimizer(config.optimizer, self.chunks, self.dtype)
-            with self._source() as read:
-                self._fill(read)
-            self.adapter_facts = facts(config, self.family, self.hf)
-            self.offload = Offload(config.engine.offload, optim.offloadable(models, self.chunks, self.optimizer))
-
-    @contextlib.contextmanager
-    def _source(self) -> Iterator[Callable[[str], Any]]:
-        """Where weights start from: Hugging Face name -> tensor or lazy slice."""
-        if self.config.model.init == "random":
-            shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-            random = RandomWeights(shapes, seed=self.config.seed, std=self.hf.get("initializer_range") or 0.02)
-            yield reading(random, self.family)
-            return
-        trained = self.config.optimizer is not None
-        with starting_weights(
-            self.config.model.path, self.family, self.hf, head=self.config.head, trained=trained
-        ) as read:
-            yield read
-
-    def _fill(self, read: Callable[[str], Any]) -> None:
-        """Sets this rank's weights, and masters where there are any; adapters start anew, which leaves the model as it is."""
-        read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
-        weights.load(self.models, self.rules, read)
-        if self.optimizer is not None:
-            weights.load_masters(self.optimizer, self.models, self.rules, read)
+    @installed
+    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+        """As every engine. read: where weights come from (HF name -> tensor or lazy slice), if not from where the config says."""
+        self.model.init(read)
+        state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
+        self.offload = Offload(self.config.engine.offload, state)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
-        with self.state.installed(), self.offload.used("parameters", "gradients"):
-            for model in self.models:
-                model.train()
+        with self.model.state.installed(), self.offload.used("parameters", "gradients"):
+            for chunk in self.model.chunks:
+                chunk.train()
             yield
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self.state.installed(), self.offload.used("parameters"), torch.no_grad():
-            for model in self.models:
-                model.eval()
+        with self.model.state.installed(), self.offload.used("parameters"), torch.no_grad():
+            for chunk in self.model.chunks:
+                chunk.eval()
             yield
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
@@ -202,7 +139,7 @@ class MegatronEngine(BaseEngine):
         ]
         call = self._call(batch, forward_only, postprocess_fn)
         with torch.set_grad_enabled(not forward_only):
-            pipeline.run(self.chunks, self.model_config, micro_batches, self.setup, call)
+            pipeline.run(self.model.wrapped, self.model.transformer, micro_batches, self.setup, call)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         payload = None
         if last:
@@ -224,13 +161,13 @@ class MegatronEngine(BaseEngine):
         tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
 
         def most(count: int) -> int:
-            if self.dims.dp == 1:
+            if self.model.dims.dp == 1:
                 return count
             highest = torch.tensor([count], device=self.device)
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             return int(highest)
 
-        multiple = self.dims.pp if self.dims.vpp > 1 else 1
+        multiple = self.model.dims.pp if self.model.dims.vpp > 1 else 1
         return plan_micro_batches(
             batch.lengths.tolist(),
             size=micro.size,
@@ -262,59 +199,57 @@ class MegatronEngine(BaseEngine):
     @installed
     def optimizer_zero_grad(self) -> None:
         with self.offload.used("gradients"):
-            for chunk in self.chunks:
+            for chunk in self.model.wrapped:
                 chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.model.optimizer.zero_grad()
         self._reduced = False
 
     def _reduce(self) -> None:
         if not self._reduced:
-            optim.reduce_gradients(self.chunks)
+            optim.reduce_gradients(self.model.wrapped)
             self._reduced = True
 
     @installed
     def optimizer_step(self) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
-            optim.set_learning_rate(self.optimizer, self._learning_rate())
-            return optim.step(self.optimizer, self.config.optimizer.clip_grad)
+            optim.set_learning_rate(self.model.optimizer, self._learning_rate())
+            return optim.step(self.model.optimizer, self.config.optimizer.clip_grad)
 
     @installed
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
-            return guards.inspect(watched.watched(self), lr=self._learning_rate(), eps=self.config.optimizer.eps)
+            return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
     @installed
     def guard_after_step(self, token: Any) -> list[str]:
         with self.offload.used("parameters", "gradients", "optimizer"):
-            changed = guards.problems(token, ((w.name, w.weight) for w in watched.watched(self)))
-            return changed + watched.replica_problems(self)
+            changed = guards.problems(token, ((w.name, w.weight) for w in watched.watched(self.model)))
+            return changed + watched.replica_problems(self.model)
 
     # -- state in and out ---------------------------------------------------------------------------------------------
 
     @installed
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
         with self.offload.used("parameters", "optimizer"):
-            dist_checkpoint.save(self, folder, state)
+            dist_checkpoint.save(self.model, folder, schedule_step=self.schedule_step, state=state)
 
     @installed
     def load_state(self, folder: str) -> dict[str, Any]:
         with self.offload.used("parameters", "optimizer"):
-            return dist_checkpoint.load(self, folder)
+            self.schedule_step, state = dist_checkpoint.load(self.model, folder)
+        return state
 
     @installed
     def load_hf(self, path: str) -> None:
-        stored = starting_weights(path, self.family, self.hf, head=self.config.head, trained=False)
-        with self.offload.used("parameters", "optimizer"), stored as read:
-            self._fill(read)
+        with self.offload.used("parameters", "optimizer"), self.model.weights_of(path, trained=False) as read:
+            self.model.fill(read)
 
     @installed
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
         with self.offload.used("parameters", "optimizer"):
-            read = lora.fill(self.models, self.rules, tensors)
-            if self.optimizer is not None:
-                weights.load_masters(self.optimizer, self.models, self.rules, read)
+            self.model.set_adapters(tensors)
 
     def generate(
         self,
@@ -328,42 +263,40 @@ class MegatronEngine(BaseEngine):
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-            return generate.run(self, requests, **limits, told=told, kept=kept)
+            return generate.run(self.model, requests, **limits, told=told, kept=kept)
 
-    def _stream(self, value: Callable[[torch.nn.Parameter], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed(), self.offload.used(kind):
-            yield from weights.stream(
-                self.models, value, self.family, self.hf, self.dims, self.coords, spec=self.spec,
-                head=self.config.head, buffers=kind == "parameters",
-            )  # fmt: skip
+    def _stream(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.model.state.installed(), self.offload.used(kind):
+            yield from streams.stream(self.model, value, buffers=kind == "parameters")
+
+    def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+        with self.model.state.installed(), self.offload.used(kind):
+            yield from streams.stream_trained(self.model, value)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.adapters:
-            return self._stream(lora.merged(self.models, self.rules), "parameters")
+        if self.model.adapters:
+            return self._stream(streams.merged(self.model), "parameters")
         return self._stream(lambda parameter: parameter.data, "parameters")
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._stream_adapters(lambda parameter: parameter.data.float(), "parameters")
-
-    def _stream_adapters(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed(), self.offload.used(kind):
-            yield from lora.stream(self, value)
+        return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        return lora.off(self.models)
+        return lora.off(self.model.chunks)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        with self.state.installed(), self.offload.used("gradients"):
+        with self.model.state.installed(), self.offload.used("gradients"):
             self._reduce()
-            optim.whole_gradients(self.chunks)
-        stream = self._stream_adapters if self.adapters else self._stream
+            optim.whole_gradients(self.model.wrapped)
+        stream = self._stream_trained if self.model.adapters else self._stream
         return stream(lambda parameter: parameter.main_grad, "gradients")
 
     def export_hf(self, path: str, *, merged: bool = False) -> None:
         if self.exports_adapter and not merged:
             self.export_adapter(path)
             return
-        shapes = expected_hf_names(self.family, self.hf, head=self.config.head)
-        exact = {name: shapes[name] for name in buffer_names(self.family, self.hf)}
-        infos = tensor_infos(shapes, self.dtype) | tensor_infos(exact, torch.float32)
-        self._write_hf(path, infos, self.family, self.hf)
+        model = self.model
+        shapes = expected_hf_names(model.family, model.hf, head=self.config.head)
+        exact = {name: shapes[name] for name in buffer_names(model.family, model.hf)}
+        infos = tensor_infos(shapes, model.dtype) | tensor_infos(exact, torch.float32)
+        self._write_hf(path, infos, model.family, model.hf)

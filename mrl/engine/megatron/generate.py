@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,21 +17,20 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from mrl.engine import collective
 from mrl.engine.generation import DUMMY, Schedule, Step, check_room
 from mrl.engine.kept import KeptSequences
 from mrl.engine.logprobs import VocabShard
+from mrl.engine.megatron.model import Model
 from mrl.engine.requests import Completion, GenerateRequest
 from mrl.engine.sampling import choose
 from mrl.mcore_models import decoder, platform
 from mrl.mcore_models.attention import CacheLayout, SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep, KVCache
 
-if TYPE_CHECKING:
-    from mrl.engine.megatron.engine import MegatronEngine
-
 
 def run(
-    engine: "MegatronEngine",
+    model: Model,
     requests: Sequence[GenerateRequest],
     *,
     cache_tokens: int,
@@ -42,16 +40,16 @@ def run(
 ) -> list[Completion]:
     """Completions in the order of the requests, on every rank."""
     check_room(requests, cache_tokens)
-    dims, coords = engine.dims, engine.coords
+    dims, coords = model.dims, model.coords
     replicas = dims.dp * dims.cp
     kept = KeptSequences(0) if kept is None else kept
     mine = kept.share(requests, coords.dp_rank * dims.cp + coords.cp_rank, replicas)
     schedule = Schedule(
         [(i, requests[i]) for i in mine], cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept
     )  # fmt: skip
-    with contextlib.nullcontext() if engine.spec == "local" else _own_attention(engine):
-        runner = _Runner(engine, schedule, kept)
-        while _work_left(engine, not schedule.done):
+    with contextlib.nullcontext() if model.spec == "local" else _own_attention(model):
+        runner = _Runner(model, schedule, kept)
+        while _work_left(model, not schedule.done):
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
             kept.keep(step.ended, runner.caches)
@@ -64,19 +62,19 @@ def run(
     return [found[i] for i in range(len(requests))]
 
 
-def _work_left(engine: "MegatronEngine", here: bool) -> bool:
-    return bool(engine.max_over_ranks(here)[0]) if engine.dims.experts_span_replicas else here
+def _work_left(model: Model, here: bool) -> bool:
+    return bool(collective.max_over_ranks(model.device, here)[0]) if model.dims.experts_span_replicas else here
 
 
 @contextlib.contextmanager
-def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
+def _own_attention(model: Model) -> Iterator[None]:
     """Core attention that knows `CacheLayout`, in place of transformer-engine's, with its sinks where it has any."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    attentions = [layer.self_attention for model in engine.models for layer in model.decoder.layers]
+    attentions = [layer.self_attention for chunk in model.chunks for layer in chunk.decoder.layers]
     replaced = [attention.core_attention for attention in attentions]
     for attention in attentions:
-        scale = engine.model_config.latent_scale if engine.model_config.multi_latent_attention else None
-        own = SdpaAttention(engine.model_config, attention.layer_number, softmax_scale=scale, pg_collection=groups)
+        scale = model.transformer.latent_scale if model.transformer.multi_latent_attention else None
+        own = SdpaAttention(model.transformer, attention.layer_number, softmax_scale=scale, pg_collection=groups)
         if own.softmax_offset is not None:
             own.softmax_offset = attention.core_attention.softmax_offset
         attention.core_attention = own.eval()
@@ -90,11 +88,11 @@ def _own_attention(engine: "MegatronEngine") -> Iterator[None]:
 class _Runner:
     """The chunks of this rank, and their caches, through the steps of one generation."""
 
-    def __init__(self, engine: "MegatronEngine", schedule: Schedule, kept: KeptSequences) -> None:
-        self.engine, self.dims, self.kept = engine, engine.dims, kept
-        self.lean = all(decoder.fits(model) for model in engine.models)
-        self.decoders = [decoder.Decoder(model) for model in engine.models] if self.lean else []
-        self.caches = [KVCache(schedule.rows, schedule.length) for _ in engine.models]
+    def __init__(self, model: Model, schedule: Schedule, kept: KeptSequences) -> None:
+        self.model, self.dims, self.kept = model, model.dims, kept
+        self.lean = all(decoder.fits(chunk) for chunk in model.chunks)
+        self.decoders = [decoder.Decoder(chunk) for chunk in model.chunks] if self.lean else []
+        self.caches = [KVCache(schedule.rows, schedule.length) for _ in model.chunks]
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ranks = dist.get_process_group_ranks(self.pp_group)
 
@@ -107,14 +105,14 @@ class _Runner:
         hidden, result = None, None
         for stage in range(dims.pp * dims.vpp):
             chunk, pp_rank = divmod(stage, dims.pp)
-            if pp_rank == self.engine.coords.pp_rank:
+            if pp_rank == self.model.coords.pp_rank:
                 self.caches[chunk].arrange(step.copies, step.shape)
                 self.kept.restore(step.restored, self.caches[chunk], chunk)
                 cached = CachedStep(self.caches[chunk], tuple(map(len, step.new)), tuple(step.cached), device)
                 if stage and dims.pp > 1:
                     hidden = self._receive(tokens.numel(), (pp_rank - 1) % dims.pp)
-                last = self.engine.models[chunk].post_process
-                choose_next = functools.partial(_next_token, step=step, vocab_size=self.engine.hf["vocab_size"])
+                last = self.model.chunks[chunk].post_process
+                choose_next = functools.partial(_next_token, step=step, vocab_size=self.model.hf["vocab_size"])
                 hidden = self._chunk(chunk, tokens, hidden, cached, choose_next if last else None)
                 if last:
                     result = hidden
@@ -128,25 +126,25 @@ class _Runner:
 
     def _chunk(self, chunk: int, tokens: Tensor, hidden: Tensor | None, cached: CachedStep, choose_next) -> Tensor:
         """Hidden states [T (/tp), 1, N] for the next stage; on the last one what `choose_next` makes of them, [S, 2]."""
-        model = self.engine.models[chunk]
+        own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
             if choose_next is None:
                 return hidden.unsqueeze(1)
-            tied = model.share_embeddings_and_output_weights
-            return choose_next(hidden, model.shared_embedding_or_output_weight() if tied else model.output_layer.weight)
+            tied = own.share_embeddings_and_output_weights
+            return choose_next(hidden, own.shared_embedding_or_output_weight() if tied else own.output_layer.weight)
         if hidden is not None:
-            model.set_input_tensor(hidden)
+            own.set_input_tensor(hidden)
         if choose_next is not None:
-            model.output_layer.project = choose_next
-        out = model(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
+            own.output_layer.project = choose_next
+        out = own(tokens, CacheLayout.make(cached, padding=tokens.numel() - cached.tokens), None)
         return out if choose_next is None else out[0]
 
     def _receive(self, tokens: int, source: int) -> Tensor:
         """The hidden states of the stage before."""
         rows = tokens // self.dims.tp if self.dims.sp and not self.lean else tokens
-        shape = (rows, 1, self.engine.hf["hidden_size"])
-        buffer = torch.empty(shape, dtype=self.engine.dtype, device=platform.device())
+        shape = (rows, 1, self.model.hf["hidden_size"])
+        buffer = torch.empty(shape, dtype=self.model.dtype, device=platform.device())
         dist.recv(buffer, self.ranks[source], group=self.pp_group)
         return buffer
 

@@ -10,30 +10,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.algebra import Piece
-from mrl.converters.rules import Rule, chunk_plans, export_order
+from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
 from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
-from mrl.engine.megatron import weights
 from mrl.errors import ConfigError
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 
-if TYPE_CHECKING:
-    from mrl.engine.megatron.engine import MegatronEngine
-
 Shapes = Mapping[str, AdapterShape]
-HEAD = "output_layer.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,63 +272,7 @@ def off(models: Iterable[Model]) -> Iterator[None]:
             adapter.enabled = True
 
 
-def merged(models: Iterable[Model], rules: Sequence[Mapping[str, Rule]]) -> Callable[[Tensor], Tensor]:
-    """From a parameter to its values with its adapter added in: a new tensor, which is gone when it is no longer used."""
-    of_parameter: dict[int, lora.Adapter] = {}
-    for model, of_chunk in zip(models, rules, strict=True):
-        parameters = dict(model.named_parameters())
-        for rule in of_chunk.values():
-            if isinstance(rule, AdapterRule):
-                continue
-            module, _, name = rule.mcore.rpartition(".")
-            adapter = model.get_submodule(module)._modules.get(lora.NAME)
-            if adapter is not None and name in ("weight", "gate_weight"):
-                of_parameter[id(parameters[rule.mcore])] = adapter
-
-    def value(parameter: Tensor) -> Tensor:
-        adapter = of_parameter.get(id(parameter))
-        return parameter.data if adapter is None or not adapter.enabled else adapter.added_to(parameter.data)
-
-    return value
-
-
-def stream(engine: "MegatronEngine", value: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name in peft's file, whole tensor on the host) of what trains, on rank 0; other ranks take part and yield nothing."""
-    return joined(_gathered(engine, value))
-
-
-def _gathered(engine: "MegatronEngine", value: Callable[[Tensor], Tensor]) -> Iterator[tuple[Rule, Tensor]]:
-    parameters = [dict(model.named_parameters()) for model in engine.models]
-    chunks = chunk_plans(engine.hf["num_hidden_layers"], engine.dims.pp, engine.dims.vpp)
-    head = engine.config.head
-    for owned in export_order(
-        engine.family, engine.hf, layout=engine.dims, chunks=chunks, spec=engine.spec, head=head
-    ):  # fmt: skip
-        rules: list[Rule] = list(rules_of(owned.rule, engine.adapters, engine.family))
-        if head == "value" and owned.rule.mcore == HEAD:
-            rules.append(owned.rule)
-        for rule in rules:
-            of_rule = dataclasses.replace(owned, rule=rule)
-            shards = weights.gathered(parameters, value, of_rule, engine.dims, engine.coords)
-            if dist.get_rank() == 0:
-                yield rule, rule.merge(shards)[rule.hf[0]]
-
-
 # -- in files ----------------------------------------------------------------------------------------------------------
-
-
-def joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as peft's file has them, from (rule, A or B of one expert) in any order."""
-    waiting: dict[str, dict[int, Tensor]] = {}
-    for rule, tensor in pairs:
-        if not isinstance(rule, AdapterRule):
-            yield SCORE, tensor
-            continue
-        parts = waiting.setdefault(rule.file_name, {})
-        parts[rule.expert or 0] = tensor
-        if len(parts) == max(rule.of.experts, 1):
-            yield rule.file_name, rule.to_file([part for _, part in sorted(waiting.pop(rule.file_name).items())])
-    assert not waiting, f"parts are missing of {sorted(waiting)}"
 
 
 def sharded(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,112 @@
+"""A GPTModel in a layout: the chunks of this rank, what of each tensor they hold, and their optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.config.schema import RoleConfig
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import read_hf_config
+from mrl.converters.random_weights import RandomWeights
+from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
+from mrl.converters.stacks import reading
+from mrl.engine.lora.folder import adapters
+from mrl.engine.lora.identity import facts
+from mrl.engine.megatron import lora, optim, weights
+from mrl.engine.megatron.groups import MegatronState
+from mrl.engine.saving import starting_weights
+from mrl.mcore_models import platform
+from mrl.mcore_models.build import build_chunks, transformer_config
+from mrl.parallel import ParallelDims
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Model:
+    """The model of one engine. Whoever computes with it works inside `state.installed()` (see groups.py)."""
+
+    def __init__(self, config: RoleConfig, dims: ParallelDims) -> None:
+        self.config, self.dims = config, dims
+        self.dtype = DTYPES[config.model.dtype]
+        self.hf = read_hf_config(config.model.path)
+        self.family = family_for(self.hf)
+        self.transformer = transformer_config(
+            self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute, aux_loss=config.engine.moe.aux_loss,
+            z_loss=config.engine.moe.z_loss,
+        )  # fmt: skip
+        self.state = MegatronState(dims, config.seed)
+        self.coords = self.state.coords
+        self.spec = "te" if platform.has_transformer_engine() else "local"
+        # what `init` makes
+        self.chunks: Sequence[Any] = ()  # one for each virtual stage of this rank
+        self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or themselves where nothing trains
+        self.rules: Sequence[Mapping[str, Rule]] = ()  # of each chunk, by the name of the parameter
+        self.adapters: lora.Shapes = {}
+        self.adapter_facts: dict[str, Any] | None = None  # what a checkpoint says of them
+        self.optimizer: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return platform.device()
+
+    def init(self, read: Callable[[str], Any] | None = None) -> None:
+        """Builds the chunks and their optimizer and fills them. Collective.
+
+        read: Hugging Face name -> tensor or lazy slice; by default what the config starts from.
+        """
+        self.state.check()
+        config, head = self.config, self.config.head
+        self.rules = weights.rules_here(self.family, self.hf, self.dims, self.coords, spec=self.spec, head=head)
+        self.chunks = self.wrapped = build_chunks(
+            self.transformer, self.hf, dims=self.dims, chunks=weights.plans_here(self.hf, self.dims, self.coords),
+            padded_vocab=padded_vocab(self.hf["vocab_size"], self.dims.tp), head=head,
+        )  # fmt: skip
+        if config.model.lora is not None:
+            self.adapters = adapters(config.model.path, config.model.lora, head)
+            self.rules = lora.attach(
+                self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head, spec=self.spec
+            )
+        if config.optimizer is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+        else:
+            self.wrapped = optim.wrap(self.chunks, self.transformer)
+            self.optimizer = optim.build_optimizer(config.optimizer, self.wrapped, self.dtype)
+        with self._start() if read is None else contextlib.nullcontext(read) as source:
+            self.fill(source)
+        self.adapter_facts = facts(config, self.family, self.hf)
+
+    @contextlib.contextmanager
+    def _start(self) -> Iterator[Callable[[str], Any]]:
+        """Where the config's weights start from: Hugging Face name -> tensor or lazy slice."""
+        config = self.config
+        if config.model.init == "random":
+            shapes = expected_hf_names(self.family, self.hf, head=config.head)
+            random = RandomWeights(shapes, seed=config.seed, std=self.hf.get("initializer_range") or 0.02)
+            yield reading(random, self.family)
+            return
+        with self.weights_of(config.model.path, trained=config.optimizer is not None) as read:
+            yield read
+
+    def weights_of(self, path: str, *, trained: bool) -> contextlib.AbstractContextManager[Callable[[str], Any]]:
+        """`starting_weights` of another folder, or of the config's own."""
+        return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained)
+
+    def fill(self, read: Callable[[str], Any]) -> None:
+        """Sets this rank's weights, and masters where there are any; adapters start anew, which leaves the model as it is."""
+        read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
+        weights.load(self.chunks, self.rules, read)
+        self._fill_masters(read)
+
+    def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Sets this rank's adapters, and their masters, from the tensors of peft's file."""
+        self._fill_masters(lora.fill(self.chunks, self.rules, tensors))
+
+    def _fill_masters(self, read: Callable[[str], Any]) -> None:
+        if self.optimizer is not None:
+            weights.load_masters(self.optimizer, self.chunks, self.rules, read)
