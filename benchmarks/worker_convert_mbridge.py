@@ -20,7 +20,7 @@ from torch import nn
 
 from mrl.converters import family_for, read_hf_config
 from mrl.converters.mcore_weights import whole_rules
-from mrl.mcore_models import platform
+from mrl.mcore_models import cpu_stand_in
 
 
 class Bare(nn.Module):
@@ -51,7 +51,7 @@ def on_disk(folder: str) -> None:
 
 def main(command: str, source: str, checkpoint: str, out: str | None = None) -> None:
     begun = time.monotonic()
-    platform.prepare()
+    cpu_stand_in.prepare()
     from mbridge import AutoBridge
     from megatron.core import dist_checkpointing, parallel_state
 

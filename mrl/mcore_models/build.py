@@ -1,6 +1,6 @@
 """HF config and layout -> TransformerConfig and this rank's chunks of GPTModel.
 
-`platform.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the layout's
+`cpu_stand_in.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the layout's
 groups before `build_chunks` is called.
 """
 

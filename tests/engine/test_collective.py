@@ -36,9 +36,9 @@ PROGRAM = """
     import torch
     import torch.distributed as dist
     from mrl.engine import collective
-    from mrl.mcore_models import platform
+    from mrl.mcore_models import cpu_stand_in
 
-    platform.prepare()
+    cpu_stand_in.prepare()
     from megatron.core import parallel_state
     from mrl.engine.megatron.groups import MegatronState
     from mrl.parallel import ParallelDims

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from mrl.mcore_models import platform
+from mrl.mcore_models import cpu_stand_in
 
-platform.prepare()
+cpu_stand_in.prepare()
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.mcore_models import elementwise, platform
+from mrl.mcore_models import cpu_stand_in, elementwise, platform
 
-platform.prepare()
+cpu_stand_in.prepare()
 
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import mlp  # noqa: E402

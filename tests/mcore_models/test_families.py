@@ -9,9 +9,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mrl.converters.hf_config import read_hf_config
 from mrl.errors import ConfigError, ModelError
-from mrl.mcore_models import platform
+from mrl.mcore_models import cpu_stand_in
 
-platform.prepare()
+cpu_stand_in.prepare()
 
 from mrl.converters.families import FAMILIES, fields_of  # noqa: E402
 from mrl.mcore_models.build import transformer_config  # noqa: E402

@@ -7,9 +7,9 @@ import types
 
 import torch
 
-from mrl.mcore_models import platform
+from mrl.mcore_models import cpu_stand_in
 
-platform.prepare()
+cpu_stand_in.prepare()
 
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 

@@ -32,9 +32,9 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.errors import ConfigError
-from mrl.mcore_models import platform
+from mrl.mcore_models import cpu_stand_in, platform
 
-platform.prepare()  # before anything below imports megatron
+cpu_stand_in.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 

@@ -1,0 +1,263 @@
+"""Lets megatron-core run where there is no GPU. Where there is one, `prepare()` only imports it.
+
+megatron-core takes a GPU for granted: it creates tensors on `torch.cuda.current_device()` or "cuda", asks for CUDA
+streams, events, RNG states and memory figures, and checks tensor types by their CUDA names. `prepare()` answers
+these requests with CPU objects, once per process and before megatron-core is imported. The collectives that gloo lacks
+or restricts are completed here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._device
+
+from mrl.mcore_models import elementwise
+from mrl.mcore_models.platform import CPU, has_gpu
+
+_FACTORIES = (
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+_MODULES = tuple(
+    f"megatron.core.{name}"
+    for name in (
+        "parallel_state", "models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer", "optimizer",
+        "distributed", "pipeline_parallel", "dist_checkpointing", "inference.contexts",
+    )
+)  # fmt: skip
+_prepared = False
+
+
+def prepare() -> None:
+    """Makes `import megatron.core` and everything in it usable on this machine. Idempotent."""
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    if not has_gpu():
+        _replace_cuda_runtime()
+        _replace_tensor_creation()
+        _complete_gloo()
+    with _quiet(), contextlib.nullcontext() if has_gpu() else _eager():
+        for name in _MODULES:
+            importlib.import_module(name)
+    _name_what_is_absent()
+    if not has_gpu():
+        _mend_megatron()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps megatron's notices about absent optional packages out of the user's terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _eager() -> Iterator[None]:
+    """megatron wraps small functions in torch.compile as it is imported: on a CPU that costs a C++ compiler run per
+    shape and saves nothing, so they stay as they are written."""
+    compiled = torch.compile
+    torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+class _Stream:
+    """A CUDA stream or event on a machine that runs everything in order: each request is done when it returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        return 0.0
+
+    def _done(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = _done
+
+    def record_event(self, event: "_Stream | None" = None) -> "_Stream":
+        return event or _Stream()
+
+
+def _replace_cuda_runtime() -> None:
+    cuda = torch.cuda
+    stream = _Stream()
+
+    def answer(value: Any):  # a new function each time: torch.compile's tables refuse one object under two names
+        return lambda *args, **kwargs: value
+
+    get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
+    answers = {
+        "current_device": answer(CPU), "device": lambda *a, **k: contextlib.nullcontext(), "device_count": answer(1),
+        "Stream": _Stream, "Event": _Stream, "current_stream": answer(stream), "default_stream": answer(stream),
+        "stream": lambda s: contextlib.nullcontext(),
+        "get_rng_state": lambda *a, **k: get_rng(), "set_rng_state": lambda state, *a, **k: set_rng(state),
+        "manual_seed": lambda seed: seed_host(seed), "manual_seed_all": lambda seed: None,  # torch.manual_seed calls it
+        "memory_stats": lambda *a, **k: {}, "get_device_capability": answer((0, 0)),
+    }  # fmt: skip
+    answers |= {
+        name: answer(None)
+        for name in ("set_device", "synchronize", "empty_cache", "set_stream", "reset_peak_memory_stats")
+    }
+    answers |= {
+        name: answer(0)
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    }
+    for name, function in answers.items():
+        setattr(cuda, name, function)
+    random = sys.modules["torch.cuda.random"]
+    random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.nvtx = types.SimpleNamespace(
+        range_push=answer(None), range_pop=answer(None), range=lambda *a, **k: contextlib.nullcontext()
+    )
+
+
+def _is_cuda(where: Any) -> bool:
+    return (isinstance(where, str) and where.startswith("cuda")) or (
+        isinstance(where, torch.device) and where.type == "cuda"
+    )
+
+
+def _replace_tensor_creation() -> None:
+    def on_cpu(make):
+        @functools.wraps(make)
+        def create(*args: Any, **kwargs: Any):
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+            return make(*args, **kwargs)
+
+        return create
+
+    # `with torch.device(...)` knows the factories by identity, from a table made at its first use: make it now
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    tensor = torch.Tensor
+    to, type_name = tensor.to, tensor.type
+
+    def move(self, *args: Any, **kwargs: Any):
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    def named(self, *args: Any, **kwargs: Any):
+        """`t.type()` is compared with "torch.cuda.FloatTensor" and the like by megatron's optimizers."""
+        result = type_name(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    tensor.to, tensor.type = move, named
+    tensor.cuda = lambda self, *a, **k: self
+    tensor.pin_memory = lambda self, *a, **k: self
+    torch.nn.Module.cuda = lambda self, *a, **k: self
+
+
+def _complete_gloo() -> None:
+    """gloo's all_gather wants equal sizes; expert dispatch under tensor parallelism gathers unequal ones: pad and slice."""
+    all_gather = dist.all_gather
+
+    @functools.wraps(all_gather)
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        sizes = [t.shape[0] if t.dim() else None for t in tensor_list]
+        if async_op or len(set(sizes)) <= 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        longest = max(sizes)
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor
+        whole = [torch.empty_like(padded) for _ in tensor_list]
+        all_gather(whole, padded, group=group)
+        for out, got, size in zip(tensor_list, whole, sizes, strict=True):
+            out.copy_(got[:size])
+        return None
+
+    dist.all_gather = gather
+    dist.distributed_c10d.all_gather = gather
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, _nothing_to_move(getattr(dist, name)))
+
+
+def _nothing_to_move(collective):
+    """megatron gathers and scatters buffers in place; gloo copies them through another of the same size also where the
+    group has one rank and nothing is to be done."""
+
+    @functools.wraps(collective)
+    def run(output, input, *args: Any, **kwargs: Any):
+        group = kwargs.get("group", args[-1] if args and isinstance(args[-1], dist.ProcessGroup) else None)
+        in_place = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+        if in_place and not kwargs.get("async_op") and dist.get_world_size(group) == 1:
+            return None
+        return collective(output, input, *args, **kwargs)
+
+    return run
+
+
+def _name_what_is_absent() -> None:
+    """0.16.1 leaves a name of its router undefined where transformer-engine is not installed, GPU or not."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _mend_megatron() -> None:
+    """Places of megatron-core that break, or are slow, for want of a GPU even when its CUDA calls are answered."""
+    _use_cpu_functions()
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would warn
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def to_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+        """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _use_cpu_functions() -> None:
+    """Functions that megatron fuses on a GPU: what stands in for them makes few passes over memory (elementwise.py)."""
+    for name in ("mlp", "moe.experts", "moe.shared_experts"):
+        module = importlib.import_module(f"megatron.core.transformer.{name}")
+        if hasattr(module, "bias_swiglu_impl"):
+            module.bias_swiglu_impl = elementwise.swiglu
+        if hasattr(module, "weighted_bias_swiglu_impl"):
+            module.weighted_bias_swiglu_impl = elementwise.weighted_swiglu
+    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    apply = rope._apply_rotary_pos_emb_bshd
+
+    def turn(t, freqs, *options, mscale=1.0, **named):
+        """The versions differ in names and order of the options; those that we do not set are false."""
+        plain = freqs.shape[-1] == t.shape[-1] and mscale == 1.0 and not any(options) and not any(named.values())
+        return elementwise.rotary(t, freqs) if plain else apply(t, freqs, *options, mscale=mscale, **named)
+
+    rope._apply_rotary_pos_emb_bshd = turn
