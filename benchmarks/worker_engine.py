@@ -64,7 +64,9 @@ def main() -> None:
     for batch in batches(spec | {"data": PACKED}):
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), {"entropy": entropy or "none"})
+            _, loss, _ = engine.forward_backward_step(
+                engine.shard_data(batch), {"temperature": 1.0, "entropy": entropy or "none"}
+            )
         engine.optimizer_step()
         engine.lr_scheduler_step()
         meter.step(loss)

@@ -44,6 +44,10 @@ data-parallel ranks and divided by the same denominator as the loss.
 """
 
 
+PLAIN_CTX: Ctx = {"temperature": 1.0}
+"""The ctx of a call that gives none: log-probs as the model itself has them, without entropies."""
+
+
 class GradNorm(float):
     """A global L2 gradient norm before clipping; `skipped` says why no update was made, None where one was."""
 
@@ -152,6 +156,8 @@ class BaseEngine(abc.ABC):
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
+        ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none" (what is
+        left out), "detached" or "differentiable". The rest is the caller's own. None is `PLAIN_CTX`.
         Gradients accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or
         `(predictions, ctx)` when `forward_only`: predictions [T] in the order of `batch`, detached, on every
         rank of the replica; loss is the global mean (the same float on every rank); `ctx["metrics"]` likewise.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mrl.batch import Batch, make_batch
+from mrl.engine.requests import Completion
 from mrl.engine.sampling import SamplingKey, SamplingParams
 
 if TYPE_CHECKING:  # a sampler in another program's environment has no use for data sets

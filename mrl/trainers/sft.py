@@ -29,7 +29,7 @@ from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, ma
 from mrl.data.dataset import SFTDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
-from mrl.engine.base import BaseEngine
+from mrl.engine.base import PLAIN_CTX, BaseEngine
 from mrl.engine.collective import is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import DataError, Stopped, TrainingError
@@ -224,7 +224,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
 
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)
         guard.before_update(progress.step + 1, batch, loss)
         grad_norm = engine.optimizer_step()
         guard.after_update(progress.step + 1, batch, grad_norm)
@@ -313,7 +313,7 @@ class Evaluation:
             for batch in self.batches(report):
                 if any(engine.max_over_ranks(self.stop.requested)):
                     return None
-                _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
+                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
                 loss_sum += ctx["loss"] * batch.denominators["tokens"]
                 tokens += batch.denominators["tokens"]
                 self.console.detail(f"{tokens:,.0f} tokens")

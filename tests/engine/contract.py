@@ -172,11 +172,11 @@ def hooks_own_their_micro_batch(config: RoleConfig) -> None:
         return predictions | {"twice": 2 * predictions["log_probs"]}, ctx
 
     share = engine.shard_data(tiny.uneven_batch())
-    given = {"kept": 1}
+    given = {"kept": 1, "temperature": 1.0}
     with engine.train_mode():
         predictions, _, ctx = engine.forward_backward_step(share, given, preprocess_fn=before, postprocess_fn=after)
     assert torch.equal(predictions["twice"], 2 * predictions["log_probs"])
-    assert given == {"kept": 1} and ctx["kept"] == 1 and "mark" not in ctx
+    assert given == {"kept": 1, "temperature": 1.0} and ctx["kept"] == 1 and "mark" not in ctx
     if seen:  # pipeline stages other than the last see no predictions
         assert sum(seen) == share.num_sequences
 

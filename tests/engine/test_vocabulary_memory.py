@@ -74,7 +74,7 @@ def step_of_an_engine(config: RoleConfig) -> list[tuple[float, float]]:
     for entropy in ENTROPIES:
         engine.optimizer_zero_grad()
         with engine.train_mode(), PeakBytes() as bytes_:
-            engine.forward_backward_step(batch, {"entropy": entropy})
+            engine.forward_backward_step(batch, {"temperature": 1.0, "entropy": entropy})
         found.append((bytes_.peak / FULL, bytes_.largest / FULL))
     return found
 

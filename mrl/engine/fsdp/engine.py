@@ -18,6 +18,7 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
+    PLAIN_CTX,
     PREFILL_TOKENS,
     BaseEngine,
     Completion,
@@ -125,7 +126,7 @@ class FSDPEngine(BaseEngine):
         postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
-        ctx = dict(ctx or {})
+        ctx = dict(PLAIN_CTX if ctx is None else ctx)
         denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
         predictions, sums = [], {}

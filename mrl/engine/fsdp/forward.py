@@ -147,7 +147,7 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
     """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
 
     head: "lm" or "value". rule: what the model makes of what its output layer gives.
-    ctx: "entropy" is none (default), detached or differentiable; "temperature" divides the logits (default 1).
+    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable.
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
@@ -159,7 +159,7 @@ def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: Lo
         inputs.labels,
         shard=VocabShard(weight.shape[0]),
         rows=inputs.trained,
-        temperature=ctx.get("temperature", 1.0),
+        temperature=ctx["temperature"],
         entropy=ctx.get("entropy", "none"),
         rule=rule,
     )

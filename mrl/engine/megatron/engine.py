@@ -19,6 +19,7 @@ from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
 from mrl.engine.base import (
     CACHE_TOKENS,
+    PLAIN_CTX,
     PREFILL_TOKENS,
     BaseEngine,
     Completion,
@@ -132,7 +133,7 @@ class MegatronEngine(BaseEngine):
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
-        ctx = dict(ctx or {})
+        ctx = dict(PLAIN_CTX if ctx is None else ctx)
         order = self._plan(batch)
         micro_batches = [
             pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order

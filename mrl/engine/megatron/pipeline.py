@@ -107,7 +107,7 @@ def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_input
         ins.labels,
         shard=shard,
         rows=ins.trained,
-        temperature=ctx.get("temperature", 1.0),
+        temperature=ctx["temperature"],
         entropy=mode,
         reduce_hidden_grad=not setup.dims.sp,
     )

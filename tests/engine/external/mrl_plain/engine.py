@@ -122,7 +122,7 @@ class PlainEngine(BaseEngine):
         self, batch: Batch, ctx: Ctx | None = None, forward_only: bool = False, preprocess_fn=None, postprocess_fn=None
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
-        ctx, sums, predictions = dict(ctx or {}), {}, []
+        ctx, sums, predictions = dict(base.PLAIN_CTX if ctx is None else ctx), {}, []
         denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
         kinds = ("parameters",) if forward_only else ("parameters", "gradients")
@@ -166,7 +166,7 @@ class PlainEngine(BaseEngine):
             return {"values": (hidden @ head.t())[:, 0].float()}
         log_probs, entropy = log_probs_from_hidden(
             hidden, head, data.labels, shard=VocabShard(head.shape[0]), rows=data.loss_mask.nonzero()[:, 0],
-            temperature=ctx.get("temperature", 1.0), entropy=ctx.get("entropy", "none"),
+            temperature=ctx["temperature"], entropy=ctx.get("entropy", "none"),
         )  # fmt: skip
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
