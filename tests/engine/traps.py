@@ -152,7 +152,7 @@ def two_engines_as_if_alone(first: RoleConfig, second: RoleConfig) -> None:
 
     expected_first, expected_second = alone(first), alone(second)
     a, b = make_engine(first), make_engine(second)
-    assert a.dims != b.dims
+    assert a.model.dims != b.model.dims
     history_a, history_b = [], []
     for seed in range(3):
         share = a.shard_data(tiny.uneven_batch(seed))
