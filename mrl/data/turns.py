@@ -1,4 +1,4 @@
-"""What a policy is given, in tokens: prompts, and what an environment says between its turns.
+"""What a policy is given, in tokens: prompts, and the observations of an environment between its turns.
 
 A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since a
 text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its own,
@@ -38,17 +38,17 @@ class TurnEncoder:
         chat = asked.chat if isinstance(asked, Question) else asked
         return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
 
-    def observation(self, said: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
-        """What follows the policy's turn that ended with `last_token`, up to where it speaks again.
+    def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
+        """What follows the policy's turn that ended with `last_token`, up to the start of its next turn.
 
-        said: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools and
+        content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools and
         template arguments. A turn that does not end as the template ends turns gets that end first.
         """
         if not self.has_template:
-            if not isinstance(said, str):
+            if not isinstance(content, str):
                 raise DataError(NO_TEMPLATE)
-            return self._encoder.tokenize(said)
-        ids = self._after_a_turn([{"role": "user", "content": said}] if isinstance(said, str) else said, chat)
+            return self._encoder.tokenize(content)
+        ids = self._after_a_turn([{"role": "user", "content": content}] if isinstance(content, str) else content, chat)
         return ids[1:] if ids[0] == last_token else ids
 
     def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,13 +58,13 @@ class TurnEncoder:
             raise DataError("data.system: is set, and the row has a system message; remove one of the two")
         return [{"role": "system", "content": self.system}, *messages]
 
-    def _after_a_turn(self, said: list[dict[str, Any]], chat: Chat) -> list[int]:
+    def _after_a_turn(self, messages: list[dict[str, Any]], chat: Chat) -> list[int]:
         """The tokens from the end-of-turn token of an assistant's turn to the end of the generation prompt.
 
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """
         begin = [{"role": "user", "content": "x"}, {"role": "assistant", "content": STAND_IN}]
-        text = self._encoder.render_text(chat, begin + said, prompt=True)
+        text = self._encoder.render_text(chat, begin + messages, prompt=True)
         _, found, after = text.partition(STAND_IN)
         if not found:
             raise DataError(

@@ -16,7 +16,7 @@ from mrl.launch import preflight
 from mrl.launch.describe import describe
 from mrl.launch.environment import interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
-from mrl.trainers.waits import said
+from mrl.trainers.waits import announced
 
 LOADING = "loading PyTorch and what goes with it"
 
@@ -33,7 +33,7 @@ def start(
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
-    with said("checking files and layout", shows=shows):
+    with announced("checking files and layout", shows=shows):
         parts = preflight.check_files(command, config)
         if joined is None:
             nproc = _choose_nproc(parts, nproc)
@@ -54,7 +54,7 @@ def start(
         ):
             os.environ["GLOO_SOCKET_IFNAME"] = name
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
-            with said(LOADING, shows=shows):
+            with announced(LOADING, shows=shows):
                 run = trainer_of(command)
             run(config, command_line)
         return None
@@ -78,11 +78,11 @@ def _start_processes(
     command: TrainingCommand, config: Config, command_line: str, nproc: int, shows: bool
 ) -> int | None:
     """Runs the trainer in `nproc` processes on this machine: in this one where one suffices. Returns the exit code."""
-    with said(LOADING, shows=shows):
+    with announced(LOADING, shows=shows):
         from mrl.launch import local
 
     def run(*given: Any) -> None:
-        with said(LOADING, shows=shows):  # here, where warnings of its imports go to the log
+        with announced(LOADING, shows=shows):  # here, where warnings of its imports go to the log
             trainer = trainer_of(command)
         trainer(*given)
 

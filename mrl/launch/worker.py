@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn
 from mrl.config import command as commands
 from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
-from mrl.trainers.waits import said
+from mrl.trainers.waits import announced
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,7 +64,7 @@ def run_task(task: Task, rank: int) -> Outcome:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
             config = from_dict(task.config, commands.record(task.command).root)
-            with said("loading PyTorch and Megatron", shows=rank == 0 and config.log.console != "none"):
+            with announced("loading PyTorch and Megatron", shows=rank == 0 and config.log.console != "none"):
                 run = getattr(importlib.import_module(module), function)
             run(config, task.command_line)
     except Stopped as stop:

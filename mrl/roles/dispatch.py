@@ -53,7 +53,7 @@ def pass_through(engine: BaseEngine, requests: Sequence[GenerateRequest], run: C
 class WorkerDispatch:
     """The pool of roles, each an engine under its name.
 
-    offload_idle: a call brings to the device what it needs of its role and puts all that other roles hold on the host;
+    offload_idle: a call brings to the device what it needs of its role and offloads all that other roles hold to the host;
     otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never change, which
     no checkpoint needs to hold. bases: role -> the role whose model, without its adapters, it is; it has no engine.
     """
@@ -147,7 +147,7 @@ class WorkerDispatch:
         )
         return engine
 
-    def put_away(self) -> None:
+    def offload_all(self) -> None:
         """All roles wait on the host, where idle ones do, and their memory is free for other programs on the device."""
         if self.offload_idle:
             for engine in self.engines.values():

@@ -73,7 +73,7 @@ class Trajectory:
 
     @property
     def observation_length(self) -> int:
-        """Tokens after the prompt that the environment said, with what the chat template puts around them."""
+        """Tokens of the environment's observations, with what the chat template puts around them."""
         return len(self.mask) - self.mask.index(1) - self.response_length
 
     @property
@@ -144,7 +144,7 @@ class TrajectorySource(abc.ABC):
         """
 
     def begin(self, run_id: str, made: int) -> None:  # noqa: B027 (not every source has something to do)
-        """Is told which run samples, and the optimizer steps it has made, before it does. Collective."""
+        """Begins the sampling of a run that has made so many optimizer steps. Collective."""
 
     def forget(self) -> None:  # noqa: B027 (not every source has something to do)
         """Removes what is kept for a later start: all is trained on. Collective."""

@@ -31,7 +31,7 @@ from mrl.rewards.functions import describe, is_async, load_named
 THREADS = 256
 KEY = "rollout.environment"
 
-Said = str | list[dict[str, Any]]
+Content = str | list[dict[str, Any]]
 """A text, which becomes a user turn, or messages."""
 
 
@@ -39,7 +39,7 @@ Said = str | list[dict[str, Any]]
 class Step:
     """What an environment answered."""
 
-    observation: Said | None  # None where it has nothing more to say
+    observation: Content | None  # None where it has nothing more to say
     reward: float
     done: bool
 
@@ -92,7 +92,7 @@ class Environments:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: list[queue.SimpleQueue[_Call | None]] = []
 
-    def reset(self, prompts: Sequence[Prompt]) -> list[Said | None]:
+    def reset(self, prompts: Sequence[Prompt]) -> list[Content | None]:
         """Begins conversations 0, 1, ..., each with a row; what replaces the prompt of each, or None."""
         self._prompts, self._objects = list(prompts), [None] * len(prompts)
         self._start()
@@ -216,11 +216,11 @@ class Environments:
             call.fault = f"returned what cannot be used: {error}" if isinstance(error, BadRow) else str(error)
             raise self._error(call, "correct the environment") from None
 
-    def _prompt_of(self, value: Any) -> Said | None:
-        said = None if value is None else _said(value, "the prompt")
-        if said == "":
+    def _prompt_of(self, value: Any) -> Content | None:
+        content = None if value is None else _content_of(value, "the prompt")
+        if content == "":
             raise ValueError("returned an empty prompt")
-        return said
+        return content
 
     def _step_of(self, value: Any) -> Step:
         if not isinstance(value, tuple | list) or len(value) != 3:
@@ -233,7 +233,7 @@ class Environments:
             raise ValueError(f"returned {_shown(done)} as done, which is not True or False")
         if observation is None and not done:
             raise ValueError("returned no observation, and done is False")
-        return Step(None if observation is None else _said(observation, "the observation"), reward, done)
+        return Step(None if observation is None else _content_of(observation, "the observation"), reward, done)
 
 
 def _raised(call: _Call, error: BaseException) -> str:
@@ -249,7 +249,7 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
 
 
-def _said(value: Any, what: str) -> Said:
+def _content_of(value: Any, what: str) -> Content:
     """A text as it is, one or more messages as a list of plain data of their own."""
     if isinstance(value, str):
         return value

@@ -26,7 +26,7 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
 from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
-from mrl.rollout.environment import KEY, Environments, Said, Step, load_environment
+from mrl.rollout.environment import KEY, Content, Environments, Step, load_environment
 
 T = TypeVar("T")
 OnMain = Callable[[Callable[[], T]], T]
@@ -164,8 +164,8 @@ class Rollouts(TrajectorySource):
             given = self._on_main(
                 lambda: self._environments.reset([conversation.prompt for conversation in conversations])
             )
-            for conversation, said in zip(conversations, given, strict=True):
-                self._set_prompt(conversation, said)
+            for conversation, prompt in zip(conversations, given, strict=True):
+                self._set_prompt(conversation, prompt)
                 conversation.messages = []
         for conversation in conversations:
             conversation.append(conversation.prompt.tokens, mask=0)
@@ -207,13 +207,13 @@ class Rollouts(TrajectorySource):
         environment = load_environment(self._config.environment) if environment is None else environment
         self._environments = Environments(environment, self._name, timeout_s=self._config.environment_timeout_s)
 
-    def _set_prompt(self, conversation: _Conversation, said: Said | None) -> None:
+    def _set_prompt(self, conversation: _Conversation, given: Content | None) -> None:
         """The conversation's first prompt: the row's, or what the environment gave instead."""
         try:
-            content = conversation.prompt.content if said is None else said
+            content = conversation.prompt.content if given is None else given
             asked = parse_prompt({**conversation.prompt.row, "prompt": content}, "prompt")
             conversation.chat = asked if isinstance(asked, Chat) else asked.chat
-            if said is None:
+            if given is None:
                 return
             tokens = self._encoder.prompt(asked)
         except DataError as error:

@@ -57,7 +57,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def inspect(self, *, sleeps: bool) -> int | None:
-        """Finds out what serves there and refuses what cannot work. Returns the longest sequence, None where it is not told."""
+        """Finds out what serves there and refuses what cannot work. Returns the longest sequence, None where the server does not say."""
 
     def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 (not every server refuses something)
         """Raises ConfigError for parameters whose raw log-probs this server does not give."""
@@ -82,7 +82,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def version(self) -> str:
-        """What `load` was told last."""
+        """What `load` was given last."""
 
     @abc.abstractmethod
     def sleep(self) -> None: ...

@@ -21,7 +21,7 @@ from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     """A request's parameters by SGLang's names; what ends a completion stays in it.
 
-    The server adds the model's own end tokens to `stop_token_ids`, and knows neither where it is told to ignore them.
+    The server adds the model's own end tokens to `stop_token_ids`; with `ignore_eos` it stops at none of them.
     """
     sampling = request.sampling
     return {
@@ -54,9 +54,9 @@ class SGLangServer(Server):
         if not generates:
             raise self.http.error(f"serves {self.path}, which generates nothing; start it with a language model")
         if sleeps:
-            told = self.http.get("/server_info")
+            info = self.http.get("/server_info")
             with answers_of(self, "/server_info"):
-                can_sleep = told["enable_memory_saver"]
+                can_sleep = info["enable_memory_saver"]
             if not can_sleep:
                 raise self.http.error(
                     "cannot sleep; start it with --enable-memory-saver, or set rollout.server.sleep false"
@@ -100,11 +100,11 @@ class SGLangServer(Server):
         self.http.post("/pause_generation", {"mode": "abort"})  # answers when nothing is being sampled any more
 
     def load(self, path: str, version: str) -> None:
-        told = self.http.post(
+        answer = self.http.post(
             "/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": True}
         )
         with answers_of(self, "/update_weights_from_disk"):
-            success, message = told["success"], told["message"]
+            success, message = answer["success"], answer["message"]
         if success is not True:
             raise self.http.error(f"did not load {path}: {message}")
 

@@ -20,7 +20,7 @@ from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
 
 class VLLMSampler(Sampler):
     """path: the model's folder. dtype: "bfloat16" or "float32". temperature: of the requests, which decides what log-probs
-    vLLM is told to give. max_length: tokens of the longest sequence. world_size: of the run. gpu: whether it runs on one; then
+    vLLM is asked to give. max_length: tokens of the longest sequence. world_size: of the run. gpu: whether it runs on one; then
     `sleep` keeps the weights on the host and frees the rest, and on a CPU there is nothing to free."""
 
     exact = False

@@ -164,17 +164,17 @@ def check_outside(config: Config) -> None:
         checkpoint_remote.probe(config.checkpoint.remote)
 
 
-def further_layers_of(folder: str) -> list[str]:
+def mtp_tensors_of(folder: str) -> list[str]:
     """Tensors of a model's folder that no engine loads: of layers that predict further tokens."""
     hf_config = read_hf_config(folder)
     family = FAMILIES.get(hf_config["model_type"])  # without a table, what is left over in the folder is refused
     return [] if family is None else further_layers(folder, family, hf_config)
 
 
-def say_unread(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
+def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
     """Says which layers of the models stay out of the run, a line for each folder. folders: by config key."""
     for folder in dict.fromkeys(folders.values()):
-        if names := ranks.on_main(lambda folder=folder: further_layers_of(folder)):
+        if names := ranks.on_main(lambda folder=folder: mtp_tensors_of(folder)):
             key = next(key for key, of in folders.items() if of == folder)
             console.say(
                 f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded and not "
@@ -216,7 +216,7 @@ def export(
         console.say(f"adapter: {directory.hf} ({ranks.on_main(lambda: _use_of_adapter(folder, model.path))})")
         return
     without = ""
-    if ranks.on_main(lambda: further_layers_of(folder)):
+    if ranks.on_main(lambda: mtp_tensors_of(folder)):
         without = f"; without the layers of {folder} that predict further tokens: {COUNT} is 0 in config.json"
     console.say(f"model: {directory.hf} (loadable with transformers{without})")
 

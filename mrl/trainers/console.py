@@ -58,7 +58,7 @@ class Console:
         """Shows one line."""
 
     def doing(self, what: str) -> None:
-        """The run begins with `what`: said where it takes long."""
+        """The run begins with `what`, which is shown where it takes long."""
 
     def detail(self, how_far: str) -> None:
         """How far it is with that."""
@@ -91,7 +91,7 @@ class PlainConsole(Console):
         self._watch = Watch(write_line)
 
     def say(self, line: str) -> None:
-        self._watch.heard()
+        self._watch.reset()
         write_line(line)
 
     def doing(self, what: str) -> None:

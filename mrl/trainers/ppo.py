@@ -30,7 +30,7 @@ from mrl.trainers.common import (
     say_all,
     say_done,
     say_left_out,
-    say_unread,
+    say_mtp_layers,
 )
 from mrl.trainers.rl.collect import Collected
 from mrl.trainers.rl.experience import Experience
@@ -66,7 +66,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
     console.doing("building the models")
     dispatch.init_model()
-    say_unread(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
+    say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
     progress, experience = restore(trainer, start)

@@ -46,7 +46,7 @@ from mrl.trainers.common import (
     say_all,
     say_done,
     say_left_out,
-    say_unread,
+    say_mtp_layers,
     stopped,
 )
 from mrl.trainers.console import Console, open_console
@@ -159,7 +159,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
     console.doing("building the model")
     engine.init_model()
-    say_unread(engine, console, {"model.path": engine.config.model.path})
+    say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 
 SILENCES_S = (5.0, 15.0, 30.0, 60.0)
-"""Seconds of silence after which a word is said; after the last one, again each time that many more have passed."""
+"""Seconds of silence after which a line is shown; after the last one, again each time that so many more have passed."""
 
 
 class Watch:
-    """Says what the process is doing when nothing was said for a while. A thread of its own keeps the time.
+    """Shows what the process is doing when nothing was shown for a while. A thread of its own keeps the time.
 
     write: shows a line; it is called in that thread.
     """
@@ -38,8 +38,8 @@ class Watch:
         """How far it is."""
         self._detail = how_far
 
-    def heard(self) -> None:
-        """Something else was said."""
+    def reset(self) -> None:
+        """Starts the silence anew: another line was shown."""
         with self._lock:
             self._silent_since_s, self._words = time.monotonic(), 0
 
@@ -51,7 +51,7 @@ class Watch:
             self._ended = None
 
     def word(self, now_s: float) -> str | None:
-        """What is to be said at a time; None where nothing is due."""
+        """The line that is due at a time; None where none is."""
         with self._lock:
             later = max(0, self._words - len(SILENCES_S) + 1)
             due_s = SILENCES_S[min(self._words, len(SILENCES_S) - 1)] + later * SILENCES_S[-1]
@@ -69,13 +69,13 @@ class Watch:
 
 
 def write_line(line: str) -> None:
-    """Writes a line in one piece, unlike print: what a signal says comes before or after it."""
+    """Writes a line in one piece, unlike print: a signal's own line comes before or after it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def said(what: str, *, shows: bool) -> Iterator[None]:
+def announced(what: str, *, shows: bool) -> Iterator[None]:
     """Inside, `what` is done by a process that has no console yet. shows: False says nothing."""
     watch = Watch(write_line)
     if shows:

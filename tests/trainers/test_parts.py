@@ -86,7 +86,7 @@ def test_no_wait_is_without_a_word(capsys):
         s: f"evaluating ({s:.0f} s so far)" for s in (5.5, 15.5, 31, 61, 121)
     }
     watch.detail("3 of 8 prompts")
-    watch.heard()
+    watch.reset()
     later_s = watch._silent_since_s
     assert watch.word(later_s + 4.9) is None and watch.word(later_s + 5.1).startswith("evaluating: 3 of 8 prompts (")
     watch.close(), watch.close()

@@ -14,25 +14,28 @@ from mrl.rollout.base import Trajectory
 
 
 class _Recurring:
-    """Counts rollouts in a row of which something is to be said: of the first such one and of each 10th in a row."""
+    """Counts rollouts in a row that are to be reported: the first such one, and each 10th in a row."""
 
     EVERY = 10
 
     def __init__(self) -> None:
-        self._in_a_row, self._said = 0, False
+        self._in_a_row, self._reported = 0, False
 
     def count(self, happens: bool) -> str | None:
-        """None where nothing is to be said, else how many it is in a row, in words ("" for the first)."""
+        """How many it is in a row, in words ("" for the first); None where this one is not reported."""
         self._in_a_row = self._in_a_row + 1 if happens else 0
-        if not happens or (self._said and self._in_a_row % self.EVERY):
+        if not happens or (self._reported and self._in_a_row % self.EVERY):
             return None
-        self._said = True
+        self._reported = True
         return f" ({self._in_a_row} rollouts in a row)" if self._in_a_row > 1 else ""
 
 
 class EqualRewards:
-    """Notices rollouts from which an algorithm of group differences learns nothing. They are allowed: a task may be too hard
-    at first, and such a step leaves the policy about where it is. But a run of them is a mistake that a person should see."""
+    """Notices rollouts from which an algorithm of group differences learns nothing.
+
+    They are allowed: a task may be too hard at first, and such a step leaves the policy about where it is. But a run of
+    them is a mistake that a person should see.
+    """
 
     def __init__(self) -> None:
         self._rollouts = _Recurring()

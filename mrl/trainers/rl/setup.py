@@ -212,13 +212,13 @@ def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispat
             yield
             return
         if beside:
-            dispatch.put_away()
+            dispatch.offload_all()
         sampler.wake()
         try:
             if has_step != step or forgets:
                 sampler.update_weights(dispatch.hf_weights("actor"))
                 if beside:
-                    dispatch.put_away()
+                    dispatch.offload_all()
             has_step = step
             yield
         finally:
