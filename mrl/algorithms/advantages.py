@@ -27,7 +27,7 @@ from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_se
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What advantages are made from. A field that the estimator does not need may be None."""
+    """The rollout that advantages are made from. A field that the estimator does not need may be None."""
 
     rewards_T: Tensor  # of each action (see `shaping.token_rewards`), 0 outside the mask
     mask_T: Tensor  # not 0 where an action is

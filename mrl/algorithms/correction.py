@@ -27,7 +27,7 @@ from mrl.algorithms.ragged import sum_per_sequence, to_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """How the policy's loss is weighted; floor is for `mask` alone."""
+    """The weighting of the policy's loss; floor is for `mask` alone."""
 
     mode: Literal["truncate", "mask"]
     level: Literal["token", "sequence"] = "token"

@@ -1,4 +1,4 @@
-"""How far the policy is from its reference: estimates from the sampled tokens, and the coefficient of the penalty.
+"""The distance of the policy from its reference: estimates from the sampled tokens, and the coefficient of the penalty.
 
 Dimensions: `T` tokens of sequences end to end, `S` sequences.
 
@@ -76,7 +76,7 @@ class KLController:
         return self.coef
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """The state that a checkpoint must hold."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -185,5 +185,5 @@ def overlong_cache(recipe: Recipe, *, max_response_length: int) -> int:
 
 
 def kl_controller(recipe: Recipe) -> KLController:
-    """What holds the coefficient of the KL, wherever it is taken from."""
+    """The controller that holds the coefficient of the KL, wherever the KL is taken from."""
     return KLController(recipe.kl_coef, target=recipe.kl_target, gain=recipe.kl_gain)

@@ -73,7 +73,7 @@ class BatchSource(RowStream[Example]):
         self._ahead.result()
 
     def next_error(self) -> DataError | None:
-        """What `next` will raise of a batch that is being made already, for a checkpoint to be saved first; waits for it."""
+        """The error that `next` will raise, of a batch that is being made already, so that a checkpoint is saved first; waits for it."""
         try:
             if self._ahead is not None:
                 self._ahead.result()

@@ -81,7 +81,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return self._rows.where(index)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """What the data is: {"name", "rows", "size", "hash"} of each file."""
+        """Identifies the data by {"name", "rows", "size", "hash"} of each file."""
         return self._rows.fingerprint()
 
     def load(self, index: int) -> T | Rejected:
@@ -103,7 +103,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
-        """What the row becomes. Raises BadRow, or another UserError, without file and line."""
+        """The example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
     def _row(self, index: int) -> dict[str, Any]:
         return rename_fields(self._rows[index], self.config.columns)

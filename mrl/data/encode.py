@@ -206,7 +206,7 @@ class Encoder:
         return ids, chosen
 
     def _verified_span(self, chat: Chat, turn: int, whole: list[int]) -> tuple[int, int]:
-        """Where the assistant message `turn` starts and ends in `whole`, which holds all messages."""
+        """The start and end of the assistant message `turn` in `whole`, which holds all messages."""
         if turn == 0:
             raise BadRow(
                 "messages[0] is an assistant turn, before which there is nothing to render; begin with a user turn"

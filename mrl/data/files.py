@@ -236,7 +236,7 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
 
 
 def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Where rows start, in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line, CRC-32)."""
+    """The starts of rows, found in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line, CRC-32)."""
     ends, firsts, position, crc, begins = [], [], 0, 0, True
     while block := file.read(BLOCK):
         crc = zlib.crc32(block, crc)

@@ -11,7 +11,7 @@
                         trained), loss_mask, assistant_masks,
                         completion_mask (1: trained)
 
-Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py). What a Pair becomes in tokens is told in `mrl.data.encode`.
+Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py). `mrl.data.encode` has what a Pair becomes in tokens.
 
 A prompt for reinforcement learning is in one of three forms; whatever else the row has is for rewards and environments:
 
@@ -373,7 +373,7 @@ def _integers(value: Any, name: str) -> list[int]:
 
 
 def _kind(value: Any) -> str:
-    """What a wrong value is, for messages: short, with the value where that helps."""
+    """Describes a wrong value for messages: short, with the value where that helps."""
     match value:
         case None:
             return "missing or null"

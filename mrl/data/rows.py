@@ -66,7 +66,7 @@ class Rows:
         return self._sources[source].where(row)
 
     def folder(self, index: int) -> str:
-        """What relative paths in a row are relative to: the folder that its file, or its saved data set, is in."""
+        """The folder that relative paths in a row start from: the one that its file, or its saved data set, is in."""
         return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
 
     def fingerprint(self) -> list[dict[str, Any]]:

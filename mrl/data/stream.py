@@ -204,7 +204,7 @@ class RowStream(Generic[T]):
 
 
 def _data_change(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str | None:
-    """What differs between two fingerprints in words, or None; names of files may differ."""
+    """Describes the difference between two fingerprints, None where there is none; names of files may differ."""
     if len(saved) != len(now):
         return f"has {len(now)} files and had {len(saved)} when the checkpoint was saved"
     for before, after in zip(saved, now, strict=True):

@@ -1,4 +1,4 @@
-"""What a policy is given, in tokens: prompts, and the observations of an environment between its turns.
+"""The tokens that a policy is given: prompts, and the observations of an environment between its turns.
 
 A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since a
 text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its own,
@@ -30,7 +30,7 @@ class TurnEncoder:
             raise DataError(f"data.system: {NO_TEMPLATE}")
 
     def prompt(self, asked: Chat | Question) -> list[int]:
-        """What the policy is given first, with the generation prompt where there is a chat template."""
+        """The tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
             return self._encoder.begin(self._encoder.tokenize(asked.plain))
         if not self.has_template:
@@ -39,7 +39,7 @@ class TurnEncoder:
         return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
-        """What follows the policy's turn that ended with `last_token`, up to the start of its next turn.
+        """The tokens that follow the policy's turn that ended with `last_token`, up to the start of its next turn.
 
         content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools and
         template arguments. A turn that does not end as the template ends turns gets that end first.

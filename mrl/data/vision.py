@@ -46,7 +46,7 @@ class Vision:
         self.placeholders = frozenset({processor.image_token_id, *processor.video_token_ids} - {None})
 
     def count(self, ids: Sequence[int]) -> int:
-        """How many tokens stand for images or videos."""
+        """The number of tokens that stand for images or videos."""
         return sum(token in self.placeholders for token in ids)
 
     def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> WithImages:

@@ -48,7 +48,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where in the run samples are scored."""
+    """The point of the run at which samples are scored."""
 
     step: int = 0  # the number in the name of their file in samples/
     made: int = 0  # optimizer steps made

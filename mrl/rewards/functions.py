@@ -46,7 +46,7 @@ def load_reward(reward: Reward, key: str) -> RewardCall:
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:
-    """What `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
+    """The object that `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
     file, _, name = spec.rpartition(":")
     path = pathlib.Path(file)
     if not path.is_file():

@@ -37,7 +37,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a task."""
+    """The result of a task."""
 
     values: tuple[float, ...] | None  # finite, one for each sample; None after a fault
     fault: str | None = None  # what went wrong
@@ -47,7 +47,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Retries:
-    """How often a call of a user's function that failed is made again: a judge may be busy."""
+    """The number of times that a failed call of a user's function is made again: a judge may be busy."""
 
     count: int = 0
     wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most LONGEST_WAIT_S

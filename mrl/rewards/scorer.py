@@ -143,7 +143,7 @@ def _parts(samples: Sequence[Sample], scope: Scope) -> list[tuple[Sample, ...]]:
 
 
 def _report(line: str, task: Task, outcome: Outcome) -> str:
-    """What a person needs to see why a call failed: of a call for many samples the first ones."""
+    """A report from which a person sees why a call failed: of a call for many samples the first ones."""
     shown = [
         f"row: {json.dumps(s.row, ensure_ascii=False, default=repr)[:10_000]}\n"
         f"prompt: {json.dumps(s.prompt, ensure_ascii=False, default=repr)[:10_000]}\ncompletion:\n{s.completion}"

@@ -32,7 +32,7 @@ NUMBER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a process is made with."""
+    """The settings that a process is made with."""
 
     rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
     timeout_s: float
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the pool knows of a function."""
+    """The pool's knowledge of a function."""
 
     asynchronous: bool
     scope: Scope
@@ -82,7 +82,7 @@ class Calls:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a worker answers to a call."""
+    """The answer of a worker to a call."""
 
     number: int
     values: tuple[float, ...] | None  # finite, one for each sample; None after a fault

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step did."""
+    """The result of an optimizer step."""
 
     grad_norm: GradNorm
     lr: float  # the rate that the step was made with
@@ -76,7 +76,7 @@ class WorkerDispatch:
 
     @property
     def device(self) -> torch.device:
-        """Where roles compute."""
+        """The device that roles compute on."""
         return self._any.device
 
     @property

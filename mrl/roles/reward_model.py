@@ -68,7 +68,7 @@ class RewardModel:
         return scores
 
     def tokens(self, trajectory: Trajectory) -> list[int]:
-        """What the reward model reads of a trajectory. Of a prompt whose start was cut, as much as it has positions for."""
+        """The tokens that the reward model reads of a trajectory. Of a truncated prompt it reads as much as it has positions for."""
         ids = self._rendered(trajectory)
         if self.max_length is None or len(ids) <= self.max_length:
             return ids
@@ -105,7 +105,7 @@ class RewardModel:
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
-    """Where in `ids` the score is read: the last token other than the padding, the first where all are padding."""
+    """The index in `ids` at which the score is read: the last token other than the padding, the first where all are padding."""
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 

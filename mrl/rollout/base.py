@@ -1,4 +1,4 @@
-"""What samples completions, and what comes of it.
+"""Samplers of completions, and the trajectories that they are made into.
 
 A rollout is made of trajectories, one for each sample of each prompt. What produces tokens is a `Sampler`: the actor's own
 engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
@@ -88,7 +88,7 @@ class Trajectory:
 
 
 class Sampler(abc.ABC):
-    """Where completions come from."""
+    """A source of completions."""
 
     exact = False
     """Whether its log-probs are of the trainer's own weights and arithmetic, so that a gap is a fault."""
@@ -119,7 +119,7 @@ class Sampler(abc.ABC):
 
 
 class TrajectorySource(abc.ABC):
-    """Where the trajectories of prompts come from: sampled, or replayed."""
+    """A source of the trajectories of prompts: sampled, or replayed."""
 
     earlier_s = 0.0
     """Seconds that it took to sample what the latest `sample` gave, where an earlier start of the run did."""

@@ -37,7 +37,7 @@ Content = str | list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an environment answered."""
+    """The answer of an environment to a turn."""
 
     observation: Content | None  # None where it has nothing more to say
     reward: float

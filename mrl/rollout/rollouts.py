@@ -62,7 +62,7 @@ class _Conversation:
 
     @property
     def new_tokens(self) -> int:
-        """What followed the prompt, the environment's part included."""
+        """The number of tokens after the prompt, the environment's included."""
         return len(self.tokens) - len(self.prompt.tokens)
 
     @property

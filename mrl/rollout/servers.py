@@ -48,7 +48,7 @@ class Probe:
 
 
 class Server(abc.ABC):
-    """What a sampler asks of one inference server; methods raise ServerError. `path`: where its own weights came from."""
+    """One inference server, as a sampler uses it; methods raise ServerError. `path`: where its own weights came from."""
 
     path: str
 
@@ -82,7 +82,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def version(self) -> str:
-        """What `load` was given last."""
+        """The version that `load` was given last."""
 
     @abc.abstractmethod
     def sleep(self) -> None: ...
@@ -207,7 +207,7 @@ class ServerSampler(Sampler):
                 )
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
-        """Of `tokens[1:]` at temperature 1, from each server. Collective."""
+        """Log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
         return self._on_main(lambda: self._each(lambda s: s.score(tokens)))
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -305,7 +305,7 @@ class ServerSampler(Sampler):
     # --------------------------------------------------------------------------------------------------- all at once
 
     def _each(self, call: Callable[[Server], T], *, errors: bool = False) -> list[T]:
-        """What `call` gives for each server, made at the same time; all have ended. Raises the first ServerError, or with
+        """The results of `call` for each server, made at the same time; all have ended. Raises the first ServerError, or with
         `errors` gives it as the result."""
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
             futures = [pool.submit(call, server) for server in self._servers]

@@ -1,4 +1,4 @@
-"""What ends a completion: the model's own end tokens, and texts."""
+"""The ends of a completion: the model's own end tokens, and texts."""
 
 from __future__ import annotations
 

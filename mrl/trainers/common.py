@@ -1,4 +1,4 @@
-"""What every trainer does around its loop: going on from a checkpoint, stopping, saying where the last good state is.
+"""The parts that trainers share around their loops: going on from a checkpoint, stopping, naming the last good state.
 
 `ranks` is who speaks for all processes: an engine, or the dispatch over several.
 """
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class Progress:
-    """What a run has done so far; saved with a checkpoint."""
+    """The progress of a run; saved with a checkpoint."""
 
     step: int = 0  # optimizer steps made
     tokens: float = 0.0  # trained tokens
@@ -158,7 +158,7 @@ def load_newest(
 
 
 def check_outside(config: Config) -> None:
-    """What the main process will need outside of this run: an account, a remote folder that can be written."""
+    """Checks what the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)
     if config.checkpoint.remote is not None:
         checkpoint_remote.probe(config.checkpoint.remote)
@@ -233,7 +233,7 @@ def _use_of_adapter(folder: str, path: str) -> str:
 
 
 def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
-    """What a run says that a signal, to whichever rank, has stopped.
+    """The end of a run that a signal, to whichever rank, has stopped.
 
     where: in words. step: optimizer steps made. saved: the checkpoint that was saved; None where none was due.
     """
@@ -243,7 +243,7 @@ def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str
 
 
 def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
-    """Where to go on from when the state after `step` steps has failed, in words: a checkpoint of an earlier one is good."""
+    """Names, in words, the checkpoint to go on from when the state after `step` steps has failed: an earlier one is good."""
 
     def found() -> tuple[str | None, str | None]:
         whole = atomic_checkpoint.steps_of(str(directory.checkpoints))

@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: lines, and a live progress bar where there is a terminal."""
+"""The lines that a run shows, and a live progress bar where there is a terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Console:
         """The run begins with `what`, which is shown where it takes long."""
 
     def detail(self, how_far: str) -> None:
-        """How far it is with that."""
+        """Shows how far the run is with it."""
 
     def generated(self, done: int, of: int) -> None:
         """`done` of `of` completions are whole: those of the main process's replica, of which others do like shares."""
@@ -178,7 +178,7 @@ def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool) -> Co
 
 
 class _Clock:
-    """How long what is left will take, from the steps that this process made and measured."""
+    """An estimate of the remaining time, from the steps that this process made and measured."""
 
     def __init__(self, step: int, total_steps: int) -> None:
         self.first, self.total_steps = step, total_steps
@@ -216,7 +216,7 @@ def _values(metrics: Mapping[str, float]) -> str:
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> str:
-    """What the steps of a run came to: the first value of each of FIGURES and the last one. Empty without steps."""
+    """The first and the last value of each of FIGURES over the steps of a run; empty without steps."""
     parts = []
     in_rl = any("actor/loss" in row for row in rows)
     for name, short, form in SHOWN:

@@ -243,7 +243,7 @@ def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
 
 
 def evaluate_before(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
-    """How good the policy is before training: the line of step 0."""
+    """Evaluates the policy before training, and writes the line of step 0."""
     if trainer.evaluation is None or trainer.config.train.eval_every is None:
         return
     trainer.console.doing("evaluating before training")

@@ -58,20 +58,20 @@ class RunDirectory:
 
     @property
     def pending(self) -> pathlib.Path:
-        """What was sampled and is not trained on yet, until the run ends."""
+        """Samples that are not trained on yet, until the run ends."""
         return self.path / "pending"
 
     @property
     def partial_hf(self) -> pathlib.Path:
-        """Where an export is written before it gets its name."""
+        """The folder in which an export is written before it gets its name."""
         return self.path / ".tmp-hf"
 
     def present(self) -> list[str]:
-        """What a run of mrl has left here."""
+        """Names of what a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
     def contents(self) -> list[pathlib.Path]:
-        """What a person finds here."""
+        """Everything that a person finds here."""
         return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
 
     def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
@@ -129,7 +129,7 @@ class RunDirectory:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins."""
+    """The state that a run begins from."""
 
     checkpoint: str | None  # its folder; None at the beginning
     step: int  # optimizer steps made

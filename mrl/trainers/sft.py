@@ -59,7 +59,7 @@ from mrl.trainers.throughput import Throughput, memory_gb
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once by `run`."""
+    """Everything that the loop uses, made once by `run`."""
 
     config: SFTConfig
     total_steps: int
@@ -270,7 +270,7 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
-    """What a run says that a signal has stopped. saved: the checkpoint; None where there was nothing to save yet."""
+    """The end of a run that a signal has stopped. saved: the checkpoint; None where there was nothing to save yet."""
     where = f"after step {progress.step} of {trainer.total_steps}"
     return stopped(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
 

@@ -1,4 +1,4 @@
-"""A step that fails ends the run with one line: which step, what is wrong, where its batch and the last good state are."""
+"""A step that fails ends the run with one line: what is wrong, where its batch and the last good state are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepGuard:
 
 
 def norm_fault(name: str, grad_norm: GradNorm, problems: Sequence[str]) -> str | None:
-    """What is wrong with a gradient norm, and the first problems of parameters with it; None where the step was made."""
+    """The fault of a gradient norm, with the first problems of parameters; None where the step was made."""
     if grad_norm.skipped is None and math.isfinite(grad_norm):
         return None
     why = f" ({grad_norm.skipped})" if grad_norm.skipped else ""

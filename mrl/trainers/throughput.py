@@ -1,4 +1,4 @@
-"""How fast and how large: model FLOPs, the peak of known GPUs, memory."""
+"""Speed and size of a step: model FLOPs, the peak of known GPUs, memory."""
 
 from __future__ import annotations
 

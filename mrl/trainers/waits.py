@@ -35,7 +35,7 @@ class Watch:
                 threading.Thread(target=self._run, args=(self._ended,), name="mrl-waits", daemon=True).start()
 
     def detail(self, how_far: str) -> None:
-        """How far it is."""
+        """Notes how far it is."""
         self._detail = how_far
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""How good the policy is on held-out prompts: greedy answers, or the best of k sampled ones."""
+"""Evaluation of the policy on held-out prompts: greedy answers, or the best of k sampled ones."""
 
 from __future__ import annotations
 

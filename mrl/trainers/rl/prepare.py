@@ -81,7 +81,7 @@ def rollout_metrics(
 
 
 def policy_metrics(trainer: Trainer, experience: Experience) -> dict[str, float]:
-    """How far sampler and reference are from the policy that a rollout began with."""
+    """Distances of sampler and reference from the policy that a rollout began with."""
     gaps = invariants.gaps(experience.batch)
     row = {"rollout/logprob_gap": float(gaps.mean()), "rollout/logprob_gap_max": float(gaps.max())}
     if trainer.recipe.needs_reference:

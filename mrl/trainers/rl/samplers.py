@@ -1,4 +1,4 @@
-"""Which sampler a run has."""
+"""The sampler of a run, by `rollout.backend`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_sampler(
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:
-    """What servers are asked about after every hand-over, to compare with the actor's own log-probs."""
+    """The text that servers are asked about after every hand-over, to compare with the actor's own log-probs."""
 
     def log_probs(tokens: Sequence[int]) -> list[float]:
         batch = make_batch([list(tokens)], [[1.0] * len(tokens)])

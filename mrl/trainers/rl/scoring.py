@@ -1,4 +1,4 @@
-"""What a trajectory is worth: reward functions, a reward model, an environment, added up."""
+"""The reward of a trajectory: reward functions, a reward model and an environment, added up."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Scoring:
 
 
 def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
-    """What `eval/accuracy` is made of: the values of the first reward function, or the totals where there is none."""
+    """The values that `eval/accuracy` is made of: those of the first reward function, or the totals where there is none."""
     return next(iter(scores.parts.values())) if config.rewards is not None else scores.totals
 
 
@@ -97,7 +97,7 @@ def metrics(scores: Scores) -> dict[str, float]:
 
 
 def select(scores: Scores, indices: Sequence[int]) -> Scores:
-    """Those of the samples at `indices`; all faults."""
+    """The scores of the samples at `indices`, with all faults."""
     parts = {label: tuple(values[i] for i in indices) for label, values in scores.parts.items()}
     return Scores(tuple(scores.totals[i] for i in indices), parts, scores.faults)
 

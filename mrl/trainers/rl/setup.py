@@ -174,7 +174,7 @@ def _rollouts(
     directory: RunDirectory,
     console: Console,
 ) -> tuple[TrajectorySource, Sampler | None]:
-    """What samples trajectories, and the sampler behind it; a replay has none."""
+    """The source of trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
     sampler = make_sampler(config, dispatch, tokenizer, folder, directory, console)
@@ -186,7 +186,7 @@ def _rollouts(
 
 
 def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
-    """What the samples of given steps depend on. The weights are known by their files' sizes and times."""
+    """Everything that the samples of given steps depend on. The weights are known by their files' sizes and times."""
     plain = to_dict(config)
     files = sorted(pathlib.Path(folder).glob("*.*"))
     environment = (config.rollout.environment or "").rpartition(":")[0]
@@ -231,7 +231,7 @@ def _evaluation(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, rollouts: TrajectorySource, scores: Scoring,
     dispatch: WorkerDispatch, console: Console, directory: RunDirectory, stop: StopSignal,
 ) -> Evaluation | None:  # fmt: skip
-    """What evaluates on data.eval, whose prompts are all read now; None without."""
+    """The evaluation on data.eval, whose prompts are all read now; None without."""
     if config.data.eval is None:
         return None
     held_out = PromptDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
@@ -246,7 +246,7 @@ def _evaluation(
 
 
 def _why_not_base(config: PPOConfig) -> str:
-    """Which key keeps the reference from being the actor with its adapters off."""
+    """Names the key that keeps the reference from being the actor with its adapters off."""
     own = config.reference
     given = {
         "reference.model.path": own.model.path, "reference.model.dtype": own.model.dtype, "reference.engine": own.engine,

@@ -60,7 +60,7 @@ def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
 
 
 def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[float]]:
-    """What there is one number of for each sequence of a rollout, by the name under which wandb and tensorboard show it."""
+    """One number for each sequence of a rollout, by the name under which wandb and tensorboard show them."""
     lengths = [float(t.response_length) for t in collected.trajectories]
     return {
         "histogram/reward": list(collected.scores.totals),
@@ -128,13 +128,18 @@ def table(
         return []
     places = range(0, len(trajectories), max(1, len(trajectories) // rows))
     return [
-        (last_words(trajectories[i]), spoken(trajectories[i]), scores.totals[i], scoring.by_sample(scores, i))
+        (
+            last_words(trajectories[i]),
+            text_after_prompt(trajectories[i]),
+            scores.totals[i],
+            scoring.by_sample(scores, i),
+        )
         for i in list(places)[:rows]
     ]
 
 
-def spoken(trajectory: Trajectory) -> str:
-    """What was said after the prompt: the completion, or of a conversation a line for each message, with its role."""
+def text_after_prompt(trajectory: Trajectory) -> str:
+    """The text after the prompt: the completion, or of a conversation a line for each message, with its role."""
     if trajectory.conversation is None:
         return trajectory.text
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in trajectory.conversation)

@@ -1,4 +1,4 @@
-"""What a reinforcement-learning run is made of and has done; saved whole, and restored to the bit."""
+"""The parts and the progress of a reinforcement-learning run; saved whole, and restored to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mrl.trainers.signals import StopSignal
 
 @dataclasses.dataclass
 class Progress(common.Progress):
-    """What a run has done so far; saved with a checkpoint.
+    """The progress of a run; saved with a checkpoint.
 
     A step is one mini-batch, by all roles that train; tokens are the actor's.
     """
@@ -46,7 +46,7 @@ class Progress(common.Progress):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """What the loop uses, made once."""
+    """Everything that the loop uses, made once."""
 
     config: PPOConfig
     recipe: Recipe
@@ -142,7 +142,7 @@ def _model_path(config: Mapping[str, Any], role: str) -> str:
 
 
 def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | None, saved: str | None) -> Stopped:
-    """What a run says that a signal has stopped: where in the iteration it is. saved: the checkpoint; None: none was due."""
+    """The end of a run that a signal has stopped, with where in the iteration it is. saved: the checkpoint; None: none was due."""
     iteration, made = trainer.position(progress.step)
     count = trainer.config.steps_per_iteration
     where = f"at the start of iteration {iteration + 1}"
