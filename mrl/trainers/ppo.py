@@ -75,16 +75,21 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     console.doing("opening the logs")
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))
     log = metrics.open_metrics(
-        directory.path, config.log, step=-1 if begins(progress, experience) else progress.logged, config=to_dict(config),
-        run_id=progress.run_id, enabled=dispatch.is_main,
-    )  # fmt: skip
+        directory.path,
+        config.log,
+        step=-1 if begins(progress, experience) else progress.logged,
+        config=to_dict(config),
+        run_id=progress.run_id,
+        enabled=dispatch.is_main,
+    )
     try:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)
         try:
             loop(trainer, progress, experience, log)
         except TrainingError:
-            trainer.collector.rollouts.forget()  # what a guard refused is sampled again: a sampler may be mended by then
+            # What a guard refused is sampled again: a sampler may be mended by then.
+            trainer.collector.rollouts.forget()
             raise
         trainer.collector.rollouts.forget()
     finally:

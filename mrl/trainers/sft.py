@@ -171,8 +171,13 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     console.doing("opening the logs")
     engine.on_main(lambda: directory.prepare(config, command_line, [f"length: {trainer.total_steps} steps"]))
     log = metrics.open_metrics(
-        directory.path, config.log, step=progress.logged, config=to_dict(config), run_id=progress.run_id, enabled=engine.is_main
-    )  # fmt: skip
+        directory.path,
+        config.log,
+        step=progress.logged,
+        config=to_dict(config),
+        run_id=progress.run_id,
+        enabled=engine.is_main,
+    )
     try:
         say_all(console, log.notes)
         console.start(progress.logged, trainer.total_steps)

@@ -26,9 +26,13 @@ PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
 
 
 def make_sampler(
-    config: PPOConfig, dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, folder: str, directory: RunDirectory,
+    config: PPOConfig,
+    dispatch: WorkerDispatch,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str,
+    directory: RunDirectory,
     console: Console,
-) -> Sampler:  # fmt: skip
+) -> Sampler:
     """The sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's model."""
     rollout = config.rollout
     if rollout.backend == "native":
@@ -47,9 +51,13 @@ def make_sampler(
             max_length=config.max_length, world_size=dispatch.world_size, gpu=dispatch.device.type == "cuda",
         )  # fmt: skip
     return SERVERS[rollout.backend](
-        rollout.server, is_main=dispatch.is_main, on_main=dispatch.on_main, max_length=config.max_length,
-        weights_dir=weights_dir(rollout.server, str(directory.path)), probe=_probe(dispatch, tokenizer, config.max_length),
-    )  # fmt: skip
+        rollout.server,
+        is_main=dispatch.is_main,
+        on_main=dispatch.on_main,
+        max_length=config.max_length,
+        weights_dir=weights_dir(rollout.server, str(directory.path)),
+        probe=_probe(dispatch, tokenizer, config.max_length),
+    )
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:

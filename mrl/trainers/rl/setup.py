@@ -82,9 +82,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         if config.actor.model.lora is not None and "reference" in engines:
             console.say(f"reference: is a second copy of the model, {_why_not_base(config)}")
         total_steps = _length(config, source, console)
-        engines["actor"].set_total_steps(total_steps - config.algorithm.critic_warmup)
-        if "critic" in engines:
-            engines["critic"].set_total_steps(total_steps)
+        _set_total_steps(engines, total_steps, critic_warmup=config.algorithm.critic_warmup)
         console.doing("starting the reward functions")
         scores = Scoring(
             config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, folders),
@@ -93,11 +91,6 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         ends.callback(scores.close)
         console.doing("starting the sampler")
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
-        if sampler is not None:
-            rollouts = KeptRollouts(
-                rollouts, directory.pending, origin=_origin(config, folders["actor"], dispatch.world_size),
-                on_main=dispatch.on_main, say=console.say,
-            )  # fmt: skip
         ends.callback(rollouts.close)
         if sampler is not None:
             ends.callback(sampler.close)
@@ -111,13 +104,24 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         )  # fmt: skip
         evaluation = _evaluation(config, tokenizer, vocab_size, rollouts, scores, dispatch, console, directory, stop)
         yield Trainer(
-            config=config, recipe=recipe, total_steps=total_steps, folders=folders, dispatch=dispatch, source=source,
-            collector=collector, sampling=_sampling(config, sampler, dispatch), kl=kl_controller(recipe), evaluation=evaluation,
-            directory=directory, console=console, stop=stop, exact_sampler=rollouts.exact,
+            config=config,
+            recipe=recipe,
+            total_steps=total_steps,
+            folders=folders,
+            dispatch=dispatch,
+            source=source,
+            collector=collector,
+            sampling=_sampling(config, sampler, dispatch),
+            kl=kl_controller(recipe),
+            evaluation=evaluation,
+            directory=directory,
+            console=console,
+            stop=stop,
+            exact_sampler=rollouts.exact,
             same_reference=_same_reference(config, folders),
             chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
             token_limit=TokenLimit(max_new_tokens=config.rollout.max_new_tokens),
-        )  # fmt: skip
+        )
 
 
 def _model_folder(config: PPOConfig, role: str) -> str:
@@ -158,6 +162,13 @@ def _length(config: PPOConfig, source: PromptSource, console: Console) -> int:
     return steps
 
 
+def _set_total_steps(engines: Mapping[str, BaseEngine], total_steps: int, *, critic_warmup: int) -> None:
+    """Gives the learning-rate schedules of the roles that train their lengths."""
+    engines["actor"].set_total_steps(total_steps - critic_warmup)
+    if "critic" in engines:
+        engines["critic"].set_total_steps(total_steps)
+
+
 def _reward_model(config: PPOConfig, dispatch: WorkerDispatch, folders: Mapping[str, str]) -> RewardModel | None:
     if "reward" not in folders:
         return None
@@ -182,7 +193,14 @@ def _rollouts(
         sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
     )  # fmt: skip
-    return rollouts, sampler
+    kept = KeptRollouts(
+        rollouts,
+        directory.pending,
+        origin=_origin(config, folder, dispatch.world_size),
+        on_main=dispatch.on_main,
+        say=console.say,
+    )
+    return kept, sampler
 
 
 def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
@@ -228,9 +246,16 @@ def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispat
 
 
 def _evaluation(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, rollouts: TrajectorySource, scores: Scoring,
-    dispatch: WorkerDispatch, console: Console, directory: RunDirectory, stop: StopSignal,
-) -> Evaluation | None:  # fmt: skip
+    config: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    rollouts: TrajectorySource,
+    scores: Scoring,
+    dispatch: WorkerDispatch,
+    console: Console,
+    directory: RunDirectory,
+    stop: StopSignal,
+) -> Evaluation | None:
     """The evaluation on data.eval, whose prompts are all read now; None without."""
     if config.data.eval is None:
         return None
@@ -249,9 +274,11 @@ def _why_not_base(config: PPOConfig) -> str:
     """Names the key that keeps the reference from being the actor with its adapters off."""
     own = config.reference
     given = {
-        "reference.model.path": own.model.path, "reference.model.dtype": own.model.dtype, "reference.engine": own.engine,
+        "reference.model.path": own.model.path,
+        "reference.model.dtype": own.model.dtype,
+        "reference.engine": own.engine,
         "reference.update_every": own.update_every,
-    }  # fmt: skip
+    }
     key = next(key for key, value in given.items() if value is not None)
     return f"since {key} is set; where it is null the actor without its adapters is the reference"
 

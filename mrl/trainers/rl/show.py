@@ -81,21 +81,39 @@ def write_rollout(
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
     scores = scoring.select(scores, collected.sampled)
     write_samples(
-        str(directory.samples), step, [trajectories[i] for i in collected.sampled], rewards=scores.totals, parts=scores.parts,
-        advantages=[with_none[i] for i in collected.sampled], tokens=wanted.tokens, compress=wanted.compress,
-    )  # fmt: skip
+        str(directory.samples),
+        step,
+        [trajectories[i] for i in collected.sampled],
+        rewards=scores.totals,
+        parts=scores.parts,
+        advantages=[with_none[i] for i in collected.sampled],
+        tokens=wanted.tokens,
+        compress=wanted.compress,
+    )
     greedy, of_greedy = collected.greedy
     if greedy:
         write_samples(
-            str(directory.samples), step, greedy, series="baseline", rewards=of_greedy.totals, parts=of_greedy.parts,
-            tokens=wanted.tokens, compress=wanted.compress,
-        )  # fmt: skip
+            str(directory.samples),
+            step,
+            greedy,
+            series="baseline",
+            rewards=of_greedy.totals,
+            parts=of_greedy.parts,
+            tokens=wanted.tokens,
+            compress=wanted.compress,
+        )
     return bound(str(directory.samples), keep=wanted.keep, max_mb=wanted.max_mb)
 
 
 def show_evaluation(
-    config: PPOConfig, dispatch: WorkerDispatch, directory: RunDirectory, console: Console, step: int, trajectories: Sequence[Trajectory], scores: Scores
-) -> None:  # fmt: skip
+    config: PPOConfig,
+    dispatch: WorkerDispatch,
+    directory: RunDirectory,
+    console: Console,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    scores: Scores,
+) -> None:
     """Writes the answers to held-out prompts after `step`, and says which rewards failed on them."""
 
     wanted = config.log.samples
