@@ -15,13 +15,14 @@ import torch
 from mrl.config.load import from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
+from mrl.converters import hub
 from mrl.data.prompts import Prompt
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import AdapterShape
 from mrl.errors import CheckpointError, ConfigError, ModelError
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
-from mrl.trainers import console, hub, sft, throughput, waits
+from mrl.trainers import console, sft, throughput, waits
 from mrl.trainers.rl.show import is_due, table
 from mrl.trainers.run_directory import RunDirectory, choose_start, is_own
 from mrl.trainers.signals import STOP_SIGNALS, StopSignal
