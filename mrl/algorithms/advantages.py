@@ -4,13 +4,13 @@ Dimensions: `T` tokens of all sequences of a rollout end to end, `S` sequences, 
 trained tokens of a sequence.
 
 All functions see the whole rollout, take sums in fp64 and return the dtype they were given. A mask only tells which
-tokens are actions of the policy (not 0). Prompts and, in conversations, the environment's observations are not: they have
-neither reward nor value, the next action after an observation follows the last one before it, one discount apart, and
-their advantage is 0.
+tokens are actions of the policy (not 0). Prompts and, in conversations, the environment's observations are not: they
+have neither reward nor value, the next action after an observation follows the last one before it, one discount apart,
+and their advantage is 0.
 
 A group is the set of samples of one prompt, of any size. Where a group has no differences (all rewards equal, or one
-sample), its advantages are exactly 0: there is nothing to compare with. Exactly, because Adam makes full steps of rounding
-errors.
+sample), its advantages are exactly 0: there is nothing to compare with. Exactly, because Adam makes full steps of
+rounding errors.
 """
 
 from __future__ import annotations
@@ -67,16 +67,20 @@ def gae(
     return advantages_T.to(values_T.dtype), returns_T.to(values_T.dtype)
 
 
-# -- without a critic: returns against a baseline -----------------------------------------------------------------------
+# -- without a critic: returns against a baseline ----------------------------------------------------------------------
 
 
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
-    """[T]: `R_t = r_t + gamma R_t+1`. With the KL in the reward and whitened, REINFORCE++ (Hu 2025, where gamma is 1)."""
+    """[T]: `R_t = r_t + gamma R_t+1`.
+
+    With the KL in the reward and whitened, REINFORCE++ (Hu 2025, where gamma is 1).
+    """
     return gae(rewards_T, torch.zeros_like(rewards_T), mask_T, lengths_S, gamma=gamma, lam=1.0)[1]
 
 
 def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Tensor, *, gamma: float) -> Tensor:
-    """[T]: the returns of the rewards, less the reward of the greedy answer at the last action (ReMax, Li 2023, Algorithm 1).
+    """[T]: the returns of the rewards, less the reward of the greedy answer at the last action (ReMax, Li 2023,
+    Algorithm 1).
 
     So what is discounted is the difference of the two rewards, as in the authors' code (liziniu/ReMax,
     step3_rlhf_finetuning/remax_trainer.py, compute_returns); there the last action is discounted once already.
@@ -87,7 +91,7 @@ def remax(rewards_T: Tensor, baselines_S: Tensor, mask_T: Tensor, lengths_S: Ten
     return discounted_returns(above_T, mask_T, lengths_S, gamma=gamma)
 
 
-# -- without a critic: a sample against its group -----------------------------------------------------------------------
+# -- without a critic: a sample against its group ----------------------------------------------------------------------
 
 
 def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
@@ -99,7 +103,8 @@ def grpo(rewards_S: Tensor, groups_S: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def group_mean(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    """[S]: `r_i - mean r` within a group: Dr. GRPO (Liu 2025, section 3.2); whitened, REINFORCE++ with baseline (Hu 2025)."""
+    """[S]: `r_i - mean r` within a group: Dr. GRPO (Liu 2025, section 3.2); whitened, REINFORCE++ with baseline (Hu
+    2025)."""
     return _within_groups(rewards_S, groups_S, _centered)
 
 
@@ -125,7 +130,7 @@ def _centered(values: Tensor) -> Tensor:
     return above - above.mean()
 
 
-# -- scaling ------------------------------------------------------------------------------------------------------------
+# -- scaling -----------------------------------------------------------------------------------------------------------
 
 
 def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
@@ -141,7 +146,7 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, eps: float = 1e-8) -> Tensor:
     return result_T
 
 
-# -- by name ------------------------------------------------------------------------------------------------------------
+# -- by name -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """From losses of tokens to the loss of a mini-batch: a weight for each token, and what the sum is divided by.
 
-Dimensions: `T` tokens of a micro-batch, `S` sequences. With the mask `m`, the loss `l` of each token and, over the whole
-global mini-batch, `M` the sum of the mask and `n` the number of sequences with any of it:
+Dimensions: `T` tokens of a micro-batch, `S` sequences. With the mask `m`, the loss `l` of each token and, over the
+whole global mini-batch, `M` the sum of the mask and `n` the number of sequences with any of it:
 
     token_mean      sum m l / M                                       PPO, DAPO (Yu 2025, eq. 8)
     sequence_mean   1/n sum_i (sum_t m l / sum_t m)                   GRPO (Shao 2024, eq. 3), GSPO (Zheng 2025, eq. 5)
     fixed_length    1/n sum_i (sum_t m l / L)                         Dr. GRPO (Liu 2025, section 3.2): no length bias
 
-DAPO's paper takes the token mean of each prompt's group and then the mean of those; its code, and this, one over all tokens.
+DAPO's paper takes the token mean of each prompt's group and then the mean of those; its code, and this, one over all
+tokens.
 
 Each is `sum w l / denominator` with weights that depend only on the token's own sequence. A micro-batch holds whole
 sequences, so loss and gradient do not depend on how the mini-batch is split (docs/loss.md).

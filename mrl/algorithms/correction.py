@@ -2,8 +2,8 @@
 
 Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 
-With `c = p_trainer / p_rollout` of a token, or the product of `c` over a sequence's trained tokens at each of them, and a
-`cap` (and a `floor`), the policy's loss of a token is multiplied by
+With `c = p_trainer / p_rollout` of a token, or the product of `c` over a sequence's trained tokens at each of them, and
+a `cap` (and a `floor`), the policy's loss of a token is multiplied by
 
     truncate    min(c, cap)                          TIS (Yao 2025, "Your Efficient RL Framework Secretly Brings You
                                                      Off-Policy RL Training")
@@ -52,8 +52,8 @@ def importance_weights(
 ) -> Weights:
     """The weights of the table above; 1 outside the mask at the token level.
 
-    trainer_log_probs_T: of the weights that sampled, before any update ("old"). rollout_log_probs_T: as the sampler gave
-    them, of the distribution it sampled from. Whatever outside the mask.
+    trainer_log_probs_T: of the weights that sampled, before any update ("old"). rollout_log_probs_T: as the sampler
+    gave them, of the distribution it sampled from. Whatever outside the mask.
     """
     gap_T = (trainer_log_probs_T - rollout_log_probs_T).detach().masked_fill(mask_T == 0, 0.0)
     if correction.level == "sequence":

@@ -9,15 +9,16 @@ Divergence"):
     k2 = d^2 / 2            biased; E[gradient] = gradient of KL(p || q)
     k3 = exp(-d) - 1 + d    unbiased, never negative, of low variance; E[gradient] = gradient of KL(q || p)
 
-So an estimate that is good as a number need not be good as a loss. *In the reward* the number counts: k1 is the usual one,
-and the policy gradient of its sum over a sequence is the gradient of KL(p || q). *As a loss* the gradient counts: k2 has
-that of KL(p || q); k3 (what GRPO uses) has that of the other direction, equal near `p = q`, and grows exponentially where
-the policy has left a token that the reference likes; k1 as a loss is noise around nothing. *As a metric*: k3.
-The expectations are over tokens of the present policy: they hold for the first update of a rollout, and nearly for the next.
+So an estimate that is good as a number need not be good as a loss. *In the reward* the number counts: k1 is the usual
+one, and the policy gradient of its sum over a sequence is the gradient of KL(p || q). *As a loss* the gradient counts:
+k2 has that of KL(p || q); k3 (what GRPO uses) has that of the other direction, equal near `p = q`, and grows
+exponentially where the policy has left a token that the reference likes; k1 as a loss is noise around nothing. *As a
+metric*: k3. The expectations are over tokens of the present policy: they hold for the first update of a rollout, and
+nearly for the next.
 
-In k3 alone d is exponentiated, and there it is bounded (`log_ratio.bounded`); k1 and k2 keep their gradient however far a token
-is. k3 can be capped too: verl (kl_penalty_forward) and ROLL (compute_approx_kl) cap it at 10, which takes the gradient of a
-token whose d is below -2.6. TRL and the paper cap nothing, and so does mrl where `algorithm.kl_cap` is 0.
+In k3 alone d is exponentiated, and there it is bounded (`log_ratio.bounded`); k1 and k2 keep their gradient however far
+a token is. k3 can be capped too: verl (kl_penalty_forward) and ROLL (compute_approx_kl) cap it at 10, which takes the
+gradient of a token whose d is below -2.6. TRL and the paper cap nothing, and so does mrl where `algorithm.kl_cap` is 0.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The loss functions of `mrl ppo`, as engines take them: sums over a micro-batch (docs/loss.md), put together from parts.
+"""The loss functions of `mrl ppo`, as engines take them: sums over a micro-batch (docs/loss.md).
 
 Dimensions: `T` tokens of a micro-batch end to end, `S` sequences.
 
 Which fields a batch must carry, all [T] and aligned with its labels:
 
-    actor    advantages; old_log_probs (without, the policy is its own old one: the only step on a rollout); ref_log_probs
-             with a KL (without, none is reported); rollout_log_probs with an importance correction
+    actor    advantages; old_log_probs (without, the policy is its own old one: the only step on a rollout);
+             ref_log_probs with a KL (without, none is reported); rollout_log_probs with an importance correction
     critic   returns, old_values
 
 Metrics are means over trained tokens whatever the aggregation: their sums are scaled so that the engine's one division
-gives that. All log-probs are taken at the temperature of the sampler; the engine does that, no function here sees logits.
+gives that. All log-probs are taken at the temperature of the sampler; the engine does that, no function here sees
+logits.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ class _Aggregated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorLoss(_Aggregated):
-    """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy bonus.
+    """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy
+    bonus.
 
-    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator, kl_cap: see `kl`;
-    a controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must hold an entropy
-    with gradient (`ctx["entropy"] = "differentiable"`). Reports, as means over tokens:
+    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator, kl_cap:
+    see `kl`; a controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must
+    hold an entropy with gradient (`ctx["entropy"] = "differentiable"`). Reports, as means over tokens:
 
         actor/ratio    r                                     actor/clip_fraction        where it was clipped
         actor/kl       KL(policy || reference), by k3        actor/approx_kl            KL(old || policy), by k3
@@ -141,7 +143,8 @@ class CriticLoss(_Aggregated):
 
 
 def _trained(values_T: Tensor, data: Batch) -> Tensor:
-    """[T]: 0 where nothing trains, whatever was there (also what is not finite): neither value nor gradient gets through."""
+    """[T]: 0 where nothing trains, whatever was there (also what is not finite): neither value nor gradient gets
+    through."""
     assert values_T.shape == data.loss_mask.shape, f"{tuple(values_T.shape)}, mask {tuple(data.loss_mask.shape)}"
     return values_T.masked_fill(data.loss_mask == 0, 0.0)
 

@@ -35,9 +35,9 @@ class PolicyLoss(NamedTuple):
     clipped_T: Tensor  # [T] bool, where clipping changed the loss or its gradient
 
 
-# -- ratios -------------------------------------------------------------------------------------------------------------
-# log_probs_T: [T] with gradient; old_log_probs_T: [T]; both finite, and equal (as 0 is) where nothing trains. No ratio is
-# beyond exp(-20) to exp(20): see `log_ratio.bounded`.
+# -- ratios ------------------------------------------------------------------------------------------------------------
+# log_probs_T: [T] with gradient; old_log_probs_T: [T]; both finite, and equal (as 0 is) where nothing trains. No ratio
+# is beyond exp(-20) to exp(20): see `log_ratio.bounded`.
 
 
 def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -46,13 +46,14 @@ def token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, le
 
 
 def sequence_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: at every token `s = (p(y) / p_old(y))^(1/|y|)` of its sequence's trained tokens (GSPO, Zheng 2025, eq. 7)."""
+    """[T]: at each token `s = (p(y) / p_old(y))^(1/|y|)` of its sequence's trained tokens (GSPO, Zheng 2025, eq. 7)."""
     log_ratio_S = _mean_log_ratio(log_probs_T - old_log_probs_T, mask_T, lengths_S)
     return to_tokens(bounded(log_ratio_S), lengths_S).exp()
 
 
 def sequence_token_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[T]: `sg[s] p(token) / sg[p(token)]`: the number of `sequence_ratio`, the gradient of the token (GSPO-token, eq. 14).
+    """[T]: `sg[s] p(token) / sg[p(token)]`: the number of `sequence_ratio`, the gradient of the token
+    (GSPO-token, eq. 14).
 
     The same loss and gradient as `sequence_ratio` where all tokens of a sequence have one advantage and one weight.
     """
@@ -74,7 +75,7 @@ RATIOS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 """`algorithm.ratio` -> how."""
 
 
-# -- objectives -----------------------------------------------------------------------------------------------------------
+# -- objectives --------------------------------------------------------------------------------------------------------
 
 
 def clipped_surrogate(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
@@ -97,7 +98,8 @@ def clipped_surrogate(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor
 
 
 def cispo(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """`l = -sg[clip(r, 1 - low, 1 + high)] A log p` (CISPO, MiniMax-M1 2025, eq. 4-5): the weight is clipped, no token is lost.
+    """`l = -sg[clip(r, 1 - low, 1 + high)] A log p` (CISPO, MiniMax-M1 2025, eq. 4-5): the weight is clipped, no token
+    is lost.
 
     The paper sets no lower bound: low 1, because ratios are positive.
     """
@@ -106,7 +108,7 @@ def cispo(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip
 
 
 def policy_gradient(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """`l = -A log p` (REINFORCE, Williams 1992): right for tokens of the present policy, so for one update per rollout."""
+    """`l = -A log p` (REINFORCE, Williams 1992): right for the present policy's tokens, so for one update per rollout."""
     return PolicyLoss(-advantages_T * log_probs_T, torch.zeros_like(ratio_T, dtype=torch.bool))
 
 
@@ -119,8 +121,9 @@ OBJECTIVES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Clip], PolicyLoss]] =
 
 
 def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) -> float:
-    """The largest `max(r, 1/r)` over the tokens that train, 1 where none does. From what a whole mini-batch's forward gave:
-    a maximum is no sum, so no loss function can report it.
+    """The largest `max(r, 1/r)` over the tokens that train, 1 where none does.
+
+    From what a whole mini-batch's forward gave: a maximum is no sum, so no loss function can report it.
     """
     trained_T = mask_T != 0
     gaps = bounded(log_probs_T[trained_T] - old_log_probs_T[trained_T]).detach().abs()

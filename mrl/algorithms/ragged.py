@@ -33,7 +33,8 @@ def last_trained(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
 
 
 def tokens_after_prompt(mask_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """[S] int64: each sequence's tokens from the first with a mask other than 0 on, those with mask 0 after it included."""
+    """[S] int64: each sequence's tokens from the first with a mask other than 0 on, those with mask 0 after it
+    included."""
     parts = (mask_T != 0).long().split(lengths_S.tolist())
     return torch.stack([part.cummax(0).values.sum() for part in parts]) if parts else lengths_S.new_zeros(0)
 

@@ -1,8 +1,8 @@
 """`algorithm.name`: which advantage, objective, aggregation and penalties make up each algorithm.
 
-An algorithm is a row of `mrl.config.recipes`; every part of it can be replaced alone. A new row is all that an algorithm of
-known parts needs. A new part is a function and its entry in one table: `advantages.ESTIMATORS`, `policy.RATIOS`,
-`policy.OBJECTIVES`, `kl.KL_ESTIMATORS`.
+An algorithm is a row of `mrl.config.recipes`; every part of it can be replaced alone. A new row is all that an
+algorithm of known parts needs. A new part is a function and its entry in one table: `advantages.ESTIMATORS`,
+`policy.RATIOS`, `policy.OBJECTIVES`, `kl.KL_ESTIMATORS`.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ def token_rewards(
     kl_T: Tensor | None = None,
     kl_coef: float = 0.0,
 ) -> Tensor:
-    """[T]: the reward of each action: `r_t = token_score_t + [t is the last] score - kl_coef kl_t` (Ouyang 2022, eq. 2).
+    """[T]: the reward of each action: `r_t = token_score_t + [t is the last] score - kl_coef kl_t`
+    (Ouyang 2022, eq. 2).
 
     scores_S: a reward for the whole sequence, placed at its last trained token; a sequence that trains nothing has no
-    place for it. token_scores_T: rewards of single actions, 0 outside the mask. kl_T: estimates from `mrl.algorithms.kl`,
-    whatever outside the mask. The result is 0 outside the mask.
+    place for it. token_scores_T: rewards of single actions, 0 outside the mask. kl_T: estimates from
+    `mrl.algorithms.kl`, whatever outside the mask. The result is 0 outside the mask.
     """
     trained_T = mask_T != 0
     rewards_T = scores_S.new_zeros(mask_T.numel())
@@ -51,7 +52,8 @@ def overlong_penalty(new_tokens_S: Tensor, *, max_length: int, cache: int) -> Te
 
 
 def groups_with_signal(rewards_S: Tensor, groups_S: Tensor) -> Tensor:
-    """[S] bool: whether the rewards of a sequence's group differ; DAPO's dynamic sampling keeps those (Yu 2025, eq. 11).
+    """[S] bool: whether the rewards of a sequence's group differ; DAPO's dynamic sampling keeps those
+    (Yu 2025, eq. 11).
 
     The paper asks for `0 < correct < G` with rewards of right and wrong; for other rewards the same condition is that
     they are not all equal. A group of one has nothing to compare and is dropped. rewards_S: what decides, in the paper

@@ -37,8 +37,8 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, cli
 def explained_variance(*, returns: float, returns_squared: float, error: float, error_squared: float) -> float:
     """`1 - Var(R - V) / Var(R)` from means over the same tokens: of `R`, `R^2`, `R - V`, `(R - V)^2`.
 
-    1: the critic knows the returns; 0: no better than a constant; negative: worse. Returns that are all equal leave nothing
-    to explain, and it is 0.
+    1: the critic knows the returns; 0: no better than a constant; negative: worse. Returns that are all equal leave
+    nothing to explain, and it is 0.
     """
     variance = returns_squared - returns**2
     if variance <= 1e-12 * returns_squared:  # what fp64 leaves of equal numbers

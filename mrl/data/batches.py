@@ -1,8 +1,8 @@
 """Global mini-batches out of an endless stream of rows (mrl/data/stream.py).
 
-A batch takes the next `global_batch_size` rows of the stream that can be used, so one at the end of an epoch goes on with
-the next epoch: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes its share
-of it.
+A batch takes the next `global_batch_size` rows of the stream that can be used, so one at the end of an epoch goes on
+with the next epoch: no row is lost and every batch is full. Every rank builds the same global batch; the engine takes
+its share of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class BatchSource(RowStream[Example]):
         self._ahead.result()
 
     def next_error(self) -> DataError | None:
-        """The error that `next` will raise, of a batch that is being made already, so that a checkpoint is saved first; waits for it."""
+        """The error that `next` will raise, of a batch that is being made already, so that a checkpoint is saved first;
+        waits for it."""
         try:
             if self._ahead is not None:
                 self._ahead.result()

@@ -48,8 +48,9 @@ class Rejected:
 class RowDataset(abc.ABC, Generic[T]):
     """Random access to rows of data.train or data.eval as a `T`, which has a flag `truncated`; holds no row in memory.
 
-    Raises DataError on construction where the data cannot be used at all (missing, empty, no form fits, a
-    conversation without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several threads; the tokenizer is copied.
+    Raises DataError on construction where the data cannot be used at all (missing, empty, no form fits, a conversation
+    without a chat template). vocab_size: the model's, which no token id may reach. `load` may be called from several
+    threads; the tokenizer is copied.
     """
 
     def __init__(

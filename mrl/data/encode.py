@@ -59,7 +59,10 @@ class Encoded:
 
 
 class Encoder:
-    """Turns parsed rows into tokens. Raises BadRow for a row's fault and DataError for the template's or tokenizer's."""
+    """Turns parsed rows into tokens.
+
+    Raises BadRow for a row's fault and DataError for the template's or tokenizer's.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> None:
         self.tokenizer = tokenizer

@@ -35,7 +35,10 @@ ARROW_ROWS = 1024  # rows in a record batch of an Arrow copy
 
 
 class BadRow(DataError):
-    """A row that cannot be used: "what is wrong; what would work". Whoever knows the file and line puts them in front."""
+    """A row that cannot be used: "what is wrong; what would work".
+
+    Whoever knows the file and line puts them in front.
+    """
 
 
 class Source(Protocol):
@@ -236,7 +239,8 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
 
 
 def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """The starts of rows, found in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line, CRC-32)."""
+    """The starts of rows, found in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line,
+    CRC-32)."""
     ends, firsts, position, crc, begins = [], [], 0, 0, True
     while block := file.read(BLOCK):
         crc = zlib.crc32(block, crc)

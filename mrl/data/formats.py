@@ -11,7 +11,8 @@
                         trained), loss_mask, assistant_masks,
                         completion_mask (1: trained)
 
-Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py). `mrl.data.encode` has what a Pair becomes in tokens.
+Fields that a format does not know are left alone. Content may be a list of parts, with images (mrl/data/images.py).
+`mrl.data.encode` has what a Pair becomes in tokens.
 
 A prompt for reinforcement learning is in one of three forms; whatever else the row has is for rewards and environments:
 
@@ -249,7 +250,10 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
 
 
 def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
-    """`value`, a list of messages that was found in `field`. parts: whether their content may be a list. Raises BadRow."""
+    """`value`, a list of messages that was found in `field`. parts: whether their content may be a list.
+
+    Raises BadRow.
+    """
     if not isinstance(value, list) or not value:
         raise BadRow(f"{field} is {_kind(value)}; give a list of at least one {{role, content}}")
     return [_message(message, f"{field}[{i}]", parts) for i, message in enumerate(value)]

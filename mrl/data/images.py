@@ -1,6 +1,7 @@
 """Images in the content of a message: what a row says of them, and the picture that it means.
 
-A message's content is a string, or a list of parts: `{"type": "text", "text": ...}` and images. An image part has one of
+A message's content is a string, or a list of parts: `{"type": "text", "text": ...}` and images. An image part has one
+of
 
     image, path, url   a file: an absolute path, one relative to the folder of the data file, or a file:// or data: URL
     bytes, base64      the file itself, in base64; bytes may also be bytes (Parquet)
@@ -62,7 +63,8 @@ def require_pillow(path: str) -> None:
 
 
 def check_parts(content: list[Any], name: str) -> list[dict[str, Any]]:
-    """The parts of `content`: {"type": "text", "text": str}, or {"type": "image"} with an `Image` where the part has one.
+    """The parts of `content`: {"type": "text", "text": str}, or {"type": "image"} with an `Image` where the part has
+    one.
 
     name: of the content in the row. Raises BadRow.
     """

@@ -30,7 +30,8 @@ class Prompt:
 
     @property
     def asked(self) -> Chat | Question:
-        """The content with the row's tools and template arguments: a conversation, or a text and how it reads without a template."""
+        """The content with the row's tools and template arguments: a conversation, or a text and how it reads without a
+        template."""
         if isinstance(self.content, str) and "prompt" not in self.row and "instruction" in self.row:
             asked = parse_prompt(self.row, "alpaca")
             if asked.text == self.content:  # it is not what an environment gave instead
@@ -77,7 +78,10 @@ class PromptSource(RowStream[Prompt]):
     """An endless source of prompts that can be saved and continued exactly."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts that can be used. Raises DataError as `PromptDataset.load` does, and takes none then."""
+        """The next `count` prompts that can be used.
+
+        Raises DataError as `PromptDataset.load` does, and takes none then.
+        """
         taken = self._after(self._progress, count)
         self._moved(taken)
         return taken.items

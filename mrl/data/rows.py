@@ -226,7 +226,10 @@ def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
 
 
 def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> DatasetRows:
-    """One data set out of what `datasets` loaded. `data.split` is for the training rows; evaluation has its defaults."""
+    """One data set out of what `datasets` loaded.
+
+    `data.split` is for the training rows; evaluation has its defaults.
+    """
     if isinstance(loaded, datasets.Dataset):
         if split is not None and part == "train" and split != str(loaded.split):
             raise DataError(f"data.split: {split!r}, but {path} holds a data set without splits; remove data.split")

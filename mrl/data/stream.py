@@ -1,7 +1,8 @@
-"""An endless stream of rows in an order that is a pure function of (seed, epoch, number of rows), with a saved position.
+"""An endless stream of rows in an order that is a pure function of (seed, epoch, number of rows), with a saved
+position.
 
-Epoch 0 is followed by epoch 1, and so on, each in its own order. Whoever takes rows gets the next ones that can be used,
-also where the epoch ends between them, so no row is lost.
+Epoch 0 is followed by epoch 1, and so on, each in its own order. Whoever takes rows gets the next ones that can be
+used, also where the epoch ends between them, so no row is lost.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def may_leave_out(config: DataConfig | PromptsConfig) -> bool:
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
-    """Rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on every rank.
+    """Rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on every
+    rank.
 
     Raises DataError as `RowDataset.load` does, and where no row is left.
     """
@@ -106,7 +108,7 @@ class Taken(Generic[T]):
 
 
 class RowStream(Generic[T]):
-    """The rows of a data set without end, and the position of what was taken, which can be saved and continued exactly."""
+    """The rows of a data set without end; the position of what was taken can be saved and continued exactly."""
 
     def __init__(self, dataset: RowDataset[T], *, seed: int, shuffle: bool = True) -> None:
         self.dataset, self.seed, self.shuffle = dataset, seed, shuffle

@@ -1,9 +1,9 @@
 """The tokens that a policy is given: prompts, and the observations of an environment between its turns.
 
-A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since a
-text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its own,
-rendered with the observation and the generation prompt: the text after the assistant's turn, from the token that ends that
-turn.
+A conversation with an environment is only ever appended to: what the policy has sampled is never tokenized again, since
+a text has many tokenizations and the policy chose one. What follows its turn is found on a short conversation of its
+own, rendered with the observation and the generation prompt: the text after the assistant's turn, from the token that
+ends that turn.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TurnEncoder:
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
         """The tokens that follow the policy's turn that ended with `last_token`, up to the start of its next turn.
 
-        content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools and
-        template arguments. A turn that does not end as the template ends turns gets that end first.
+        content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools
+        and template arguments. A turn that does not end as the template ends turns gets that end first.
         """
         if not self.has_template:
             if not isinstance(content, str):

@@ -64,9 +64,9 @@ def final_number(text: str, *, strict: bool = False) -> Decimal | None:
 
 
 def gsm8k(prompt: Prompt, completion: str, row: Row, options: GSM8KReward) -> float:
-    """1 where `final_number` of the completion equals the number after `####` in the row's field (or the field itself, a
-    number), as decimals: 18.00 is 18. Fractions and words are not numbers here; `math` reads fractions.
-    Cobbe et al., 2021, "Training Verifiers to Solve Math Word Problems"."""
+    """1 where `final_number` of the completion equals the number after `####` in the row's field (or the field itself,
+    a number), as decimals: 18.00 is 18. Fractions and words are not numbers here; `math` reads fractions. Cobbe et al.,
+    2021, "Training Verifiers to Solve Math Word Problems"."""
     field = str(row_field(row, options.field))
     answer = field.rpartition("####")[2]
     expected = numbers(answer)
@@ -86,9 +86,9 @@ def require_math_verify(key: str) -> None:
 def math(prompt: Prompt, completion: str, row: Row, options: MathReward) -> float:
     r"""1 where math-verify finds the answer of the completion equal to that of the row.
 
-    The row's field is an answer (`\frac{1}{2}`, `1/2`, `72`), or a solution: what follows its last `####`, or its last box or formula.
-    math-verify's own time limits use SIGALRM, which works in main threads only and does not stop a long operation on
-    big integers; they are off, and the pool's timeout, which kills the process, takes their place.
+    The row's field is an answer (`\frac{1}{2}`, `1/2`, `72`), or a solution: what follows its last `####`, or its last
+    box or formula. math-verify's own time limits use SIGALRM, which works in main threads only and does not stop a long
+    operation on big integers; they are off, and the pool's timeout, which kills the process, takes their place.
     """
     math_verify = importlib.import_module("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off

@@ -7,9 +7,9 @@
     data_sources, solution_strs, ground_truths, extra_infos       verl's for a batch: a list of those
     prompts, completions, completion_ids, trainer_state, COLUMN   TRL's: a batch, a list of numbers or None
 
-A function names what it needs of a line. A parameter with a default that is not in its line keeps the default. `**kwargs`
-gets the rest of TRL's line with all columns of the data, and nothing elsewhere.
-Sources: verl/workers/reward_manager/{naive,batch}.py; trl/trainer/grpo_trainer.py, `_calculate_rewards`.
+A function names what it needs of a line. A parameter with a default that is not in its line keeps the default.
+`**kwargs` gets the rest of TRL's line with all columns of the data, and nothing elsewhere. Sources:
+verl/workers/reward_manager/{naive,batch}.py; trl/trainer/grpo_trainer.py, `_calculate_rewards`.
 """
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ def _plain(name: str) -> str:
 
 
 def as_float(value: Any, what: str = "") -> float:
-    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names others.
+    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names
+    others.
 
     what: said after the value, as " as the reward".
     """

@@ -1,10 +1,11 @@
 """The reward of unit tests: the completion's Python block is run against the tests in the row.
 
 The row's field holds one of
-    Python text                         one test; a row of HumanEval also has `entry_point`, and check(entry_point) is called
+    Python text                         one test; a row of HumanEval also has `entry_point`, and check(entry_point)
+                                        is called
     a list of Python texts              a test each, as MBPP's `test_list`: "assert add(1, 2) == 3"
-    a list of {input, output}           a program that reads stdin: its stdout must equal `output`, white space at the ends of
-                                        lines and of the text left out
+    a list of {input, output}           a program that reads stdin: its stdout must equal `output`, white space at the
+                                        ends of lines and of the text left out
 Each test runs in a process of its own, with the limits of `mrl.rewards.sandbox`, which says what they do not keep out.
 Code and test share an interpreter: a completion that looks for it can forge its own success with Python texts, but not
 with {input, output}.
@@ -24,8 +25,8 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)
 
 
 def python_block(completion: str) -> str:
-    """The last block fenced as python (or py, python3), else the last fenced without a language, else the whole text when
-    it has no fence; a block that the completion does not close goes to its end. Empty where there is none."""
+    """The last block fenced as python (or py, python3), else the last fenced without a language, else the whole text
+    when it has no fence; a block that the completion does not close goes to its end. Empty where there is none."""
     blocks = [(m["language"].lower(), m["code"]) for m in _BLOCK.finditer(completion)]
     for languages in (("python", "py", "python3"), ("",)):
         fitting = [code for language, code in blocks if language in languages]

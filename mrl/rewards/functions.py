@@ -37,7 +37,10 @@ NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
 
 
 def load_reward(reward: Reward, key: str) -> RewardCall:
-    """The function of a config entry that was written at `key`. Raises ConfigError naming the key, the file and the function."""
+    """The function of a config entry that was written at `key`.
+
+    Raises ConfigError naming the key, the file and the function.
+    """
     if isinstance(reward, FunctionReward):
         return load_function(reward.function, f"{key}.function")
     if reward.name == "math":
@@ -46,7 +49,10 @@ def load_reward(reward: Reward, key: str) -> RewardCall:
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:
-    """The object that `path.py:name` names. The file's folder is put on the import path, so it may import its neighbours."""
+    """The object that `path.py:name` names.
+
+    The file's folder is put on the import path, so it may import its neighbours.
+    """
     file, _, name = spec.rpartition(":")
     path = pathlib.Path(file)
     if not path.is_file():
@@ -88,7 +94,8 @@ def _signature(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine: async functions, and objects whose __call__ is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _load_module(path: pathlib.Path, what: str) -> ModuleType:
@@ -112,8 +119,11 @@ def _load_module(path: pathlib.Path, what: str) -> ModuleType:
 
 
 def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
-    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`. Without, the innermost
-    of the user's own lines: json/decoder.py:355 says nothing about a reward function that parses a completion."""
+    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`.
+
+    Without, the innermost of the user's own lines: json/decoder.py:355 says nothing about a reward function that parses
+    a completion.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:
         inside = [f for f in frames if pathlib.Path(f.filename) == path]

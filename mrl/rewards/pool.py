@@ -1,4 +1,5 @@
-"""A pool of processes that call reward functions: each call has a time limit, and a process that hangs or dies is replaced."""
+"""A pool of processes that call reward functions: each call has a time limit, and a process that hangs or dies is
+replaced."""
 
 from __future__ import annotations
 
@@ -53,14 +54,18 @@ class Retries:
     wait_s: float = 1.0  # before the first retry, and twice as long before each one after it, at most LONGEST_WAIT_S
 
     def pause_s(self, number: int, index: int) -> float:
-        """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one moment."""
+        """Before retry `number`, from 0, of task `index`: tasks that failed together are not all made again at one
+        moment."""
         longest = min(self.wait_s * 2.0 ** min(number, 60), LONGEST_WAIT_S)
         return longest * random.Random(index).uniform(0.5, 1.0)
 
 
 class RewardPool:
-    """Processes that call the functions of `rewards`, which come with their config keys. Raises ConfigError where a function
-    cannot be loaded. `concurrency`: calls of async functions at a time in a process. first: as `Setup.first`."""
+    """Processes that call the functions of `rewards`, which come with their config keys.
+
+    Raises ConfigError where a function cannot be loaded. `concurrency`: calls of async functions at a time in a
+    process. first: as `Setup.first`.
+    """
 
     def __init__(
         self,
@@ -107,8 +112,8 @@ class RewardPool:
     ) -> list[Outcome | None]:
         """The outcomes, in the order of `tasks`.
 
-        fatal: asked of each fault, whether it ends the run. No task after it is started then, and outcomes after it may be
-        None; all tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
+        fatal: asked of each fault, whether it ends the run. No task after it is started then, and outcomes after it may
+        be None; all tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
 
         An async call that shares a process with others when it hangs or dies is made a second time, alone.
         """
@@ -197,8 +202,8 @@ class RewardPool:
                 return
 
     def _take_several(self, run: _Run) -> list[int]:
-        """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have some
-        that are worth a message."""
+        """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have
+        some that are worth a message."""
         indices, most, seconds = [], math.ceil(run.waiting / self._workers), 0.0
         while len(indices) < most or seconds < MESSAGE_S / 10:
             index = run.peek()
@@ -252,8 +257,11 @@ class RewardPool:
     def _fail(
         self, run: _Run, process: Process, fault: str | None, *, timed_out: bool = False, again: bool = False
     ) -> None:
-        """A process hung, or died (fault: None). The call that it had begun is at fault, and others are made again; where
-        several were running, or none that is known, each is made again alone."""
+        """A process hung, or died (fault: None).
+
+        The call that it had begun is at fault, and others are made again; where several were running, or none that is
+        known, each is made again alone.
+        """
         numbers, blamed = sorted(process.running), process.begun_last
         status = self._drop(process)
         if blamed not in numbers:  # async, or it died before the first one
@@ -268,8 +276,10 @@ class RewardPool:
 
 
 class _Run:
-    """The tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them. Processes know a task
-    as the number `first + index`, so an answer is never taken for another run's."""
+    """The tasks of one `RewardPool.run`: which wait, which are to run alone, and what came of them.
+
+    Processes know a task as the number `first + index`, so an answer is never taken for another run's.
+    """
 
     def __init__(
         self,

@@ -66,8 +66,10 @@ class Scorer:
         return self._pool.made_again
 
     def score(self, samples: Sequence[Sample], position: Position = START) -> Scores:
-        """The rewards of `samples`, in their order. Raises RewardError for the first fault (by sample, then function), unless
-        `on_error` is zero."""
+        """The rewards of `samples`, in their order.
+
+        Raises RewardError for the first fault (by sample, then function), unless `on_error` is zero.
+        """
         places, tasks = self._tasks(samples)
         outcomes = self._pool.run(tasks, position=position, fatal=self._is_fatal)
         faults: list[str] = []
@@ -153,8 +155,8 @@ def _report(line: str, task: Task, outcome: Outcome) -> str:
 
 
 def _completion_decides_time(reward: Reward) -> bool:
-    """Whether a completion can make the reward hang with no one at fault, so that its timeout is a wrong answer: a regex
-    that backtracks, an expression such as 9**9**9**9."""
+    """Whether a completion can make the reward hang with no one at fault, so that its timeout is a wrong answer: a
+    regex that backtracks, an expression such as 9**9**9**9."""
     return isinstance(reward, RegexReward | MathReward)
 
 
@@ -167,8 +169,8 @@ def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def metrics(scores: Scores) -> dict[str, float]:
-    """`reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`), `reward/faults`: how many
-    counted as 0. std is the population's. Of all samples of a step; empty without samples."""
+    """`reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`),
+    `reward/faults`: how many counted as 0. std is the population's. Of all samples of a step; empty without samples."""
     if not scores.totals:
         return {}
     out = {"reward/faults": float(len(scores.faults))}

@@ -1,9 +1,9 @@
 """The process that calls reward functions. `mrl.rewards.pool` starts it and speaks with it through a pipe.
 
-From the pool: first a Setup; then Calls, which are made in their order, each after the one before; more while those before
-are running only where all are of async functions.
-To the pool: first Ready or NotReady; then Answers, in the order that the calls end. Those of calls that are made one after
-another wait for each other up to FLUSH_S; so that the pool knows which call hung or crashed, its number is in shared memory.
+From the pool: first a Setup; then Calls, which are made in their order, each after the one before; more while those
+before are running only where all are of async functions. To the pool: first Ready or NotReady; then Answers, in the
+order that the calls end. Those of calls that are made one after another wait for each other up to FLUSH_S; so that the
+pool knows which call hung or crashed, its number is in shared memory.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class Worker:
 
 
 def die_with(lifeline: int) -> None:
-    """Lets the kernel kill this process and its group when the other end of the pipe `lifeline` closes, that is when the
-    pool's process is gone, even while a function hangs in C."""
+    """Lets the kernel kill this process and its group when the other end of the pipe `lifeline` closes, that is when
+    the pool's process is gone, even while a function hangs in C."""
     if sys.platform != "linux":
         return
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())

@@ -1,9 +1,9 @@
 """Between a trainer, which knows roles and mini-batches, and engines, which know layouts and micro-batches.
 
-A role is an engine with a job: the actor is a policy that trains, the critic a value head that trains, the reference a policy
-without an optimizer, the reward a value head without one. Every rank runs the same program, holds the whole global batch, and
-makes every call together with the others. Not here: which roles there are and what is asked of them (the trainer), and how a
-batch is divided among ranks (engines).
+A role is an engine with a job: the actor is a policy that trains, the critic a value head that trains, the reference a
+policy without an optimizer, the reward a value head without one. Every rank runs the same program, holds the whole
+global batch, and makes every call together with the others. Not here: which roles there are and what is asked of them
+(the trainer), and how a batch is divided among ranks (engines).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepResult:
 
 
 def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:
-    """A batch split over the role's data-parallel mesh: each rank runs on its share, and what comes back is whole, on the
-    host, in the order of `batch`, on every rank."""
+    """A batch split over the role's data-parallel mesh: each rank runs on its share, and what comes back is whole, on
+    the host, in the order of `batch`, on every rank."""
     whole = engine.unshard_data(run(engine.shard_data(batch)), batch)
     return {name: values.cpu() for name, values in whole.items()}
 
@@ -53,9 +53,10 @@ def pass_through(engine: BaseEngine, requests: Sequence[GenerateRequest], run: C
 class WorkerDispatch:
     """The pool of roles, each an engine under its name.
 
-    offload_idle: a call brings to the device what it needs of its role and offloads all that other roles hold to the host;
-    otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never change, which
-    no checkpoint needs to hold. bases: role -> the role whose model, without its adapters, it is; it has no engine.
+    offload_idle: a call brings to the device what it needs of its role and offloads all that other roles hold to the
+    host; otherwise nothing moves but what a role's own `engine.offload` names. constant: roles whose weights never
+    change, which no checkpoint needs to hold. bases: role -> the role whose model, without its adapters, it is; it has
+    no engine.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class WorkerDispatch:
 
     @property
     def lcm_dp_size(self) -> int:
-        """Least common multiple of the roles' data-parallel degrees: so many sequences give every rank of each role as many."""
+        """Least common multiple of the roles' data-parallel degrees: so many sequences give every rank of each role as
+        many."""
         return math.lcm(*(engine.dp_size for engine in self.engines.values()))
 
     def on_main(self, fn: Callable[[], T]) -> T:
@@ -127,8 +129,8 @@ class WorkerDispatch:
     def _use(self, role: str, *, gradients: bool = False, optimizer: bool = False) -> BaseEngine:
         """The engine of `role`, its weights on the device, and gradients and optimizer state where asked for.
 
-        What is not asked for goes to the host, but for optimizer state while the role trains: from one optimizer step to
-        the next it stays. State that the role's own `engine.offload` names is brought and put back by the engine.
+        What is not asked for goes to the host, but for optimizer state while the role trains: from one optimizer step
+        to the next it stays. State that the role's own `engine.offload` names is brought and put back by the engine.
         """
         assert role in self.engines, f"there is no role {role!r}; there are {', '.join(self.engines)}"
         engine = self.engines[role]
@@ -158,7 +160,10 @@ class WorkerDispatch:
     # -- mini-batches -------------------------------------------------------------------------------------------------
 
     def forward(self, role: str, batch: Batch, ctx: Ctx | None = None) -> Predictions:
-        """Predictions of a global batch, [T] each in its order, on the host of every rank. Dropout is off and no loss is made."""
+        """Predictions of a global batch, [T] each in its order, on the host of every rank.
+
+        Dropout is off and no loss is made.
+        """
         engine = self._use(self.bases.get(role, role))
         engine.set_loss_fn(None)
         with engine.eval_mode(), engine.without_adapters() if role in self.bases else contextlib.nullcontext():
@@ -176,8 +181,8 @@ class WorkerDispatch:
         """Adds the gradient of a global mini-batch's loss to what has accumulated since `zero_grad`.
 
         loss_fn: sums over a micro-batch (see `engine.base.LossFn`), divided by `batch.denominators[denominator]`.
-        loss_weight: factor of the loss and its gradient, not of the metrics. Returns (predictions as from `forward`, the
-        loss, the metrics), the latter two as means over the global batch, the same on every rank.
+        loss_weight: factor of the loss and its gradient, not of the metrics. Returns (predictions as from `forward`,
+        the loss, the metrics), the latter two as means over the global batch, the same on every rank.
         """
         engine = self._use(role, gradients=True)
         found: dict[str, Any] = {}
@@ -232,7 +237,8 @@ class WorkerDispatch:
         self._use(role).export_hf(path)
 
     def copy_weights(self, source_role: str, target_role: str, folder: str) -> None:
-        """Gives the target the weights of the source, all of them or (where this raises) none; layouts and backends may differ.
+        """Gives the target the weights of the source, all of them or (where this raises) none; layouts and backends may
+        differ.
 
         folder: on storage that all nodes see, with room for the model; what is written there is removed afterwards.
         """
@@ -260,7 +266,8 @@ class WorkerDispatch:
     ) -> str:
         """Saves all roles and the trainer's `state` as `root/step_XXXXXXXX`, whole or nothing. Returns that folder.
 
-        remote: a URL that it is copied to. keep: newest checkpoints that stay, and those that `protect` names (step_XXXXXXXX).
+        remote: a URL that it is copied to. keep: newest checkpoints that stay, and those that `protect` names
+        (step_XXXXXXXX).
         """
         saved = {name: engine for name, engine in self.engines.items() if name not in self.constant}
         return role_checkpoints.save(
@@ -268,7 +275,8 @@ class WorkerDispatch:
         )
 
     def load_checkpoint(self, path: str, remote: str | None = None) -> dict[str, Any]:
-        """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other layouts.
+        """Restores the newest whole checkpoint of `path` (or `path` itself, or of the URL `remote`), also into other
+        layouts.
 
         Returns the trainer's `state`. Raises CheckpointError where the roles there are not the roles here.
         """

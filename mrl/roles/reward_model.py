@@ -1,11 +1,13 @@
-"""A reward model: the score that transformers' sequence classifier gives a conversation, as `AutoModelForSequenceClassification`.
+"""A reward model: the score that transformers' sequence classifier gives a conversation, as
+`AutoModelForSequenceClassification`.
 
-*What is read*: the messages, system prompt and answer included, through the reward model's own chat template, whatever the
-policy's tokenizer and template are. Text without a template is joined as it is and ends with EOS.
+*What is read*: the messages, system prompt and answer included, through the reward model's own chat template, whatever
+the policy's tokenizer and template are. Text without a template is joined as it is and ends with EOS.
 
 *Which token's value is the score*: the last one that is not `pad_token_id` of config.json (transformers 5,
-modeling_layers.GenericForSequenceClassification: padding on either side, and the one rule for a sequence alone too). Where EOS is
-also the padding and ends the text, that is the token before it; where a template ends a turn with "<|im_end|>\\n", the newline.
+modeling_layers.GenericForSequenceClassification: padding on either side, and the one rule for a sequence alone too).
+Where EOS is also the padding and ends the text, that is the token before it; where a template ends a turn with
+"<|im_end|>\\n", the newline.
 """
 
 from __future__ import annotations
@@ -68,7 +70,10 @@ class RewardModel:
         return scores
 
     def tokens(self, trajectory: Trajectory) -> list[int]:
-        """The tokens that the reward model reads of a trajectory. Of a truncated prompt it reads as much as it has positions for."""
+        """The tokens that the reward model reads of a trajectory.
+
+        Of a truncated prompt it reads as much as it has positions for.
+        """
         ids = self._rendered(trajectory)
         if self.max_length is None or len(ids) <= self.max_length:
             return ids
@@ -105,7 +110,8 @@ class RewardModel:
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
-    """The index in `ids` at which the score is read: the last token other than the padding, the first where all are padding."""
+    """The index in `ids` at which the score is read: the last token other than the padding, the first where all are
+    padding."""
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 

@@ -58,8 +58,8 @@ def load(
 ) -> dict[str, Any]:
     """Restores what `save` wrote. Returns the trainer's state. Collective.
 
-    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs, and of which it may hold
-    some for a run that has none: they never change.
+    may_lack: roles that keep the weights they started from where the checkpoint has none of theirs, and of which it may
+    hold some for a run that has none: they never change.
     """
     with saving.loading(path, backend=ROLES, remote=remote) as folder:
         saved = torch.load(os.path.join(folder, TRAINER), map_location="cpu", weights_only=True)

@@ -1,7 +1,7 @@
 """Samplers of completions, and the trajectories that they are made into.
 
-A rollout is made of trajectories, one for each sample of each prompt. What produces tokens is a `Sampler`: the actor's own
-engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
+A rollout is made of trajectories, one for each sample of each prompt. What produces tokens is a `Sampler`: the actor's
+own engine, an inference server, or a replay. Every rank calls it together, with all requests, and gets all completions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # a sampler in another program's environment has no use for d
 
 Limit = Literal["tokens", "turns"]
 Series = Literal["step", "eval", "baseline"]
-"""Which rollouts: those that are trained on, of held-out prompts, or the greedy completions that remax compares with."""
+"""Which rollouts: those that are trained on, of held-out prompts, or the greedy completions that remax compares with.
+"""
 SERIES_NAMES: tuple[Series, ...] = get_args(Series)
 
 
@@ -104,17 +105,18 @@ class Sampler(abc.ABC):
         """
         return [self] * parts
 
-    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (not every sampler has something to do)
-        """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of them
-        are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do."""
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (some have nothing to do)
+        """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of
+        them are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do.
+        """
 
-    def sleep(self) -> None:  # noqa: B027 (not every sampler has something to do)
+    def sleep(self) -> None:  # noqa: B027 (some have nothing to do)
         """Gives the device's memory back until `wake`: training comes next."""
 
-    def wake(self) -> None:  # noqa: B027 (not every sampler has something to do)
+    def wake(self) -> None:  # noqa: B027 (some have nothing to do)
         """Is ready for `sample` again."""
 
-    def close(self) -> None:  # noqa: B027 (not every sampler has something to do)
+    def close(self) -> None:  # noqa: B027 (some have nothing to do)
         """Ends what was started. May be called twice."""
 
 

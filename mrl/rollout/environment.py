@@ -4,8 +4,8 @@
         def reset(self, row): ...      # None, or a prompt in place of the row's: text or messages
         def step(self, text): ...      # (observation, reward, done)
 
-Either method may be async. Calls are made at the same time, and while the caller does something else: those of a plain class
-in threads, where all calls of an object are made in the same one; those of an async class on one event loop.
+Either method may be async. Calls are made at the same time, and while the caller does something else: those of a plain
+class in threads, where all calls of an object are made in the same one; those of an async class on one event loop.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class _Call:
 class Environments:
     """The objects of the conversations of one rollout. timeout_s: of one call; the first reset makes the object too.
 
-    Raises RewardError that names `name`, the row and what to do, for an exception, a timeout, or an answer of another form.
+    Raises RewardError that names `name`, the row and what to do, for an exception, a timeout, or an answer of another
+    form.
     """
 
     def __init__(self, environment: Callable[[], Any], name: str, *, timeout_s: float) -> None:
@@ -102,7 +103,8 @@ class Environments:
         return [self._checked(call, self._prompt_of) for call in self._ended(wait=True)[0]]
 
     def begin_steps(self, part: int, turns: Sequence[tuple[int, str]]) -> None:
-        """Gives the policy's turns to the conversations with these numbers, a part of all; `answers` has what comes of it."""
+        """Gives the policy's turns to the conversations with these numbers, a part of all; `answers` has what comes of
+        it."""
         self._begin(part, [_Call(number, "step", text) for number, text in turns])
 
     def answers(self, *, wait: bool) -> dict[int, list[Step]]:

@@ -1,4 +1,5 @@
-"""Rollouts on disk from sampling on, so that a run that fails or is killed while it scores goes on from what was sampled."""
+"""Rollouts on disk from sampling on, so that a run that fails or is killed while it scores goes on from what was
+sampled."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(Trajectory) if f.name != "pro
 class KeptRollouts(TrajectorySource):
     """Another source's trajectories, each list of which is in a file of `folder` until rollouts of later weights come.
 
-    The file is read instead of sampling anew where the same is asked for with the same weights: after as many steps of the
-    same run, or before the first step, and with an equal origin.
+    The file is read instead of sampling anew where the same is asked for with the same weights: after as many steps of
+    the same run, or before the first step, and with an equal origin.
 
     origin: plain data that what is sampled depends on, beside steps made and prompts; its "environment" is None where
     there is none. say: shows a line to the user.
@@ -98,8 +99,9 @@ class KeptRollouts(TrajectorySource):
         self._source.close()
 
     def _digest(self, prompts: Sequence[Prompt]) -> str:
-        """Of what is sampled from: tokens, and the rows where an environment is given them. Otherwise rows are for rewards
-        alone: an answer may be corrected in the data, and the samples are scored by it.
+        """Of what is sampled from: tokens, and the rows where an environment is given them.
+
+        Otherwise rows are for rewards alone: an answer may be corrected in the data, and the samples are scored by it.
         """
         given = [(prompt.index, prompt.tokens, prompt.row if self._rows_count else None) for prompt in prompts]
         return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,4 +1,5 @@
-"""The actor's own engine as a sampler: there is nothing to hand over, and the policy that samples is the one that trains."""
+"""The actor's own engine as a sampler: there is nothing to hand over, and the policy that samples is the one that
+trains."""
 
 from __future__ import annotations
 

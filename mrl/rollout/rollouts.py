@@ -1,11 +1,11 @@
 """From prompts to trajectories: single completions, or conversations of several turns with a user's environment.
 
-A trajectory's tokens are only ever appended to. Those that the policy sampled stay as they were sampled, with mask 1, the
-end token among them; what an environment says follows with mask 0. The same on every rank.
+A trajectory's tokens are only ever appended to. Those that the policy sampled stay as they were sampled, with mask 1,
+the end token among them; what an environment says follows with mask 0. The same on every rank.
 
-Conversations are divided into fixed parts. Those of a part that go on are sampled together, a turn of each in a round, and answered
-together; while the environments of one part answer, another is sampled. Which sequences share a forward, and with it the last
-bits of their log-probs, does not depend on how long an environment takes.
+Conversations are divided into fixed parts. Those of a part that go on are sampled together, a turn of each in a round,
+and answered together; while the environments of one part answer, another is sampled. Which sequences share a forward,
+and with it the last bits of their log-probs, does not depend on how long an environment takes.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class Rollouts(TrajectorySource):
     ) -> list[Trajectory]:
         """As `TrajectorySource.sample`.
 
-        Noise follows from (seed, step, the prompt's index, sample), and from what they are for: the series, and the round of
-        dynamic sampling, in which a prompt may come again. A prompt that is there twice gets other samples each time.
-        Raises RewardError for what an environment does wrong.
+        Noise follows from (seed, step, the prompt's index, sample), and from what they are for: the series, and the
+        round of dynamic sampling, in which a prompt may come again. A prompt that is there twice gets other samples
+        each time. Raises RewardError for what an environment does wrong.
         """
         conversations = self._begin(prompts, step, samples, SERIES * SERIES_NAMES.index(series) + ROUND * round)
         if self._converses:

@@ -1,7 +1,7 @@
 """Rollouts as JSONL that a person can read: one file per rollout, one object per trajectory, keys in reading order.
 
-`samples/step_00000012.jsonl` is what was sampled when step 12 was next; `eval_00000012.jsonl` the held-out prompts at that
-time, and `baseline_00000012.jsonl` the greedy completions that remax compares with.
+`samples/step_00000012.jsonl` is what was sampled when step 12 was next; `eval_00000012.jsonl` the held-out prompts at
+that time, and `baseline_00000012.jsonl` the greedy completions that remax compares with.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def write_samples(
 ) -> str:
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
-    step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per trajectory. parts: the same by label of a reward function.
-    tokens: False leaves out tokens, mask and log_probs.
+    step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per
+    trajectory. parts: the same by label of a reward function. tokens: False leaves out tokens, mask and log_probs.
     """
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
@@ -131,9 +131,9 @@ def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
 
 
 def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
-    """Removes the oldest files of a folder of samples: all but the newest `keep` of a series, and what is too much for `max_mb`
-    (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone. Returns how many were too
-    much for `max_mb`."""
+    """Removes the oldest files of a folder of samples: all but the newest `keep` of a series, and what is too much for
+    `max_mb` (10^6 bytes each); the newest file stays whatever its size. Files of other names are left alone. Returns
+    how many were too much for `max_mb`."""
     found = [(int(match[2]), match[1], entry) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))]
     found.sort(key=lambda file: file[:2])
     gone = [] if keep is None else [file for s in SERIES_NAMES for file in [f for f in found if f[1] == s][:-keep]]

@@ -3,11 +3,11 @@
 The main process alone talks to them; every rank gets what it got, errors too. What differs between kinds of servers is
 a `Server`: vllm.py and sglang.py have one each.
 
-**New weights** (trap 31). They are written whole to a folder that the servers see. Then every server is paused, which ends or
-refuses what it was sampling; every server loads the folder; only when all have done so does any of them go on. Where one
-cannot, all load the folder before it again, and one that cannot even do that stays paused: no token is sampled from
-weights that are partly new. Each set of weights has a name, and `sample` asks each server for it before and after: one
-that was started again meanwhile has other weights, and is an error.
+**New weights** (trap 31). They are written whole to a folder that the servers see. Then every server is paused, which
+ends or refuses what it was sampling; every server loads the folder; only when all have done so does any of them go on.
+Where one cannot, all load the folder before it again, and one that cannot even do that stays paused: no token is
+sampled from weights that are partly new. Each set of weights has a name, and `sample` asks each server for it before
+and after: one that was started again meanwhile has other weights, and is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from mrl.rollout.weights import Shapes, WeightFolders
 
 T = TypeVar("T")
 OnMain = Callable[[Callable[[], T]], T]
-"""`BaseEngine.on_main`: calls a function on the main process and gives every rank what it returned or the UserError it raised."""
+"""`BaseEngine.on_main`: calls a function on the main process and gives every rank what it returned or the UserError it
+raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Probe:
 
 
 class Server(abc.ABC):
-    """One inference server, as a sampler uses it; methods raise ServerError. `path`: where its own weights came from."""
+    """One inference server, as a sampler uses it; methods raise ServerError.
+
+    `path`: where its own weights came from.
+    """
 
     path: str
 
@@ -57,7 +61,10 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def inspect(self, *, sleeps: bool) -> int | None:
-        """Finds out what serves there and refuses what cannot work. Returns the longest sequence, None where the server does not say."""
+        """Finds out what serves there and refuses what cannot work.
+
+        Returns the longest sequence, None where the server does not say.
+        """
 
     def refuse(self, sampling: SamplingParams) -> None:  # noqa: B027 (not every server refuses something)
         """Raises ConfigError for parameters whose raw log-probs this server does not give."""
@@ -128,10 +135,12 @@ def checked(server: Server, request: SampleRequest, completion: Completion) -> C
 
 
 class ServerSampler(Sampler):
-    """Completions from the servers of `config.urls`, of the kind `server`. Collective as any sampler; constructing it is too.
+    """Completions from the servers of `config.urls`, of the kind `server`.
 
-    weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`). max_length: tokens of the longest sequence
-    that will be asked for. Raises ConfigError or ServerError where a server is not there or not set up for it.
+    Collective as any sampler; constructing it is too.
+
+    weights_dir: a folder of this run alone (`mrl.rollout.weights.weights_dir`). max_length: tokens of the longest
+    sequence that will be asked for. Raises ConfigError or ServerError where a server is not there or not set up for it.
     """
 
     exact = False
@@ -213,8 +222,10 @@ class ServerSampler(Sampler):
     # ------------------------------------------------------------------------------------------------------- weights
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """All servers have the new weights when this returns. After an error (ServerError) those that can be reached have
-        the old ones, or stay paused."""
+        """All servers have the new weights when this returns.
+
+        After an error (ServerError) those that can be reached have the old ones, or stay paused.
+        """
         self.wake()
         written, error = None, None
         if self._is_main:
@@ -305,8 +316,10 @@ class ServerSampler(Sampler):
     # --------------------------------------------------------------------------------------------------- all at once
 
     def _each(self, call: Callable[[Server], T], *, errors: bool = False) -> list[T]:
-        """The results of `call` for each server, made at the same time; all have ended. Raises the first ServerError, or with
-        `errors` gives it as the result."""
+        """The results of `call` for each server, made at the same time; all have ended.
+
+        Raises the first ServerError, or with `errors` gives it as the result.
+        """
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
             futures = [pool.submit(call, server) for server in self._servers]
         results = [error if (error := future.exception()) is not None else future.result() for future in futures]

@@ -2,10 +2,10 @@
 
 Written against the source of SGLang 0.5.23 and not tried against a real server.
 
-**Log-probs** of `/generate` are those at the temperature, before top_k, top_p and min_p, as a trainer needs them; of a server
-that has SGLANG_RETURN_ORIGINAL_LOGPROB set they are those at temperature 1. **Seeds** count only for a server that was
-started with --enable-deterministic-inference. **New weights**: SGLang itself goes back where a load fails, but by then
-to the new folder; so the folder before it is loaded again from here.
+**Log-probs** of `/generate` are those at the temperature, before top_k, top_p and min_p, as a trainer needs them; of a
+server that has SGLANG_RETURN_ORIGINAL_LOGPROB set they are those at temperature 1. **Seeds** count only for a server
+that was started with --enable-deterministic-inference. **New weights**: SGLang itself goes back where a load fails, but
+by then to the new folder; so the folder before it is loaded again from here.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class StopTexts:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_whole(self, token: int) -> bool:
-        """Whether the token is whole characters, at least one; a byte of a byte-fallback vocabulary may be part of one."""
+        """Whether the token is whole characters; a byte of a byte-fallback vocabulary may be part of one."""
         known = self._whole.get(token)
         if known is None:
             text = self.decode([token])

@@ -1,4 +1,5 @@
-"""vLLM: its OpenAI-compatible server as a sampler, or its engine inside the trainer's process (see docs/rollout-servers.md).
+"""vLLM: its OpenAI-compatible server as a sampler, or its engine inside the trainer's process (see
+docs/rollout-servers.md).
 
 **Log-probs.** A trainer needs log_softmax(logits / temperature), before top_k, top_p and min_p. vLLM gives either
 (`--logprobs-mode`) `raw_logprobs`, before the temperature too, or `processed_logprobs`, after the temperature and all
@@ -44,7 +45,9 @@ def refuse(sampling: SamplingParams, mode: str, where: str) -> None:
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
-    """A request's parameters by vLLM's names. All are set: a server takes others from the model's generation_config.json.
+    """A request's parameters by vLLM's names.
+
+    All are set: a server takes others from the model's generation_config.json.
 
     The end tokens are those of the request and no others, and what ends a completion stays in it.
     """

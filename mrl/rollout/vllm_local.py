@@ -1,4 +1,5 @@
-"""vLLM's engine inside the trainer's process, on the GPU that trains: for a run of one process (docs/rollout-servers.md).
+"""vLLM's engine inside the trainer's process, on the GPU that trains: for a run of one process
+(docs/rollout-servers.md).
 
 It needs vLLM in the environment that mrl is in. Tried with vLLM 0.32.0 on a CPU; on a GPU it is untried.
 """
@@ -19,9 +20,10 @@ from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
 
 
 class VLLMSampler(Sampler):
-    """path: the model's folder. dtype: "bfloat16" or "float32". temperature: of the requests, which decides what log-probs
-    vLLM is asked to give. max_length: tokens of the longest sequence. world_size: of the run. gpu: whether it runs on one; then
-    `sleep` keeps the weights on the host and frees the rest, and on a CPU there is nothing to free."""
+    """path: the model's folder. dtype: "bfloat16" or "float32". temperature: of the requests, which decides what
+    log-probs vLLM is asked to give. max_length: tokens of the longest sequence. world_size: of the run. gpu: whether it
+    runs on one; then `sleep` keeps the weights on the host and frees the rest, and on a CPU there is nothing to free.
+    """
 
     exact = False
 
@@ -76,7 +78,10 @@ class VLLMSampler(Sampler):
         return [_completion(output.outputs[0]) for output in outputs]
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Tensor by tensor, as they come. After an error nothing is sampled any more: the engine may hold some of them."""
+        """Tensor by tensor, as they come.
+
+        After an error nothing is sampled any more: the engine may hold some of them.
+        """
         self.wake()
         self._whole = False
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

@@ -1,4 +1,5 @@
-"""Weights on their way to inference servers: a folder of safetensors files for each hand-over, that trainer and servers share.
+"""Weights on their way to inference servers: a folder of safetensors files for each hand-over, that trainer and servers
+share.
 
 A folder gets a name that none had before, so that no server reads what it has cached of another one. Folders are kept
 for as long as a server may have to go back to them.
@@ -38,7 +39,10 @@ def weights_dir(config: ServerConfig, output_dir: str) -> str:
 
 
 class WeightFolders:
-    """Folders below `root`, which belongs to one run: what an earlier start left there is removed. On one process only."""
+    """Folders below `root`, which belongs to one run: what an earlier start left there is removed.
+
+    On one process only.
+    """
 
     def __init__(self, root: str, *, bucket_mb: int) -> None:
         self.root = pathlib.Path(root).absolute()
@@ -47,9 +51,11 @@ class WeightFolders:
         self.keep_only(None)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
-        """A new folder with all of `weights`, and their shapes. Holds one bucket of them in memory (or one tensor, where it
-        is larger). Where it cannot be written `weights` is read to its end all the same, since other ranks are in it too,
-        and ServerError says why."""
+        """A new folder with all of `weights`, and their shapes.
+
+        Holds one bucket of them in memory (or one tensor, where it is larger). Where it cannot be written `weights` is
+        read to its end all the same, since other ranks are in it too, and ServerError says why.
+        """
         self._count += 1
         folder = self.root / f"{self._count:08d}-{secrets.token_hex(4)}"
         writer = _Writer(folder, self._bucket_bytes)

@@ -111,7 +111,8 @@ def already_done(
 
 
 def _last_is_logged(directory: RunDirectory, step: int) -> bool:
-    """Whether the log has the line of `step`, which was made last, with its evaluation where the run has one at its end."""
+    """Whether the log has the line of `step`, which was made last, with its evaluation where the run has one at its
+    end."""
     last = metrics.last_line(directory.path / "metrics.jsonl")
     if last is None or last["step"] != step:
         return last is None or last["step"] != step - 1
@@ -120,7 +121,8 @@ def _last_is_logged(directory: RunDirectory, step: int) -> bool:
 
 
 def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Progress) -> None:
-    """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the evaluation."""
+    """Writes the line of a step whose evaluation was broken off, before a save; the next start writes it anew, with the
+    evaluation."""
     if progress.unlogged:
         (memory,) = ranks.max_over_ranks(memory_gb(ranks.device))
         log.write(progress.step, {**progress.unlogged, "perf/memory_gb": memory})
@@ -135,7 +137,9 @@ def load_newest(
     start: Start,
     load: Callable[[str], dict[str, Any]],
 ) -> tuple[Start, dict[str, Any] | None]:
-    """Loads the checkpoint of `start`. Returns where the run starts indeed, and the trainer's state; None at the beginning.
+    """Loads the checkpoint of `start`.
+
+    Returns where the run starts indeed, and the trainer's state; None at the beginning.
 
     A checkpoint that turns out to be damaged is passed over for an older one, as `choose_start` would have done.
     """
@@ -201,9 +205,9 @@ def export(
     chat_template: str | None,
     model: ModelConfig,
 ) -> None:
-    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the model
-    started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model: as the user
-    has it, whose path an adapter names as its base."""
+    """Writes output_dir/hf, at once or not at all. write: exports the model to a folder; collective. folder: what the
+    model started from. chat_template: the text of data.chat_template, which takes the place of the tokenizer's. model:
+    as the user has it, whose path an adapter names as its base."""
     console.doing("exporting the model")
     write(str(directory.partial_hf))
     adapter = model.lora is not None and model.lora.export == "adapter"
@@ -243,7 +247,8 @@ def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str
 
 
 def last_good(ranks: Ranks, directory: RunDirectory, step: int) -> str:
-    """Names, in words, the checkpoint to go on from when the state after `step` steps has failed: an earlier one is good."""
+    """Names, in words, the checkpoint to go on from when the state after `step` steps has failed: an earlier one is
+    good."""
 
     def found() -> tuple[str | None, str | None]:
         whole = atomic_checkpoint.steps_of(str(directory.checkpoints))

@@ -187,8 +187,8 @@ class _Clock:
     def eta(self, step: int, metrics: Mapping[str, float]) -> str:
         """h:mm:ss until the last step; "-" before there is a measured one. Call it once a step.
 
-        The first step counts with the seconds that it took itself, and no longer once there are others: what came before it,
-        models and data and a first evaluation, comes once.
+        The first step counts with the seconds that it took itself, and no longer once there are others: what came
+        before it, models and data and a first evaluation, comes once.
         """
         if step == self.first:
             return "-"

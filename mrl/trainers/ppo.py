@@ -1,9 +1,9 @@
 """Reinforcement learning, from a checked config to an exported policy: PPO with a critic, GRPO and their kin.
 
-Every rank runs this program. An iteration samples a rollout, scores it, computes log-probs, values and advantages, and makes
-`epochs * global_batch_size / mini_batch_size` optimizer steps on it. What is not here: ranks, micro-batches and devices (the
-engines', behind WorkerDispatch), losses and advantages (mrl.algorithms), how completions are sampled (mrl.rollout) and
-scored (rl/scoring.py).
+Every rank runs this program. An iteration samples a rollout, scores it, computes log-probs, values and advantages, and
+makes `epochs * global_batch_size / mini_batch_size` optimizer steps on it. What is not here: ranks, micro-batches and
+devices (the engines', behind WorkerDispatch), losses and advantages (mrl.algorithms), how completions are sampled
+(mrl.rollout) and scored (rl/scoring.py).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
 
 
 def begins(progress: Progress, experience: Experience | None) -> bool:
-    """Whether nothing is done yet, so that the line of step 0 is to be made, also where a start that was lost made it."""
+    """Whether nothing is done yet, so that the line of step 0 is made (anew, where a start that was lost made it)."""
     return progress.step == 0 and experience is None
 
 

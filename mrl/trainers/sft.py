@@ -307,7 +307,9 @@ class Evaluation:
             pass
 
     def run(self, step: int) -> float | None:
-        """Mean loss per trained token after `step`: the sums of all batches, divided once. None where a signal came first.
+        """Mean loss per trained token after `step`: the sums of all batches, divided once.
+
+        None where a signal came first.
 
         Raises TrainingError where it is not finite.
         """

@@ -13,8 +13,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class StopSignal:
     """Inside `with`, SIGTERM and SIGUSR1 set `name` and say so, and do nothing else, however often they come.
 
-    says: what follows, in words: the first one is answered at once with that line on standard output; None: with nothing.
-    SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit (`--signal=USR1@60`).
+    says: what follows, in words: the first one is answered at once with that line on standard output; None: with
+    nothing. SIGTERM is what schedulers and `kill` send; SIGUSR1 is what Slurm sends ahead of a time limit
+    (`--signal=USR1@60`).
     """
 
     def __init__(self, says: str | None = None) -> None:

@@ -14,7 +14,8 @@ from mrl.trainers.run_directory import RunDirectory
 
 
 class StepGuard:
-    """Checks the optimizer steps of one engine: losses and norms are finite, and the first step trains all that it should."""
+    """Checks the optimizer steps of one engine: losses and norms are finite, and the first step trains all that it
+    should."""
 
     def __init__(
         self,

@@ -26,7 +26,8 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12),
     ("RTX 5090", 210e12), ("RTX 4090", 165e12), ("RTX 3090", 71e12),
 )  # fmt: skip
-"""Part of a GPU's name -> dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets; the first that fits."""
+"""Part of a GPU's name -> dense bf16 FLOP/s with fp32 accumulation, from the makers' data sheets; the first that fits.
+"""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -48,12 +49,12 @@ def training_flops(hf: HFConfig, lengths_S: Tensor, labels: int, adapters: int |
     """FLOPs of the matrix products in one forward and backward pass over sequences of these lengths.
 
     hf: the normalised content of config.json. labels: how many tokens train; the output layer computes no others
-    (docs/loss.md). 2 FLOPs per weight and token, of experts those that a token is sent to; causal attention at half the full
-    square; a backward pass twice the forward. Recomputation is not counted, nor is a sliding window (Narayanan et al.,
-    "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
+    (docs/loss.md). 2 FLOPs per weight and token, of experts those that a token is sent to; causal attention at half the
+    full square; a backward pass twice the forward. Recomputation is not counted, nor is a sliding window (Narayanan et
+    al., "Efficient Large-Scale Language Model Training", 2021, appendix; Chowdhery et al., "PaLM", 2022, appendix B).
 
-    adapters: entries of A and B that a token goes through (`adapter_weights`), where they train and the model's weights do
-    not: these then have a forward pass and the gradient of their input, and no gradient of their own.
+    adapters: entries of A and B that a token goes through (`adapter_weights`), where they train and the model's weights
+    do not: these then have a forward pass and the gradient of their input, and no gradient of their own.
     """
     family = family_for(hf)
     sizes = sizes_of(hf, hf["vocab_size"]) | family.sizes(hf)

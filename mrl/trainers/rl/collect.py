@@ -23,7 +23,10 @@ from mrl.trainers.rl.scoring import Scoring
 
 
 def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt]:
-    """The next prompts; a row that cannot be read on one rank is an error on all, so that all can save together. Collective."""
+    """The next prompts; a row that cannot be read on one rank is an error on all, so that all can save together.
+
+    Collective.
+    """
     prompts: list[Prompt] = []
     error: UserError | None = None
     try:
@@ -55,7 +58,8 @@ class Collected:
         return torch.tensor(self.scores.totals, dtype=torch.float64)
 
     def metrics(self) -> dict[str, float]:
-        """`reward/...` and `rollout/...` of the trajectories that are trained on, but tokens per second of all that were sampled."""
+        """`reward/...` and `rollout/...` of the trajectories that are trained on, but tokens per second of all that
+        were sampled."""
         lengths = [t.response_length for t in self.trajectories]
         finished = [t.response_length for t in self.trajectories if t.finished]
         prompts = [t.prompt_length for t in self.trajectories]
@@ -100,9 +104,9 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 class Collector:
     """Samples and scores rollouts of `prompts` groups of `samples`.
 
-    rollouts: give the trajectories. take: the next prompts of the data. rounds: how often groups without
-    differences may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt. doing: is
-    told what begins.
+    rollouts: give the trajectories. take: the next prompts of the data. rounds: how often groups without differences
+    may be sampled anew; None where they are not. greedy_answers: whether to score one for each prompt. doing: is told
+    what begins.
     """
 
     def __init__(
@@ -124,8 +128,8 @@ class Collector:
     def collect(self, prompts: list[Prompt], step: int) -> Collected:
         """prompts: the first ones, as `take` gave them; with dynamic sampling more are taken.
 
-        step: the one that is next, which the noise of sampling follows from. Raises TrainingError where dynamic sampling
-        finds too few groups.
+        step: the one that is next, which the noise of sampling follows from. Raises TrainingError where dynamic
+        sampling finds too few groups.
         """
         self._rollout_s = self._reward_s = 0.0
         rejected = greedy = NOTHING

@@ -16,8 +16,8 @@ from mrl.trainers.rl.scoring import Scoring
 class Evaluation:
     """Evaluates on `prompts`, as often as it is asked for.
 
-    rollouts: give the trajectories. doing: is told how far it is. stop_requested: collective; asked between parts of the
-    evaluation. seen: called with (step, trajectories, scores) of a whole evaluation.
+    rollouts: give the trajectories. doing: is told how far it is. stop_requested: collective; asked between parts of
+    the evaluation. seen: called with (step, trajectories, scores) of a whole evaluation.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Evaluation:
     def run(self, step: int) -> dict[str, float] | None:
         """Metrics after `step`, on `train.eval_samples` completions of each prompt. None where a signal came first.
 
-        eval/accuracy is the mean over prompts of the best completion's value of the first reward function (of the total,
-        where there is no function): with one greedy completion the accuracy, with k sampled ones pass@k.
+        eval/accuracy is the mean over prompts of the best completion's value of the first reward function (of the
+        total, where there is no function): with one greedy completion the accuracy, with k sampled ones pass@k.
         """
         began_s, k = time.perf_counter(), self.config.train.eval_samples
         trajectories: list[Trajectory] = []

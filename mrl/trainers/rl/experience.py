@@ -2,10 +2,10 @@
 
 Dimensions: `T` tokens of all sequences of the rollout end to end, `S` sequences.
 
-The sequences are put into the order of the first epoch's mini-batches at once, and old log-probs, reference log-probs and
-values are computed mini-batch by mini-batch. So the forward of a mini-batch is the same computation in all of these and in
-the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly. Where a rollout is
-trained on in a single step, that step's own forward gives the old log-probs, and none is made before it.
+The sequences are put into the order of the first epoch's mini-batches at once, and old log-probs, reference log-probs
+and values are computed mini-batch by mini-batch. So the forward of a mini-batch is the same computation in all of these
+and in the first update: its ratios are exactly 1, and the KL to an equal reference is exactly 0, not nearly. Where a
+rollout is trained on in a single step, that step's own forward gives the old log-probs, and none is made before it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Experience:
         return "old_log_probs" in self.batch.token_fields
 
     def with_old_log_probs(self, log_probs_T: Tensor) -> "Experience":
-        """log_probs_T: what the forward of its only step, on all of its sequences in their order, gave before the update."""
+        """log_probs_T: what the forward of its only step, on all of its sequences in their order, gave before the
+        update."""
         fields = {**self.batch.token_fields, "old_log_probs": _trained(log_probs_T, self.batch)}
         return dataclasses.replace(self, batch=dataclasses.replace(self.batch, token_fields=fields))
 
@@ -121,8 +122,9 @@ def make_experience(
     """The forwards of all roles and what follows from them.
 
     batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
-    fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe has
-    them. old_log_probs: False where the only step will give them; not with a KL in the reward, which is made of them.
+    fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe
+    has them. old_log_probs: False where the only step will give them; not with a KL in the reward, which is made of
+    them.
     """
     ctx = {"temperature": temperature}
     fields = dict(batch.token_fields)

@@ -1,7 +1,7 @@
 """Checks of the first iteration: what is equal in theory must be equal here before anything is trained on it.
 
-Each raises TrainingError naming what differs, by how much, and what to look at. What a run cannot promise (a sampler that is
-not the trainer's own engine, a reference with other weights) is not checked.
+Each raises TrainingError naming what differs, by how much, and what to look at. What a run cannot promise (a sampler
+that is not the trainer's own engine, a reference with other weights) is not checked.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mrl.batch import Batch
 from mrl.errors import TrainingError
 
 FP32_GAP, FP32_LARGEST = 1e-5, 1e-4
-"""How far the log-probs of sampler and trainer may be apart, in the mean and for a token, in nats: generation adds up in
-another order. Of an unlikely token (below -1 nat), whose log-prob is a difference of two large numbers, the bound is relative;
-30 layers make 1.5e-5 of it. What is wrong (a temperature, a mask, older weights) makes more than 1e-3."""
+"""How far the log-probs of sampler and trainer may be apart, in the mean and for a token, in nats: generation adds up
+in another order. Of an unlikely token (below -1 nat), whose log-prob is a difference of two large numbers, the bound is
+relative; 30 layers make 1.5e-5 of it. What is wrong (a temperature, a mask, older weights) makes more than 1e-3."""
 
 BF16_MEAN_GAP = 0.05
 """Largest mean difference in bfloat16, whose logits of size 16 are rounded to 1/16."""
@@ -81,7 +81,8 @@ def check_ratios(predicted_T: Tensor, batch: Batch) -> None:
 def check_groups(batch: Batch, scores_S: Tensor, recipe: Recipe) -> None:
     """Within a group, advantages add up to zero where they are differences from its mean.
 
-    scores_S: only for the message. Whitened advantages have the rollout's mean taken away, so the rollout's sum is zero.
+    scores_S: only for the message. Whitened advantages have the rollout's mean taken away, so the rollout's sum is
+    zero.
     """
     advantages_T, mask_T, lengths_S = batch.token_fields["advantages"].double(), batch.loss_mask, batch.lengths
     if recipe.whiten:

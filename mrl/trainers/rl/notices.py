@@ -41,7 +41,8 @@ class EqualRewards:
         self._rollouts = _Recurring()
 
     def note(self, batch: Batch, scores_S: Tensor, recipe: Recipe) -> str | None:
-        """The line to show of a rollout, for the first such one and each 10th in a row. scores_S: in the order of `batch`."""
+        """The line to show of a rollout, for the first such one and each 10th in a row. scores_S: in the order of
+        `batch`."""
         # A KL or a length in the rewards makes advantages of equal rewards larger.
         small = float(batch.token_fields["advantages"].abs().max()) < 1e-6
         groups_S = batch.sequence_fields["groups"]
@@ -60,7 +61,8 @@ class EqualRewards:
 
 
 class TokenLimit:
-    """Notices rollouts of which most conversations end by the limit of tokens: the policy is then rewarded for beginnings."""
+    """Notices rollouts of which most conversations end by the limit of tokens: the policy is then rewarded for
+    beginnings."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
         self._max_new_tokens, self._rollouts = max_new_tokens, _Recurring()

@@ -35,7 +35,8 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> Exper
 
 
 def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
-    """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs them.
+    """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs
+    them.
 
     Only where the guards have found that both forwards agree to the bit (with dropout they would not).
     """
@@ -43,7 +44,8 @@ def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
 
 
 def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, experience: Experience) -> None:
-    """Raises TrainingError where the first rollout has numbers that cannot be, and says what any may be of little use for."""
+    """Raises TrainingError where the first rollout has numbers that cannot be, and says what any may be of little use
+    for."""
     config, batch = trainer.config, experience.batch
     scores_S = collected.scores_S[epoch_order(config.seed, experience.iteration, 0, batch.num_sequences)]
     if progress.step == 0 and config.train.guards:

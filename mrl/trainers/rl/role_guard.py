@@ -22,9 +22,9 @@ NO_GRADIENT = "its gradient is zero"
 class RoleGuard:
     """Checks one step of a role on a mini-batch. `progress` says what earlier steps have shown.
 
-    Every parameter of a role must change once; its steps are watched until they have. Two gradients of zero are right: of
-    all parameters, where no advantage or no error of a value differs from 0; and in the critic's first step with a gradient
-    of all below a value head that starts at zero. Of adapters, A waits for B to move.
+    Every parameter of a role must change once; its steps are watched until they have. Two gradients of zero are right:
+    of all parameters, where no advantage or no error of a value differs from 0; and in the critic's first step with a
+    gradient of all below a value head that starts at zero. Of adapters, A waits for B to move.
     """
 
     def __init__(self, trainer: Trainer, progress: Progress, role: str, batch: Batch) -> None:
@@ -61,7 +61,8 @@ class RoleGuard:
             raise self._failed(f"the step did not train the {role} as it should: {problems_in_words(problems)}")
 
     def _is_first_of_actor(self) -> bool:
-        """Whether the actor makes its first step, on a mini-batch whose old log-probs were computed with the same neighbours."""
+        """Whether the actor makes its first step, on a mini-batch whose old log-probs were computed with the same
+        neighbours."""
         config, step = self._trainer.config, self._progress.step
         _, number = self._trainer.position(step)
         in_first_epoch = number * config.mini_batch_size < config.train.global_batch_size

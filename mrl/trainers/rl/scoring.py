@@ -23,9 +23,9 @@ T = TypeVar("T")
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. first: a row of the data, and its file and line.
-    say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded, or names a field that
-    the row lacks.
+    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. first: a row of the data, and its file and
+    line. say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded, or names a
+    field that the row lacks.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Scoring:
 
 
 def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
-    """The values that `eval/accuracy` is made of: those of the first reward function, or the totals where there is none."""
+    """The values that `eval/accuracy` is made of: those of the first reward function, or the totals where there is
+    none."""
     return next(iter(scores.parts.values())) if config.rewards is not None else scores.totals
 
 

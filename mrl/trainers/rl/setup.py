@@ -53,7 +53,8 @@ from mrl.trainers.signals import StopSignal
 def trainer_of(config: PPOConfig) -> Iterator[Trainer]:
     """Everything that the run uses, with its directory locked; all of it ended afterwards.
 
-    Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be used.
+    Models are built later, by `dispatch.init_model`. Raises UserError where something that the config names cannot be
+    used.
     """
     metrics.check_packages(config.log)
     console = open_console(config.log.console, enabled=is_main())
@@ -284,7 +285,8 @@ def _why_not_base(config: PPOConfig) -> str:
 
 
 def _same_reference(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:
-    """Whether the reference, which starts with the actor's weights, computes in the same layout; None where it has other weights."""
+    """Whether the reference, which starts with the actor's weights, computes in the same layout; None where it has
+    other weights."""
     if "reference" not in folders or os.path.realpath(folders["reference"]) != os.path.realpath(folders["actor"]):
         return None
     if model_of(config, "reference").dtype != config.actor.model.dtype:

@@ -54,8 +54,8 @@ def show_rollout(
 
 
 def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
-    """Whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and one each time that
-    `every` more steps begin."""
+    """Whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and one each
+    time that `every` more steps begin."""
     return (step - 1) % every < steps_per_rollout
 
 
@@ -72,9 +72,9 @@ def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[
 def write_rollout(
     directory: RunDirectory, wanted: SamplesConfig, step: int, collected: Collected, advantages: list[float]
 ) -> int:
-    """Writes the file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice is the
-    same: what is trained on, and without an advantage the groups that gave way to others; and one of the greedy answers.
-    Returns how many older files had to give way.
+    """Writes the file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice
+    is the same: what is trained on, and without an advantage the groups that gave way to others; and one of the greedy
+    answers. Returns how many older files had to give way.
     """
     rejected, of_rejected = collected.rejected
     trajectories, with_none = [*collected.trajectories, *rejected], [*advantages, *(None for _ in rejected)]

@@ -142,7 +142,8 @@ def _model_path(config: Mapping[str, Any], role: str) -> str:
 
 
 def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | None, saved: str | None) -> Stopped:
-    """The end of a run that a signal has stopped, with where in the iteration it is. saved: the checkpoint; None: none was due."""
+    """The end of a run that a signal has stopped, with where in the iteration it is. saved: the checkpoint; None: none
+    was due."""
     iteration, made = trainer.position(progress.step)
     count = trainer.config.steps_per_iteration
     where = f"at the start of iteration {iteration + 1}"

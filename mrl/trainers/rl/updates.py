@@ -62,8 +62,8 @@ def train_role(
 ) -> tuple[Tensor, float, dict[str, float], StepResult]:
     """One optimizer step of a role. Returns what it predicted [T], its loss and metrics, and the step's result.
 
-    Raises TrainingError where loss or gradient norm are not finite and where a guard fails; then nothing is saved but the
-    batch.
+    Raises TrainingError where loss or gradient norm are not finite and where a guard fails; then nothing is saved but
+    the batch.
     """
     dispatch, guard = trainer.dispatch, RoleGuard(trainer, progress, role, batch)
     dispatch.zero_grad(role)
