@@ -48,6 +48,7 @@ test-nightly: $(STAMP) $(VLLM_STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
 
 parity: $(STAMP)
 	$(BIN)/python -m tests.engine.parity

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -47,8 +47,10 @@ class Recipe:
     kl_target: float = 0.0  # nats per sequence that the coefficient is steered to; 0: it is fixed
     kl_gain: float = 0.1  # how fast it is steered
     entropy_coef: float = 0.0  # of the bonus
-    correction: str = "none"  # for the sampler's probabilities: none, truncate or mask (see `correction`)
-    correction_level: str = "token"
+    correction: Literal["none", "truncate", "mask"] = (
+        "none"  # for the sampler's probabilities: none, truncate or mask (see `correction`)
+    )
+    correction_level: Literal["token", "sequence"] = "token"
     correction_cap: float = 2.0
     correction_floor: float = 0.0
     dynamic_sampling: bool = False  # groups without differences are sampled anew

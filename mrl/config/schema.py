@@ -32,7 +32,7 @@ def key(
     parse: Callable[[Any, str], Any] | None = None,
     may_change: bool = False,
     moves: bool = False,
-):
+) -> Any:
     """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that states none has
     those of `mrl.config.keys.MOST`).
 

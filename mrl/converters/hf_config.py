@@ -7,6 +7,7 @@ Keys that the file leaves out get the defaults of the installed transformers' co
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """The `model_type`s that train on rows with images."""
 
 
-def reads_images(hf_config: dict[str, Any]) -> bool:
+def reads_images(hf_config: Mapping[str, Any]) -> bool:
     """Whether a model is one of VISION_LANGUAGE, which the fsdp engine gives images."""
     return hf_config.get("model_type") in VISION_LANGUAGE
 

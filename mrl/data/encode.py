@@ -131,8 +131,8 @@ class Encoder:
                 raise BadRow(
                     f"input_ids[{i}] is {token}, but the tokenizer has {size} tokens; tokenize with the model's own tokenizer"
                 )
-        everything = row.mask is None or self.loss_on == "all"
-        return Encoded(list(row.ids), [1] * len(row.ids) if everything else list(row.mask))
+        mask = [1] * len(row.ids) if row.mask is None or self.loss_on == "all" else list(row.mask)
+        return Encoded(list(row.ids), mask)
 
     # ------------------------------------------------------------------------------------------------ conversations
 

@@ -233,8 +233,8 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
     lists = [m["content"] for m in messages if isinstance(m["content"], list)]
     parts = [part for content in lists for part in content if part["type"] == "image"]
     waiting = sum("image" not in part for part in parts)
-    beside = row.get("images") if isinstance(row.get("images"), list) else []
-    field = "images"
+    images_of_row, field = row.get("images"), "images"
+    beside = images_of_row if isinstance(images_of_row, list) else []
     if waiting and not beside and row.get("image") is not None:
         beside, field = [row["image"]], "image"
     if len(beside) != waiting:

@@ -44,7 +44,8 @@ class Image:
             importlib.import_module("PIL.Image"),
             importlib.import_module("transformers.image_utils"),
         )
-        file, name = io.BytesIO(self.data or b""), "its bytes"
+        file: io.BytesIO | str = io.BytesIO(self.data or b"")
+        name = "its bytes"
         if self.path is not None:
             file = name = os.path.join(folder, os.path.expanduser(self.path))
         try:

@@ -34,7 +34,7 @@ class Prompt:
         template."""
         if isinstance(self.content, str) and "prompt" not in self.row and "instruction" in self.row:
             asked = parse_prompt(self.row, "alpaca")
-            if asked.text == self.content:  # it is not what an environment gave instead
+            if isinstance(asked, Question) and asked.text == self.content:  # it is not what an environment gave instead
                 return asked
         return parse_prompt({**self.row, "prompt": self.content}, "prompt")
 

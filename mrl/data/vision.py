@@ -96,7 +96,7 @@ def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
     if not reads_images(hf_config):
         return None
     require_pillow(path)
-    kind = PROCESSOR_MAPPING[CONFIG_MAPPING[hf_config["model_type"]]]
+    kind: Any = PROCESSOR_MAPPING[CONFIG_MAPPING[hf_config["model_type"]]]
 
     class ImagesOnly(kind):
         """Without its processor of videos, which needs torchvision."""

@@ -8,6 +8,7 @@ its thread.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ def share_device() -> None:
         return
 
     @functools.wraps(own_init)
-    def init(self, store, rank, size, timeout=dist.default_pg_timeout) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = dist.default_pg_timeout) -> None:
         if isinstance(timeout, gloo._Options):
             own_init(self, store, rank, size, timeout)
         elif not _devices:

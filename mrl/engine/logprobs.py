@@ -16,7 +16,7 @@ are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; lo
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -205,7 +205,7 @@ def _logits_gradient(
 class _HiddenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -213,7 +213,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         spec: _Spec,
         keep: bool,
         reduce_grad: bool,
-    ):
+    ) -> tuple[Tensor, Tensor]:
         ctx.rows, ctx.total = rows, hidden.shape[0]
         hidden = hidden if rows is None else hidden[rows]
         parts, kept = [], []
@@ -230,7 +230,7 @@ class _HiddenLogProbs(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_prob: Tensor, grad_entropy: Tensor):
+    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse, entropy, *kept = ctx.saved_tensors
         spec = ctx.spec
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

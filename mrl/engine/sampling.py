@@ -117,7 +117,7 @@ class SamplingRows:
         off = SamplingParams()
         drawn = [off if p.greedy else p for p in params]
 
-        def column(values: list, neutral, dtype: torch.dtype) -> Tensor | None:
+        def column(values: list, neutral: float, dtype: torch.dtype) -> Tensor | None:
             return None if all(v == neutral for v in values) else torch.tensor(values, dtype=dtype, device=device)
 
         greedy = [p.greedy for p in params]

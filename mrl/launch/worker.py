@@ -99,7 +99,9 @@ def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:
 def warnings_in(path: pathlib.Path) -> Iterator[None]:
     """Inside, Python warnings go to the end of a file: libraries address them to developers, not to the user of a run."""
 
-    def write(message, category, filename, lineno, file=None, line=None) -> None:
+    def write(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as log:
             log.write(warnings.formatwarning(message, category, filename, lineno, line))

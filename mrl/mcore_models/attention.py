@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +109,18 @@ def zigzag_inverse(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
 class SdpaAttention(MegatronModule):
     """softmax(q k^T * scale) v under a causal mask, with grouped queries, sliding window and context parallelism."""
 
-    def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, attention_dropout=None,
-                 softmax_scale=None, cp_comm_type=None, pg_collection=None, **_):  # fmt: skip
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: Any = None,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: Any = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
@@ -129,7 +140,8 @@ class SdpaAttention(MegatronModule):
         self.cp, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-                attn_mask_type=None, attention_bias=None, packed_seq_params: PackedLayout | None = None, **_) -> Tensor:  # fmt: skip
+                attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedLayout | None = None,
+                **_: Any) -> Tensor:  # fmt: skip
         """Returns [T, 1, H*D], or [L, S, H*D] for input without a layout."""
         if packed_seq_params is None:
             return self._left_padded(query, key, value, attention_mask)

@@ -15,7 +15,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ def _replace_cuda_runtime() -> None:
     cuda = torch.cuda
     stream = _Stream()
 
-    def answer(value: Any):  # a new function each time: torch.compile's tables refuse one object under two names
+    def answer(value: Any) -> Callable[..., Any]:
+        """A new function each time: torch.compile's tables refuse one object under two names."""
         return lambda *args, **kwargs: value
 
     get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
@@ -144,9 +145,9 @@ def _is_cuda(where: Any) -> bool:
 
 
 def _replace_tensor_creation() -> None:
-    def on_cpu(make):
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
-        def create(*args: Any, **kwargs: Any):
+        def create(*args: Any, **kwargs: Any) -> Any:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
             if kwargs.get("pin_memory"):
@@ -162,14 +163,14 @@ def _replace_tensor_creation() -> None:
     tensor = torch.Tensor
     to, type_name = tensor.to, tensor.type
 
-    def move(self, *args: Any, **kwargs: Any):
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
             args = (CPU, *args[1:])
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         return to(self, *args, **kwargs)
 
-    def named(self, *args: Any, **kwargs: Any):
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
         """`t.type()` is compared with "torch.cuda.FloatTensor" and the like by megatron's optimizers."""
         result = type_name(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
@@ -185,7 +186,7 @@ def _complete_gloo() -> None:
     all_gather = dist.all_gather
 
     @functools.wraps(all_gather)
-    def gather(tensor_list, tensor, group=None, async_op=False):
+    def gather(tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         sizes = [t.shape[0] if t.dim() else None for t in tensor_list]
         if async_op or len(set(sizes)) <= 1:
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
@@ -204,12 +205,12 @@ def _complete_gloo() -> None:
         setattr(dist, name, _nothing_to_move(getattr(dist, name)))
 
 
-def _nothing_to_move(collective):
+def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
     """megatron gathers and scatters buffers in place; gloo copies them through another of the same size also where the
     group has one rank and nothing is to be done."""
 
     @functools.wraps(collective)
-    def run(output, input, *args: Any, **kwargs: Any):
+    def run(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group", args[-1] if args and isinstance(args[-1], dist.ProcessGroup) else None)
         in_place = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
         if in_place and not kwargs.get("async_op") and dist.get_world_size(group) == 1:
@@ -237,7 +238,7 @@ def _mend_megatron() -> None:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
-    def to_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -255,7 +256,7 @@ def _use_cpu_functions() -> None:
     rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     apply = rope._apply_rotary_pos_emb_bshd
 
-    def turn(t, freqs, *options, mscale=1.0, **named):
+    def turn(t: torch.Tensor, freqs: torch.Tensor, *options: Any, mscale: float = 1.0, **named: Any) -> torch.Tensor:
         """The versions differ in names and order of the options; those that we do not set are false."""
         plain = freqs.shape[-1] == t.shape[-1] and mscale == 1.0 and not any(options) and not any(named.values())
         return elementwise.rotary(t, freqs) if plain else apply(t, freqs, *options, mscale=mscale, **named)

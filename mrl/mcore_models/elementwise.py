@@ -7,6 +7,8 @@ kernels for them. Dimensions: `T` tokens, `N` channels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,14 +21,14 @@ class RMSNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         rstd = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (x * rstd).mul_(weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         unit = x * rstd
         product = grad * unit
@@ -42,13 +44,13 @@ class SwiGLUFunction(torch.autograd.Function):
     """silu(a) * b of x = [a, b] [..., 2N]; returns [..., N]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         gate, linear = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(linear)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, linear = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
@@ -59,12 +61,12 @@ class SwiGLUFunction(torch.autograd.Function):
         return grad_x
 
 
-def swiglu(x: Tensor, bias: Tensor | None = None, *_) -> Tensor:
+def swiglu(x: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
     """Stands in for megatron's `bias_swiglu_impl`; what follows are its options, which are not set here."""
     return SwiGLUFunction.apply(x if bias is None else x + bias)
 
 
-def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_) -> Tensor:
+def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
     """Stands in for megatron's `weighted_bias_swiglu_impl`: the router's weights are fp32 and the result has x's dtype."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
@@ -73,12 +75,12 @@ class RotaryFunction(torch.autograd.Function):
     """t cos + rotate(t) sin, where rotate([a, b]) = [-b, a] halves the last dimension."""
 
     @staticmethod
-    def forward(ctx, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return turn(t, cos, sin, -1.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return turn(grad, cos, sin, 1.0), None, None
 

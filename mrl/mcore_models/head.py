@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -23,7 +24,9 @@ class LanguageHead(ColumnParallelLinear):
 
     project: Project
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         """input_ [T (/tp under sequence parallelism), 1, H]; returns ([T, 1, K], None)."""
         hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group) if self.sequence_parallel else input_
         return self.project(hidden.squeeze(1), self.weight if weight is None else weight).unsqueeze(1), None
@@ -43,7 +46,7 @@ class LanguageHead(ColumnParallelLinear):
 class ValueHead(torch.nn.Module):
     """value_t = w . h_t, with w replicated on every tensor-parallel rank. Not tied to anything (a tied model unties)."""
 
-    def __init__(self, config: TransformerConfig, tp_group) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=platform.device())
@@ -51,7 +54,9 @@ class ValueHead(torch.nn.Module):
         self.weight.sequence_parallel = self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         """input_ [T (/tp), 1, H]; returns ([T, 1, 1] fp32, None)."""
         values = torch.nn.functional.linear(input_, self.weight).float()
         if self.sequence_parallel:

@@ -96,7 +96,7 @@ class LatentAttention(MegatronModule):
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
-    ):
+    ) -> tuple[Tensor, None]:
         """Returns (hidden states, None: no bias)."""
         query, key, value = self._heads(hidden_states, packed_seq_params)
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from mrl.mcore_models.router import Router
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019), in fp32 inside; marks its weight for sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
@@ -57,7 +58,7 @@ class NormOverHeads(RMSNorm):
     Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in part.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, self.count(config) * hidden_size, eps)
         self.group = parallel_state.get_tensor_model_parallel_group()
 
@@ -95,13 +96,13 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over a group, every rank of which goes on from it: so is its gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         dist.all_reduce(x := x.clone(), group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         dist.all_reduce(grad := grad.clone(), group=ctx.group)
         return grad, None
 
@@ -164,12 +165,12 @@ class Rotary(RotaryEmbedding):
     transformer-engine's packed rotary embedding indexes for each sequence).
     """
 
-    def __init__(self, inverse: Tensor, cp_group) -> None:
+    def __init__(self, inverse: Tensor, cp_group: Any) -> None:
         super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
         self.inv_freq = inverse.to(platform.device())
         self.positions: Tensor | None = None
 
-    def forward(self, max_seq_len: int, offset: int = 0, **_) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, **_: Any) -> Tensor:
         """[T, 1, 1, head_dim] angles in fp32."""
         if self.positions is None:
             return self.get_emb(max_seq_len, offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -60,7 +59,7 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
             f"{key}: {spec}: the file {file} does not exist; give path.py:name, from where mrl is started"
         )
     module = _load_module(path.resolve(), f"{key}: {spec}")
-    found = getattr(module, name, None)
+    found: Any = getattr(module, name, None)
     if not (callable(found) if kind == "function" else inspect.isclass(found)):
         is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
         others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
@@ -87,7 +86,7 @@ def _signature(function: Callable[..., Any]) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ""
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     text = ", ".join(stars.get(p.kind, "") + p.name for p in parameters)
     return f"({text if len(text) <= 100 else text[:97] + '...'})"
 
@@ -160,8 +159,9 @@ def _is_users(file: str) -> bool:
 
 def whole_traceback(error: BaseException) -> str:
     """The traceback from the user's function on, at most its last 20,000 characters."""
-    with contextlib.suppress(AttributeError):  # the first frame is ours
-        error = error.with_traceback(error.__traceback__.tb_next or error.__traceback__)
+    frames = error.__traceback__
+    if frames is not None:  # the first frame is ours
+        error = error.with_traceback(frames.tb_next or frames)
     try:
         text = "".join(traceback.format_exception(error))
     except Exception:  # an error whose text cannot be made

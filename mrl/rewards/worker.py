@@ -98,7 +98,7 @@ LOGGED = 20  # tracebacks that a process writes to its log
 
 
 class Worker:
-    def __init__(self, connection: Connection, begun: mmap.mmap, functions: list[RewardCall], timeout_s: float):
+    def __init__(self, connection: Connection, begun: mmap.mmap, functions: list[RewardCall], timeout_s: float) -> None:
         self.connection = connection
         self.begun = begun
         self.functions = functions

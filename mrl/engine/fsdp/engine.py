@@ -163,7 +163,13 @@ class FSDPEngine(BaseEngine):
         )
 
     def _micro_batch(
-        self, data: Batch, ctx: Ctx, denominator: float, forward_only: bool, preprocess_fn, postprocess_fn
+        self,
+        data: Batch,
+        ctx: Ctx,
+        denominator: float,
+        forward_only: bool,
+        preprocess_fn: Callable[..., Any] | None,
+        postprocess_fn: Callable[..., Any] | None,
     ) -> tuple[Predictions, dict[tuple[str, str], float]]:
         """One micro-batch, forward and backward. Returns detached predictions and its sums: the loss, each metric.
 

@@ -223,7 +223,9 @@ class Model:
         for name, buffer in self.buffers().items():
             buffer.copy_(rows(name, 0, buffer.shape[0] if buffer.shape else 1))
 
-    def stream(self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True):
+    def stream(
+        self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others yield
         nothing.
 

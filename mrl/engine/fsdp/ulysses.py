@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,14 +83,14 @@ class _AllToAll(torch.autograd.Function):
     """Row `i` of rank `j` becomes row `j` of rank `i`. The exchange is its own transpose, and so its own backward pass."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows, group=group)
         return received
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(grad.contiguous(), ctx.group), None
 
 
@@ -97,12 +98,12 @@ class _Gather(torch.autograd.Function):
     """[R, L/C, ..] of each rank -> [R, L, ..]; backward, each rank's own part of a gradient that all of them have."""
 
     @staticmethod
-    def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, own.contiguous(), group=group)
         return torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()], None

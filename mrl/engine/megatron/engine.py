@@ -44,11 +44,11 @@ from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
 
-def installed(method):
+def installed(method: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a method with megatron's globals set to this engine's (see groups.py)."""
 
     @functools.wraps(method)
-    def inside(self: "MegatronEngine", *args: Any, **kwargs: Any):
+    def inside(self: "MegatronEngine", *args: Any, **kwargs: Any) -> Any:
         with self.model.state.installed():
             return method(self, *args, **kwargs)
 

@@ -124,7 +124,14 @@ class _Runner:
             dist.broadcast(result, self.ranks[-1], group=self.pp_group)
         return result[:, 0].long().tolist(), result[:, 1].tolist()
 
-    def _chunk(self, chunk: int, tokens: Tensor, hidden: Tensor | None, cached: CachedStep, choose_next) -> Tensor:
+    def _chunk(
+        self,
+        chunk: int,
+        tokens: Tensor,
+        hidden: Tensor | None,
+        cached: CachedStep,
+        choose_next: Callable[..., Tensor] | None,
+    ) -> Tensor:
         """Hidden states [T (/tp), 1, N] for the next stage; on the last one what `choose_next` makes of them, [S, 2]."""
         own = self.model.chunks[chunk]
         if self.lean:

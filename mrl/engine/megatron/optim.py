@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 
 def offloadable(
     models: Sequence[Model], chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None
-):
+) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
     """What there is of each kind of state, for `engine.offload`."""
     return {
         "parameters": lambda: (p.data for model in models for p in model.parameters()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,9 @@ def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch],
     )
 
 
-def _forward_step(iterator, chunk, *, setup: Setup, call: Call, count: int):
+def _forward_step(
+    iterator: Iterator[Any], chunk: Any, *, setup: Setup, call: Call, count: int
+) -> tuple[Tensor, Callable[..., Any]]:
     """Step two: the model. Returns its output and the function that megatron calls on the last stage."""
     micro_batch = next(iterator)
     model = chunk.module if hasattr(chunk, "module") else chunk

@@ -23,6 +23,9 @@ megatron applies it to `L` too, `L` is divided by `share`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 
@@ -31,6 +34,6 @@ def megatron_loss(loss_sum: Tensor, *, denominator: float, micro_batches: int, d
     return loss_sum * (micro_batches * dp / (denominator * share))
 
 
-def megatron_scale(share: float):
+def megatron_scale(share: float) -> Callable[[Any], Any] | None:
     """`grad_scale_func` of a call that has `share` of the mini-batch's tokens; None where it is all of it."""
     return None if share == 1.0 else lambda value: value * share

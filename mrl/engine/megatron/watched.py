@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -43,7 +44,7 @@ def replica_problems(model: Model) -> list[str]:
     named = _names(model)
     everything = [(*named[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]
 
-    def chosen(keep) -> list[tuple[str, Tensor]]:
+    def chosen(keep: Callable[[Any], bool]) -> list[tuple[str, Tensor]]:
         return [(name, data) for name, rule, data in everything if keep(rule)]
 
     checks = [

@@ -124,7 +124,9 @@ def _parse(text: str) -> Job:
     for line in text.splitlines():
         whole = _WHOLE.search(line)
         fields |= _fields(line[: whole.start()] if whole else line)
-        fields |= [whole[1].split("=", 1)] if whole else []
+        if whole:
+            name, _, value = whole[1].partition("=")
+            fields[name] = value
     if fields.get("ArrayTaskId"):
         return Job(f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}", fields)
     return Job(fields["JobId"], fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,7 +149,9 @@ class Collector:
             trajectories, scores, groups_S, baselines_S, rejected, greedy, sampled, self._rollout_s, self._reward_s
         )
 
-    def _sample(self, prompts: Sequence[Prompt], samples: int, *, step: int, **how) -> tuple[list[Trajectory], Scores]:
+    def _sample(
+        self, prompts: Sequence[Prompt], samples: int, *, step: int, **how: Any
+    ) -> tuple[list[Trajectory], Scores]:
         began_s = time.perf_counter()
         self.doing(f"step {step}: sampling")
         trajectories = self.rollouts.sample(prompts, samples=samples, step=step, **how)
