@@ -11,7 +11,17 @@ from mrl.errors import ConfigError
 GROUP = "mrl.engines"
 """The entry-point group of engines: `name = "package.module:EngineClass"` (see docs/backends.md)."""
 
-OWN = ("megatron", "fsdp")
+OWN: dict[str, tuple[str, ...]] = {
+    "megatron": (
+        "model.lora", "engine.parallel", "engine.recompute", "engine.moe", "engine.offload.parameters",
+        "engine.offload.gradients", "engine.offload.optimizer",
+    ),
+    "fsdp": (
+        "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",
+        "engine.offload", "engine.fsdp",
+    ),
+}  # fmt: skip
+"""mrl's own engines and what each supports (`mrl.engine.checks.EngineChecks.supports`)."""
 
 
 def registered() -> dict[str, list[metadata.EntryPoint]]:

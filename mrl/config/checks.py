@@ -6,13 +6,9 @@ checks a section that several roots have, and that is where this one has it; wha
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from mrl.config import backends
-from mrl.config.keys import show
+from mrl.config.backends import OWN, entry_point
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -22,8 +18,9 @@ from mrl.config.schema import (
     ParallelConfig,
     SFTConfig,
 )
-from mrl.errors import ConfigError, ModelError
-from mrl.parallel import ParallelDims, divisors_near, stage_layers
+from mrl.config.supported import check_supported
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims, divisors_near
 
 MOST_PASSES = 1000
 """How often one batch may have each row, which a run on a handful of rows does on purpose."""
@@ -37,7 +34,7 @@ def check_config(config: SFTConfig) -> None:
     check_optimizer(config.optimizer)
     if config.train.steps is not None:
         check_schedule(config.optimizer, config.train.steps, f"train.steps {config.train.steps}")
-    check_backend(config.engine)
+    check_backend(config.model, config.engine)
     check_lora(config.model)
     check_log(config.log)
 
@@ -171,58 +168,23 @@ def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: st
             )
 
 
-def check_backend(engine: EngineConfig, path: str = "engine") -> None:
+def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> None:
     """Keys that the backend does not have: errors, not ignored. Those of another package's engine, its class knows."""
-    if engine.backend not in backends.OWN:
-        backends.entry_point(engine.backend, path)
+    if engine.backend not in OWN:
+        entry_point(engine.backend, f"{role}.engine" if role else "engine")
         return
-    for name, value in engine.options.items():
-        raise ConfigError(
-            f"{path}.options.{name}: value {show(value)} is for an engine that another package registers, and {path}.backend "
-            f"is {engine.backend}; leave it out"
-        )
+    check_supported(engine.backend, OWN[engine.backend], model, engine, role)
+    check_recompute_every(engine, role)
+
+
+def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
+    """A key that says more of another one's choice."""
+    path = f"{role}.engine" if role else "engine"
     if engine.recompute_every > 1 and engine.recompute != "full":
         raise ConfigError(
             f'{path}.recompute_every: value {engine.recompute_every} is not used by {path}.recompute "{engine.recompute}"; set '
             f"{path}.recompute to full, or leave it out"
         )
-    if engine.backend != "fsdp":
-        if engine.recompute_every > 1:
-            raise ConfigError(
-                f"{path}.recompute_every: value {engine.recompute_every} is not supported by backend {engine.backend}; leave it out, "
-                f"or set {path}.backend to fsdp"
-            )
-        if "activations" in engine.offload:
-            raise ConfigError(
-                f"{path}.offload: value activations is not supported by backend {engine.backend}; leave it out (recompute saves "
-                f"as much), or set {path}.backend to fsdp"
-            )
-        for field in dataclasses.fields(engine.fsdp):
-            value = getattr(engine.fsdp, field.name)
-            if value != field.default:
-                raise ConfigError(
-                    f"{path}.fsdp.{field.name}: value {str(value).lower()} is not used by backend {engine.backend}; leave it out, or "
-                    f"set {path}.backend to fsdp"
-                )
-        return
-    for name in ("tp", "pp", "vpp", "ep", "etp"):
-        degree = getattr(engine.parallel, name)
-        if degree is not None and degree > 1:
-            raise ConfigError(
-                f"{path}.parallel.{name}: value {degree} is not supported by backend fsdp, which splits data and, by cp, sequences; "
-                f"set it to 1, or {path}.backend to megatron"
-            )
-    if engine.recompute == "selective":
-        raise ConfigError(
-            f'{path}.recompute: value "selective" is not supported by backend fsdp; set it to none or full, or '
-            f"{path}.backend to megatron"
-        )
-    for name in ("aux_loss", "z_loss"):
-        if getattr(engine.moe, name):
-            raise ConfigError(
-                f"{path}.moe.{name}: value {getattr(engine.moe, name):g} is not supported by backend fsdp; set it to 0, or "
-                f"{path}.backend to megatron"
-            )
 
 
 def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:
@@ -243,112 +205,3 @@ def check_log(log: LogConfig) -> None:
             raise ConfigError(
                 f"log.wandb.{name}: value {value!r} is not used without log.wandb.project; set log.wandb.project"
             )
-
-
-def check_model(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any], path: str = "engine") -> None:
-    """Raises where keys ask for what the model has not. model: the content of its config.json.
-
-    Whether its sizes can be split so, `mrl.mcore_models.layout` says.
-    """
-    if engine.backend == "fsdp" and dims.cp > 1:
-        check_shared_sequences(dims.cp, model, path)
-    if engine.backend != "megatron":
-        return
-    if isinstance(model.get("vision_config"), dict):
-        raise ConfigError(
-            f"{path}.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
-            f"too; set {path}.backend to fsdp"
-        )
-    stage_layers(_whole(model, "num_hidden_layers"), dims.pp, dims.vpp)
-    if num_experts(model) is None:
-        _check_dense(engine, dims, model, path)
-
-
-def check_shared_sequences(cp: int, model: Mapping[str, Any], path: str = "engine") -> None:
-    """Whether `cp` ranks of backend fsdp can share the sequences of the model. model: the content of its config.json.
-
-    Of a model that mrl has no table for, which may call these otherwise, the engine tries it (mrl/engine/fsdp/probe.py).
-    """
-    model = model.get("text_config") or model
-    heads = _whole(model, "num_attention_heads") if "num_attention_heads" in model else cp
-    if heads % cp:
-        fit = divisors_near(heads, cp)
-        raise ConfigError(
-            f"{path}.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
-            f"its ranks; use one of {fit}"
-        )
-
-
-def check_positions(
-    engine: EngineConfig, model: Mapping[str, Any], max_length: int, key: str, *, generates: bool
-) -> None:
-    """Whether backend fsdp can take sequences of `max_length` tokens of a model whose rotary embedding follows the length of a
-    sequence. key: the keys that set it, with their values. generates: whether such a model samples them token by token.
-    """
-    kind, limit = following_positions(model) or (None, None)
-    if engine.backend != "fsdp" or kind is None or not (generates or "text_config" in model):
-        return
-    if limit is None:  # a field of config.json that is not there
-        limit = _whole(model.get("text_config") or model, "max_position_embeddings")
-    if max_length > limit:
-        why = "what is sampled token by token does not follow it as training does" if generates else "images do not"
-        raise ConfigError(
-            f'{key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
-            f"beyond, it follows the length of a sequence, and {why}; give at most {limit}, or use another model"
-        )
-
-
-def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """The kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
-    the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
-    """
-    model = model.get("text_config") or model
-    for name in ("rope_parameters", "rope_scaling"):
-        for kind, rope in _ropes(model.get(name)):
-            if kind == "dynamic":
-                return kind, model.get("max_position_embeddings")
-            if kind == "longrope":
-                original = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings")
-                return kind, original or model.get("max_position_embeddings")
-    return None
-
-
-def _ropes(rope: Any) -> list[tuple[Any, Mapping[str, Any]]]:
-    """(kind, fields) of the rotary embeddings in a field of config.json, which may have one for each type of layer."""
-    if not isinstance(rope, Mapping):
-        return []
-    return [(rope.get("rope_type", rope.get("type")), rope)] + [pair for part in rope.values() for pair in _ropes(part)]
-
-
-def num_experts(model: Mapping[str, Any]) -> int | None:
-    """Experts of an MoE layer as config.json names them; None for a dense model."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if model.get(name):
-            return _whole(model, name)
-    return None
-
-
-def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any], path: str) -> None:
-    """Keys of experts and routers, for a model without any."""
-    if dims.ep > 1 or dims.etp not in (1, dims.tp):
-        name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
-        raise ConfigError(
-            f"{path}.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
-            "leave it out"
-        )
-    for name in ("aux_loss", "z_loss"):
-        value = getattr(engine.moe, name)
-        if value:
-            raise ConfigError(
-                f"{path}.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
-                "set it to 0"
-            )
-
-
-def _whole(model: Mapping[str, Any], name: str) -> int:
-    value = model.get(name)
-    if type(value) is not int or value < 1:
-        raise ModelError(
-            f"config.json: {name}: value {value!r} is not a whole number of at least 1; give the model's own"
-        )
-    return value

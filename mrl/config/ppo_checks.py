@@ -107,7 +107,7 @@ def _nearest_multiples(value: int, of: int) -> str:
 
 def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
     path, data, rollout = f"{role}.engine", config.data, config.rollout
-    check_backend(engine, path)
+    check_backend(model_of(config, role), engine, role)
     longest = (
         f"data.max_prompt_length {data.max_prompt_length} and rollout.max_new_tokens {rollout.max_new_tokens} together"
     )

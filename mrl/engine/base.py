@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import RoleConfig
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, TensorInfo
 from mrl.converters.table import Family
 from mrl.engine import collective, saving
+from mrl.engine.checks import EngineChecks
 from mrl.engine.collective import Predictions
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import read_fitting, write_adapter
@@ -30,7 +31,6 @@ from mrl.engine.offload import KINDS, Offload
 from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, tell_nobody
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import further_layers
-from mrl.engine.supported import check_supported
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -59,15 +59,11 @@ class GradNorm(float):
         return norm
 
 
-class BaseEngine(abc.ABC):
+class BaseEngine(EngineChecks, abc.ABC):
     """One model with its optimizer, over all ranks of the process group.
 
-    backend: the name of the engine in a config. supports: what `check_config` lets pass. One with "model.lora" has
-    `adapter_weights`, `set_adapters` and `without_adapters` of its own.
+    One that supports "model.lora" has `adapter_weights`, `set_adapters` and `without_adapters` of its own.
     """
-
-    backend: str
-    supports: tuple[str, ...] = ()
 
     def __init__(self, config: RoleConfig) -> None:
         self.check_config(config.model, config.engine)
@@ -76,15 +72,6 @@ class BaseEngine(abc.ABC):
         self.loss_denominator = "tokens"
         self.schedule_step = 0
         self.offload: Offload  # made by init_model
-
-    @classmethod
-    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
-        """Raises ConfigError where a config asks for what this engine does not do; asked before any process starts.
-
-        This one refuses every key that is not at its default, but for those that all engines read and those in `supports`
-        (see `check_supported`). An engine that looks at values, too, overrides it and calls it.
-        """
-        check_supported(cls.backend, cls.supports, model, engine)
 
     def set_loss_fn(self, fn: LossFn | None, denominator: str = "tokens") -> None:
         """Use `fn` in later steps, None for none; its sums are divided by `batch.denominators[denominator]`."""

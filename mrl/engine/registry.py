@@ -9,13 +9,14 @@ from typing import Any
 from mrl.config import backends
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine
+from mrl.engine.checks import EngineChecks
 from mrl.errors import ConfigError
 
 ENGINES = {
-    "megatron": ("mrl.engine.megatron.engine", "MegatronEngine"),
-    "fsdp": ("mrl.engine.fsdp.engine", "FSDPEngine"),
+    "megatron": ("mrl.engine.megatron", "Megatron"),
+    "fsdp": ("mrl.engine.fsdp", "FSDP"),
 }
-"""Backend -> module and class; only the one that runs is imported."""
+"""Backend -> package, which has the modules `engine` and `checks`, and what their classes' names begin with."""
 
 
 def build_engine(config: RoleConfig) -> BaseEngine:
@@ -34,8 +35,16 @@ def engine_class(name: str) -> type[BaseEngine]:
             f'engine.backend: value "{name}" is an engine of mrl, and {backends.package_of(taken[0])} registers it, too; '
             "uninstall that package"
         )
-    module, class_name = ENGINES[name]
-    return getattr(importlib.import_module(module), class_name)
+    package, prefix = ENGINES[name]
+    return getattr(importlib.import_module(f"{package}.engine"), f"{prefix}Engine")
+
+
+def checks_of(name: str) -> type[EngineChecks]:
+    """What says whether a config fits the backend `name`. What runs one of mrl's own engines is not imported for it."""
+    if name not in ENGINES:
+        return engine_class(name)
+    package, prefix = ENGINES[name]
+    return getattr(importlib.import_module(f"{package}.checks"), f"{prefix}Checks")
 
 
 def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:

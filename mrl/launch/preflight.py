@@ -16,12 +16,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mrl.config.backends import OWN
 from mrl.config.checks import (
     MOST_PASSES,
     check_batch,
-    check_model,
-    check_positions,
     check_replicas,
     check_replicate,
     parallel_dims,
@@ -30,6 +27,7 @@ from mrl.config.checks import (
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.keys import show
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
+from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, quoted, unwritable
 from mrl.parallel import ParallelDims
 
@@ -82,12 +80,9 @@ def check_layout(
             check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
             check_replicate(part.engine, world_size)
             _check_ranges(part)
-            longest = command.longest(config)
-            if "num_hidden_layers" not in part.hf:  # another family's spelling of it: which family is said first
-                _check_architecture(part, dims, longest, packed=config.data.packing)
-            check_model(part.engine, dims, part.hf)
-            check_positions(part.engine, part.hf, *longest, generates=command.generates)
-            _check_architecture(part, dims, longest, packed=config.data.packing)
+            longest, key = command.longest(config)
+            packed, generated = config.data.packing, command.generates
+            _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated))
         made.append(dims)
     return made
 
@@ -100,7 +95,7 @@ def _check_ranges(part: Part) -> None:
         check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
-def _check_architecture(part: Part, dims: ParallelDims, longest: tuple[int, str], *, packed: bool) -> None:
+def _check_model(part: Part, dims: ParallelDims, sequences: Sequences) -> None:
     """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split,
     sequences that are longer than a model has positions, adapters that match none of its modules.
 
@@ -108,23 +103,15 @@ def _check_architecture(part: Part, dims: ParallelDims, longest: tuple[int, str]
     """
     with quiet():
         from mrl.converters.companions import companion_files
-        from mrl.converters.families import FAMILIES, fields_of
         from mrl.converters.hf_config import normalize
-        from mrl.mcore_models import layout
+        from mrl.engine.registry import checks_of
 
-        hf = normalize(part.hf, where=os.path.join(part.model.path, "config.json"))
+        normalize(part.hf, where=os.path.join(part.model.path, "config.json"))  # for what it refuses
         if os.path.isdir(part.model.path):
             companion_files(pathlib.Path(part.model.path))  # which the run's export copies
-        if part.engine.backend == "megatron":
-            layout.check_layout(fields_of(hf), dims)
-        if part.engine.backend == "fsdp" and hf["model_type"] not in FAMILIES:
-            from mrl.engine.fsdp.build import check_sequences
-
-            check_sequences(part.hf, *longest, packed=packed)
-        if part.engine.backend not in OWN:
-            from mrl.engine.registry import engine_class
-
-            engine_class(part.engine.backend).check_config(part.model, part.engine)
+        checks = checks_of(part.engine.backend)
+        checks.check_config(part.model, part.engine)
+        checks.check_model(part.engine, dims, part.hf, sequences)
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 

@@ -85,7 +85,7 @@ CASES = [
     Case("experts without sp", "engine.parallel.sp", ("experts",), ("engine.parallel={tp: 2, sp: false}",), set_model(**MOE)),
     Case("feed-forward channels", "engine.parallel.tp", ("50 feed-forward channels",), ("engine.parallel.tp=4",), set_model(intermediate_size=50)),
     Case("expert channels", "engine.parallel.etp", ("9 expert channels",), ("engine.parallel={tp: 2, etp: 2}",), set_model(**MOE | {"moe_intermediate_size": 9})),
-    Case("fsdp with selective recompute", "engine.recompute", ("fsdp", "none or full"), ("engine={backend: fsdp, recompute: selective}",)),
+    Case("fsdp with selective recompute", "engine.recompute", ("fsdp", "give full, or leave it out, or set engine.backend to megatron"), ("engine={backend: fsdp, recompute: selective}",)),
     Case("activation", "config.json", ("hidden_act = 'gelu'", "'silu'"), (), set_model(hidden_act="gelu")),
     Case("rope", "config.json", ("'yarn'", "llama3"), (), set_model(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32})),
     Case("family", "config.json", ("'gpt2' is not supported", "qwen3"), (), set_model(model_type="gpt2")),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config.checks import check_model, check_replicas, parallel_dims, resolve_engine_tokens, smallest_world
+from mrl.config.checks import check_replicas, parallel_dims, resolve_engine_tokens, smallest_world
 from mrl.config.load import from_dict
 from mrl.config.schema import ParallelConfig, SFTConfig
+from mrl.engine.checks import Sequences
+from mrl.engine.fsdp.checks import FSDPChecks
+from mrl.engine.megatron.checks import check_counts, check_text_alone
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import choose_nproc
 from mrl.parallel import ParallelDims
@@ -66,19 +69,19 @@ def test_length_of_the_run(train, epochs):
 def test_layouts_of_a_dense_model(parallel, processes):
     """tp may be above the 2 key-value heads, and the layers need not divide evenly over the stages."""
     config = from_dict(base(engine={"parallel": parallel}))
-    check_model(config.engine, check_world(config, processes), MODEL)
+    check_counts(config.engine, check_world(config, processes), MODEL)
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 6}, {"ep": 2, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2, "pp": 2}])
 def test_layouts_of_an_moe_model(parallel):
     config = from_dict(base(engine={"parallel": parallel, "moe": {"aux_loss": 0.01, "z_loss": 0.001}}))
-    check_model(config.engine, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
+    check_counts(config.engine, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
 
 
 def test_a_config_json_without_layers_is_refused():
     config = from_dict(base())
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        check_model(config.engine, check_world(config, 1), {"model_type": "qwen3"})
+        check_counts(config.engine, check_world(config, 1), {"model_type": "qwen3"})
 
 
 def test_a_model_that_reads_images_needs_the_fsdp_backend():
@@ -88,9 +91,9 @@ def test_a_model_that_reads_images_needs_the_fsdp_backend():
         ConfigError,
         match="^engine.backend: value 'megatron' .*'qwen2_5_vl' reads images too; set engine.backend to fsdp$",
     ):
-        check_model(config.engine, check_world(config, 1), model)
+        check_text_alone(model)
     config = from_dict(base(engine={"backend": "fsdp"}))
-    check_model(config.engine, check_world(config, 1), model)
+    FSDPChecks.check_model(config.engine, check_world(config, 1), model, Sequences(8, "", packed=True, generated=False))
 
 
 def test_number_of_processes():

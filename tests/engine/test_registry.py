@@ -20,10 +20,10 @@ from mrl import cli
 from mrl.config.checks import check_backend
 from mrl.config.load import from_dict
 from mrl.config.schema import EngineConfig, ModelConfig, ParallelConfig, RoleConfig
+from mrl.config.supported import check_supported
 from mrl.convert.sources import open_checkpoint
 from mrl.engine.fsdp.engine import FSDPEngine
 from mrl.engine.registry import engine_class
-from mrl.engine.supported import check_supported
 from mrl.errors import CheckpointError, ConfigError
 from tests.engine import contract, layouts, suite, tiny
 from tests.engine.harness import run_case
@@ -78,7 +78,7 @@ def test_the_engine_of_a_package_is_found():
 @pytest.mark.parametrize("written", ["plian", "megatrn", "zzz"])
 def test_a_name_that_nobody_registers(written):
     with pytest.raises(ConfigError) as error:
-        check_backend(EngineConfig(backend=written), "critic.engine")
+        check_backend(MODEL, EngineConfig(backend=written), "critic")
     hint = {"plian": " (did you mean plain?)", "megatrn": " (did you mean megatron?)", "zzz": ""}[written]
     assert str(error.value) == (
         f'critic.engine.backend: value "{written}" is no engine{hint}; give one of megatron, fsdp, plain, or install a '
@@ -124,8 +124,8 @@ def test_two_packages_with_one_name(site):
         ("fsdp", {"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
         ("fsdp", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
         ("fsdp", {"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
-        ("fsdp", {"options": {"a": 1}}, "engine.options.a: value 1 is for an engine that another package registers"),
-        ("megatron", {"options": {"a": 1}}, "engine.options.a: value 1 is for an engine that another package registers"),
+        ("fsdp", {"options": {"a": 1}}, "engine.options.a: value 1 is for no option of backend fsdp, which has no options"),
+        ("megatron", {"options": {"a": 1}}, "engine.options.a: value 1 is for no option of backend megatron, which has"),
         ("plain", {"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend plain; "),
         ("plain", {"recompute": "full"}, 'engine.recompute: value "full" is not supported by backend plain; leave it'),
         ("plain", {"options": {"bucket": 1}}, "engine.options.bucket: value 1 is for no option of backend plain, whose"),

@@ -21,6 +21,7 @@ from transformers import (
 from mrl.config.schema import RoleConfig
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import VISION_LANGUAGE, reads_images
+from mrl.engine.checks import Sequences
 from mrl.engine.fsdp import attention
 from mrl.errors import ModelError
 
@@ -39,11 +40,10 @@ def check_known(model_type: str) -> None:
         )
 
 
-def check_sequences(raw: Mapping[str, Any], longest: int, key: str, *, packed: bool) -> None:
+def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
     """Raises ModelError where transformers builds no language model of the config.json `raw`, or one that cannot take a run's sequences.
 
-    longest: tokens of one sequence. key: the keys that set it, with their values. packed: sequences end to end. For models that mrl has
-    no table of; the model is built without memory.
+    For models that mrl has no table of; the model is built without memory.
     """
     model_type = raw["model_type"]
     check_known(model_type)
@@ -52,7 +52,7 @@ def check_sequences(raw: Mapping[str, Any], longest: int, key: str, *, packed: b
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    if packed and not hf._supports_attention_backend:
+    if sequences.packed and not hf._supports_attention_backend:
         raise ModelError(_not_packed(model_type))
     learned = [
         name
@@ -60,9 +60,9 @@ def check_sequences(raw: Mapping[str, Any], longest: int, key: str, *, packed: b
         if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and _POSITIONS.search(name)
     ]
     limit = getattr(config, "max_position_embeddings", None)  # of any class of transformers: some have none
-    if learned and limit is not None and longest > limit:
+    if learned and limit is not None and sequences.longest > limit:
         raise ModelError(
-            f"{key} is above the {limit} positions that {learned[0]} of a {model_type!r} model has; give at most {limit}, or use another model"
+            f"{sequences.key} is above the {limit} positions that {learned[0]} of a {model_type!r} model has; give at most {limit}, or use another model"
         )
 
 

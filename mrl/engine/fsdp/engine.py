@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.checks import check_backend, check_shared_sequences
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import RoleConfig
 from mrl.converters.hf_config import read_hf_config
 from mrl.engine import collective, guards
 from mrl.engine.base import (
@@ -29,6 +28,7 @@ from mrl.engine.base import (
     tell_nobody,
 )
 from mrl.engine.fsdp import dcp_checkpoint, forward, generate
+from mrl.engine.fsdp.checks import FSDPChecks, check_shared_sequences
 from mrl.engine.fsdp.mesh import build_mesh
 from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
@@ -42,15 +42,9 @@ from mrl.mcore_models import platform
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class FSDPEngine(BaseEngine):
+class FSDPEngine(FSDPChecks, BaseEngine):
     """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a share with
     the other ranks of its `engine.parallel.cp` (Ulysses)."""
-
-    backend = "fsdp"
-
-    @classmethod
-    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
-        check_backend(engine)
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)

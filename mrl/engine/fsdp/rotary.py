@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mrl.config.checks import following_positions
 from mrl.engine.fsdp.blocks import blocks_of
+from mrl.engine.fsdp.positions import following_positions
 from mrl.errors import ModelError
 
 

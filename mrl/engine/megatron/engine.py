@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.checks import check_backend
-from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.config.schema import RoleConfig
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
@@ -40,6 +39,7 @@ cpu_stand_in.prepare()  # before anything below imports megatron
 from megatron.core import parallel_state  # noqa: E402
 
 from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, watched  # noqa: E402
+from mrl.engine.megatron.checks import MegatronChecks  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
@@ -55,14 +55,8 @@ def installed(method: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-class MegatronEngine(BaseEngine):
+class MegatronEngine(MegatronChecks, BaseEngine):
     """One model over all ranks, in the layout of `config.engine.parallel`."""
-
-    backend = "megatron"
-
-    @classmethod
-    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
-        check_backend(engine)
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mrl.config.backends import OWN
 from mrl.config.keys import changed, show
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
@@ -25,13 +26,15 @@ SAME_AS_LEFT_OUT = [("engine.parallel.sp", False), ("engine.parallel.etp", 1)]
 """Values that say what the default comes to where nothing is split."""
 
 
-def check_supported(backend: str, supports: Collection[str], model: ModelConfig, engine: EngineConfig) -> None:
+def check_supported(
+    backend: str, supports: Collection[str], model: ModelConfig, engine: EngineConfig, role: str = ""
+) -> None:
     """Raises ConfigError for a key of `model` or `engine` that does not hold its default and is not supported.
 
     supports: keys and sections, as "engine.parallel.cp"; single choices of a key, entries of a list and names of a mapping,
-    as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb".
+    as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb". role: whose sections these are.
     """
-    known = (*ALWAYS, *supports)
+    known, of_role = (*ALWAYS, *supports), f"{role}." if role else ""
     for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
         if _within(key.path, known) or (key.path, value) in SAME_AS_LEFT_OUT:
             continue
@@ -42,9 +45,19 @@ def check_supported(backend: str, supports: Collection[str], model: ModelConfig,
         if isinstance(value, Mapping):
             has = f"whose options are {', '.join(below)}" if below else "which has no options"
             name, given = wrong[0], show(value[wrong[0]])
-            raise ConfigError(f"{key.path}.{name}: value {given} is for no option of backend {backend}, {has}")
-        other = f"give {' or '.join(below)}, or leave it out" if below else "leave it out"
-        raise ConfigError(f"{key.path}: value {show(wrong[0])} is not supported by backend {backend}; {other}")
+            raise ConfigError(f"{of_role}{key.path}.{name}: value {given} is for no option of backend {backend}, {has}")
+        fixes = [f"give {' or '.join(below)}"] if below else []
+        fixes.append("leave it out")
+        if others := _other_backends(backend, f"{key.path}.{wrong[0]}"):
+            fixes.append(f"set {of_role}engine.backend to {' or '.join(others)}")
+        raise ConfigError(
+            f"{of_role}{key.path}: value {show(wrong[0])} is not supported by backend {backend}; {', or '.join(fixes)}"
+        )
+
+
+def _other_backends(backend: str, choice: str) -> list[str]:
+    """Those of mrl's own that support what another of them does not."""
+    return [name for name, supports in OWN.items() if backend in OWN and _within(choice, supports)]
 
 
 def _within(path: str, names: Collection[str]) -> bool:

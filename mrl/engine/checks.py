@@ -1,0 +1,59 @@
+"""What an engine says of a config before any process starts, without what runs it: `BaseEngine` is one of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.schema import EngineConfig, ModelConfig
+from mrl.config.supported import check_supported
+from mrl.errors import ModelError
+from mrl.parallel import ParallelDims
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences that a run gives a model."""
+
+    longest: int  # tokens
+    key: str  # what sets it: the keys with their values, in words
+    packed: bool  # end to end, without padding
+    generated: bool  # the model samples them, token by token
+
+
+class EngineChecks:
+    """The checks of one engine."""
+
+    backend: str
+    """The name of the engine in a config."""
+    supports: tuple[str, ...] = ()
+    """What `check_config` lets pass: keys, sections and choices, as `check_supported` has them."""
+
+    @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        """Raises ConfigError where a config asks for what this engine does not do.
+
+        This one refuses every key that is not at its default, but for those that all engines read and those in `supports`.
+        An engine that looks at values, too, overrides it and calls it.
+        """
+        check_supported(cls.backend, cls.supports, model, engine)
+
+    @classmethod
+    def check_model(
+        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
+    ) -> None:
+        """Raises ConfigError or ModelError where a model cannot be run so. hf_config: the content of its config.json.
+
+        dims: the layout on the processes of the run. This one refuses nothing.
+        """
+
+
+def whole_number(model: Mapping[str, Any], name: str) -> int:
+    """The count that config.json, whose content is `model`, has under `name`."""
+    value = model.get(name)
+    if type(value) is not int or value < 1:
+        raise ModelError(
+            f"config.json: {name}: value {value!r} is not a whole number of at least 1; give the model's own"
+        )
+    return value

@@ -1,0 +1,52 @@
+"""What the FSDP engine takes of a config and of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.backends import OWN
+from mrl.config.checks import check_recompute_every
+from mrl.config.schema import EngineConfig, ModelConfig
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import normalize
+from mrl.engine.checks import EngineChecks, Sequences, whole_number
+from mrl.engine.fsdp.positions import check_positions
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims, divisors_near
+
+
+class FSDPChecks(EngineChecks):
+    backend = "fsdp"
+    supports = OWN["fsdp"]
+
+    @classmethod
+    def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
+        super().check_config(model, engine)
+        check_recompute_every(engine)
+
+    @classmethod
+    def check_model(
+        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
+    ) -> None:
+        if dims.cp > 1:
+            check_shared_sequences(dims.cp, hf_config)
+        check_positions(hf_config, sequences)
+        if normalize(hf_config)["model_type"] not in FAMILIES:
+            from mrl.engine.fsdp.build import check_sequences  # transformers' models are slow to import
+
+            check_sequences(hf_config, sequences)
+
+
+def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
+    """Whether `cp` ranks can share the sequences of the model. model: the content of its config.json.
+
+    Of a model that mrl has no table for, which may call these otherwise, the engine tries it (mrl/engine/fsdp/probe.py).
+    """
+    model = model.get("text_config") or model
+    heads = whole_number(model, "num_attention_heads") if "num_attention_heads" in model else cp
+    if heads % cp:
+        raise ConfigError(
+            f"engine.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
+            f"its ranks; use one of {divisors_near(heads, cp)}"
+        )

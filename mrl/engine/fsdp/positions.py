@@ -1,0 +1,51 @@
+"""Rotary embeddings that follow the length of a sequence, as a model's config.json tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.engine.checks import Sequences, whole_number
+from mrl.errors import ConfigError
+
+
+def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
+    """Raises ConfigError for sequences whose keys would turn by other angles as they grow, where that cannot be followed.
+
+    model: the content of its config.json.
+    """
+    kind, limit = following_positions(model) or (None, None)
+    if kind is None or not (sequences.generated or "text_config" in model):
+        return
+    if limit is None:  # a field of config.json that is not there
+        limit = whole_number(model.get("text_config") or model, "max_position_embeddings")
+    if sequences.longest > limit:
+        why = "images do not"
+        if sequences.generated:
+            why = "what is sampled token by token does not follow it as training does"
+        raise ConfigError(
+            f'{sequences.key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same '
+            f"for all: beyond, it follows the length of a sequence, and {why}; give at most {limit}, or use another model"
+        )
+
+
+def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
+    """The kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
+    the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
+    """
+    model = model.get("text_config") or model
+    for name in ("rope_parameters", "rope_scaling"):
+        for kind, rope in _ropes(model.get(name)):
+            if kind == "dynamic":
+                return kind, model.get("max_position_embeddings")
+            if kind == "longrope":
+                original = rope.get("original_max_position_embeddings") or model.get("original_max_position_embeddings")
+                return kind, original or model.get("max_position_embeddings")
+    return None
+
+
+def _ropes(rope: Any) -> list[tuple[Any, Mapping[str, Any]]]:
+    """(kind, fields) of the rotary embeddings in a field of config.json, which may have one for each type of layer."""
+    if not isinstance(rope, Mapping):
+        return []
+    return [(rope.get("rope_type", rope.get("type")), rope)] + [pair for part in rope.values() for pair in _ropes(part)]

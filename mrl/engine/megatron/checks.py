@@ -1,0 +1,70 @@
+"""What the Megatron engine takes of a config and of a model, without megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config.backends import OWN
+from mrl.config.schema import EngineConfig
+from mrl.converters.families import fields_of
+from mrl.converters.hf_config import normalize
+from mrl.engine.checks import EngineChecks, Sequences, whole_number
+from mrl.errors import ConfigError
+from mrl.mcore_models.layout import check_layout
+from mrl.parallel import ParallelDims, stage_layers
+
+
+class MegatronChecks(EngineChecks):
+    backend = "megatron"
+    supports = OWN["megatron"]
+
+    @classmethod
+    def check_model(
+        cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
+    ) -> None:
+        check_text_alone(hf_config)
+        fields = fields_of(normalize(hf_config))
+        check_counts(engine, dims, hf_config)
+        check_layout(fields, dims)
+
+
+def check_text_alone(model: Mapping[str, Any]) -> None:
+    """Refuses models that read images. model: the content of config.json."""
+    if isinstance(model.get("vision_config"), dict):
+        raise ConfigError(
+            f"engine.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
+            "too; set engine.backend to fsdp"
+        )
+
+
+def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    """Whether a model has the layers and experts that keys ask for. model: the content of its config.json."""
+    stage_layers(whole_number(model, "num_hidden_layers"), dims.pp, dims.vpp)
+    if num_experts(model) is None:
+        _check_dense(engine, dims, model)
+
+
+def num_experts(model: Mapping[str, Any]) -> int | None:
+    """Experts of an MoE layer as config.json names them; None for a dense model."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if model.get(name):
+            return whole_number(model, name)
+    return None
+
+
+def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
+    """Keys of experts and routers, for a model without any."""
+    if dims.ep > 1 or dims.etp not in (1, dims.tp):
+        name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
+        raise ConfigError(
+            f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
+            "leave it out"
+        )
+    for name in ("aux_loss", "z_loss"):
+        value = getattr(engine.moe, name)
+        if value:
+            raise ConfigError(
+                f"engine.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
+                "set it to 0"
+            )
