@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from mrl.config.backends import OWN, entry_point
+from mrl.config.keys import show
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
