@@ -278,6 +278,15 @@ def test_reading_a_config_imports_no_engine(inputs, tmp_path, installed):
     assert command(installed, "-c", code).stdout == "[]\n"
 
 
+def test_what_engines_of_mrl_take_is_known_without_what_runs_them(installed):
+    code = (
+        "import sys\nfrom mrl.engine.registry import checks_of\n"
+        "print(*(checks_of(name).backend for name in ('megatron', 'fsdp', 'plain')))\n"
+        "print([name for name in ('megatron', 'mrl.engine.megatron.engine', 'mrl.engine.fsdp.engine') if name in sys.modules])"
+    )
+    assert command(installed, "-c", code).stdout == "megatron fsdp plain\n[]\n"
+
+
 def test_mrl_config_shows_the_keys():
     text = CliRunner().invoke(cli.main, ["config"]).stdout
     assert "engine.options  (default {}; a mapping)" in text and "one that an installed package registers" in text
