@@ -49,11 +49,25 @@ def test_the_first_screen_has_something_to_use(page):
     assert any(re.match(r"    \S|```|\|", line) for line in first)
 
 
-def test_files_that_contributing_names_are_there():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:mrl|tests|docs)/[\w/.]*)`", text))
+def test_files_that_pages_name_are_there():
+    text = "".join(page.read_text(encoding="utf-8") for page in (*PAGES, *OUTSIDE))
+    named = set(re.findall(r"`((?:mrl|tests|docs|examples|benchmarks)/[\w/.-]*)`", text))
     gone = [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()]
-    assert len(named) > 20 and not gone
+    assert len(named) > 50 and not gone
+
+
+def test_what_an_engine_can_build_on_is_there():
+    """The table of docs/backends.md: `module.name` and files of mrl/engine."""
+    table = (ROOT / "docs/backends.md").read_text(encoding="utf-8").split("| for | in mrl/engine |")[1].split("\n\n")[0]
+    named = re.findall(r"`(\w+)\.(\w+)`", table)
+    missing = []
+    for module, name in named:
+        file = ROOT / "mrl/engine" / f"{module}.py"
+        if name != "py" and not (
+            file.exists() and re.search(rf"^(?:def|class) {name}\b", file.read_text(), re.MULTILINE)
+        ):
+            missing.append(f"{module}.{name}")
+    assert len(named) > 6 and not missing
 
 
 def test_the_picture_is_what_its_source_draws():
