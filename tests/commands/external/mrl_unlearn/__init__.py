@@ -1,0 +1,1 @@
+"""A command of another package: `mrl unlearn CONFIG`."""
