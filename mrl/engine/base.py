@@ -25,6 +25,7 @@ from mrl.converters.table import Family
 from mrl.engine import collective, saving
 from mrl.engine.checks import EngineChecks
 from mrl.engine.collective import Predictions
+from mrl.engine.guards import Problem
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
@@ -164,11 +165,11 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Remembers parameters and gradients just before an `optimizer_step`, for `guard_after_step` (see engine/guards.py)."""
 
     @abc.abstractmethod
-    def guard_after_step(self, token: Any) -> list[str]:
+    def guard_after_step(self, token: Any) -> list[Problem]:
         """What went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing did.
 
-        One message for each parameter that has no gradient or one that is not finite, that did not change, or whose
-        replicas differ; the same messages on every rank. One that ends in `guards.WAITS` is no fault: A of an adapter whose B
+        One for each parameter that has no gradient or one that is not finite, that did not change, or whose
+        replicas differ; the same list on every rank. One of `Kind.WAITS` is no fault: A of an adapter whose B
         was zero, which the next step can be asked about.
         """
 

@@ -13,6 +13,7 @@ image. And an adapter `B A` starts with B = 0: until B has moved, the gradient o
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterable
 
 import torch
@@ -28,13 +29,33 @@ ROUNDING_MARGIN = 8.0
 gradients smaller and Adam's eps weigh more."""
 
 
-WAITS = "its gradient is zero as long as B of its adapter is"
-"""How the message ends of a parameter that could not train in this step, and should in the next."""
+class Kind(enum.Enum):
+    """What a step can leave wrong with a parameter, as the sentence that a user reads; {} stands for `Problem.detail`."""
+
+    NOT_FINITE = "its gradient is not finite"
+    NO_GRADIENT = "it has no gradient"
+    ZERO_GRADIENT = "its gradient is zero"
+    WAITS = "its gradient is zero as long as B of its adapter is"
+    """It is no fault: A of an adapter could not train in this step, and should in the next."""
+    UNCHANGED = "it has a gradient but the step did not change it"
+    REPLICAS_DIFFER = "its replicas on {} differ"
 
 
-def faults(messages: Iterable[str]) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What one step left wrong with one parameter; `str` gives the line for the user."""
+
+    kind: Kind
+    parameter: str  # its name in the model's files
+    detail: str = ""  # what the kind's sentence leaves open, such as the ranks whose replicas differ
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.kind.value.format(self.detail)}"
+
+
+def faults(problems: Iterable[Problem]) -> list[Problem]:
     """Those of `problems` that something is wrong by; the others wait for the next step."""
-    return [message for message in messages if not message.endswith(WAITS)]
+    return [problem for problem in problems if problem.kind is not Kind.WAITS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +109,8 @@ def inspect(parameters: Iterable[Watched], *, lr: float, eps: float) -> dict[str
 
 
 @torch.no_grad()
-def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """A message for each parameter that failed, the same list on every rank. Collective over the default group.
+def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]) -> list[Problem]:
+    """One for each parameter that failed, the same list on every rank. Collective over the default group.
 
     weights: names and local pieces as in `inspect`, after the step.
     """
@@ -99,32 +120,33 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, findings)
-    messages = []
+    found_wrong = []
     for name in sorted({name for rank in ranks for name in rank}):
         found = [rank[name] for rank in ranks if name in rank]
-        if message := _fault(found):
-            messages.append(f"{name}: {message}")
-    return messages
+        kind = _fault(found)
+        if kind is not None:
+            found_wrong.append(Problem(kind, name))
+    return found_wrong
 
 
-def _fault(found: list[Finding]) -> str | None:
+def _fault(found: list[Finding]) -> Kind | None:
     """What is wrong with one parameter, from every rank that holds a piece of it."""
     if not all(f.finite for f in found):
-        return "its gradient is not finite"
+        return Kind.NOT_FINITE
     if not any(f.has_gradient for f in found):
-        return "it has no gradient"
+        return Kind.NO_GRADIENT
     if not any(f.nonzero for f in found):
         if all(f.may_be_idle for f in found):  # also of an adapter: nothing says that it will ever train
             return None
-        return WAITS if all(f.waits for f in found) else "its gradient is zero"
+        return Kind.WAITS if all(f.waits for f in found) else Kind.ZERO_GRADIENT
     if any(f.should_change and not f.changed for f in found):
-        return "it has a gradient but the step did not change it"
+        return Kind.UNCHANGED
     return None
 
 
 @torch.no_grad()
-def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[str]:
-    """A message for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
+def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[Problem]:
+    """One for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
 
     Collective over `group`, whose ranks give the same names in the same order. Join the lists of all groups with `union`.
     """
@@ -136,17 +158,17 @@ def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.Proce
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
     differ = (low != high).tolist()
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return [f"{n}: its replicas on ranks {ranks} differ" for (n, _), d in zip(named, differ, strict=True) if d]
+    ranks = f"ranks {dist.get_process_group_ranks(group or dist.group.WORLD)}"
+    return [Problem(Kind.REPLICAS_DIFFER, n, ranks) for (n, _), d in zip(named, differ, strict=True) if d]
 
 
-def union(messages: list[str]) -> list[str]:
-    """The messages of all ranks, each once, sorted. Collective over the default group."""
-    ranks = [messages]
+def union(problems: list[Problem]) -> list[Problem]:
+    """The problems of all ranks, each once, in the order of their lines. Collective over the default group."""
+    ranks = [problems]
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, messages)
-    return sorted({message for rank in ranks for message in rank})
+        dist.all_gather_object(ranks, problems)
+    return sorted({problem for rank in ranks for problem in rank}, key=str)
 
 
 @torch.no_grad()

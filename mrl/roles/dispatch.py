@@ -23,6 +23,7 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.engine import collective
 from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, LossFn, Predictions
+from mrl.engine.guards import Problem
 from mrl.errors import CheckpointError, ModelError
 from mrl.roles import role_checkpoints
 
@@ -35,7 +36,7 @@ class StepResult:
 
     grad_norm: GradNorm
     lr: float  # the rate that the step was made with
-    problems: list[str]  # what the guard found wrong, if it looked
+    problems: list[Problem]  # what the guard found wrong, if it looked
 
 
 def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:

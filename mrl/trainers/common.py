@@ -23,6 +23,7 @@ from mrl.converters.mtp import COUNT
 from mrl.converters.safetensors_io import some
 from mrl.converters.tokenizer_files import write_chat_template
 from mrl.engine import atomic_checkpoint, checkpoint_remote
+from mrl.engine.guards import Problem
 from mrl.engine.lora.folder import adapters, name_base
 from mrl.engine.stored_weights import further_layers
 from mrl.errors import DamagedCheckpoint, Stopped
@@ -271,7 +272,7 @@ def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: 
     say_all(console, notes)
 
 
-def problems_in_words(problems: Sequence[str], most: int = 10) -> str:
+def problems_in_words(problems: Sequence[Problem], most: int = 10) -> str:
     """The first of a step's problems (see engine/guards.py), and how many more there are."""
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more
+    return "; ".join(map(str, problems[:most])) + more

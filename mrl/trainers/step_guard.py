@@ -54,12 +54,12 @@ class StepGuard:
         return failed_step(self._engine, self._directory, step, batch, what, rows=self._rows(), kept_as="the batch")
 
 
-def norm_fault(name: str, grad_norm: GradNorm, problems: Sequence[str]) -> str | None:
+def norm_fault(name: str, grad_norm: GradNorm, problems: Sequence[guards.Problem]) -> str | None:
     """The fault of a gradient norm, with the first problems of parameters; None where the step was made."""
     if grad_norm.skipped is None and math.isfinite(grad_norm):
         return None
     why = f" ({grad_norm.skipped})" if grad_norm.skipped else ""
-    return "; ".join([f"{name} is {float(grad_norm)}{why}", *problems[:5]])
+    return "; ".join([f"{name} is {float(grad_norm)}{why}", *map(str, problems[:5])])
 
 
 def failed_step(

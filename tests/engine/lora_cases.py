@@ -21,7 +21,12 @@ from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
+<<<<<<< HEAD
 from mrl.engine.lora.shapes import adapter_shapes
+=======
+from mrl.engine.guards import Kind, Problem
+from mrl.engine.lora import adapter_shapes
+>>>>>>> e19a5cf (Guards give records of kind, parameter and detail; nothing is told from how a message ends)
 from mrl.engine.megatron.optim import gradient_buffers, optimizers_of, shards
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.engine.torch_dist.reader import TorchDistReader
@@ -77,16 +82,16 @@ def guards_know_that_b_starts_at_zero(config: RoleConfig, adapter: str) -> None:
     """A's gradient is zero at the start, and is no fault; a zero gradient of B is one, and of A where B is not zero."""
     engine = make_engine(config)
     found = _problems(engine, lambda name: ".adapter.B.q_proj" in name)
-    waiting = [line for line in found if line.endswith(guards.WAITS)]
-    assert waiting and all("lora_A.weight" in line for line in waiting), found
-    assert any("q_proj.lora_B.weight: its gradient is zero" in line for line in guards.faults(found)), found
-    assert all("q_proj.lora_B.weight: its gradient is zero" in line for line in guards.faults(found)), found
+    waiting = [p.parameter for p in found if p.kind is Kind.WAITS]
+    assert waiting and all("lora_A.weight" in name for name in waiting), found
+    assert guards.faults(found), found
+    assert all("q_proj.lora_B.weight: its gradient is zero" in str(p) for p in guards.faults(found)), found
     engine = with_adapters(config, adapter)
     found = _problems(engine, lambda name: ".adapter.A.q_proj" in name)
-    assert found and all(line.endswith("q_proj.lora_A.weight: its gradient is zero") for line in found), found
+    assert found and all(str(p).endswith("q_proj.lora_A.weight: its gradient is zero") for p in found), found
 
 
-def _problems(engine: BaseEngine, zeroed) -> list[str]:
+def _problems(engine: BaseEngine, zeroed) -> list[Problem]:
     """What the guards say of a step whose reduced gradients are zero where `zeroed(name)`."""
     gradients(engine, engine.shard_data(tiny.uneven_batch()))
     for model in engine.model.chunks:

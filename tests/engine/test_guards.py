@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.engine import guards
-from mrl.engine.guards import Watched
+from mrl.engine.guards import Kind, Problem, Watched
 from tests.engine.harness import run_case
 
 LR, EPS = 1e-3, 1e-8
@@ -17,7 +17,7 @@ def after_step(weight, gradient, *, new=None, lr=LR, **watched):
     before = torch.tensor(weight)
     g = None if gradient is None else torch.tensor(gradient)
     found = guards.inspect([Watched("w", before, g, **watched)], lr=lr, eps=EPS)
-    return guards.problems(found, [("w", torch.tensor(weight if new is None else new))])
+    return [str(p) for p in guards.problems(found, [("w", torch.tensor(weight if new is None else new))])]
 
 
 def test_a_step_that_did_what_it_should():
@@ -45,7 +45,7 @@ def test_an_expert_without_tokens_may_stay_but_one_with_tokens_may_not():
 
 def test_an_adapter_waits_for_b_but_not_where_it_may_be_idle():
     """A of a tower that never sees an image waits for a B that never moves: guards would never end."""
-    assert after_step([1.0], [0.0], waits=True) == [f"w: {guards.WAITS}"]
+    assert after_step([1.0], [0.0], waits=True) == ["w: its gradient is zero as long as B of its adapter is"]
     assert after_step([1.0], [0.0], waits=True, may_be_idle=True) == []
     assert after_step([1.0], None, waits=True, may_be_idle=True) == ["w: it has no gradient"]
 
@@ -100,11 +100,12 @@ def over_ranks():
     half = Watched("half", torch.ones(2), torch.ones(2))
     found = guards.inspect([rows, own, half], lr=LR, eps=EPS)
     moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
-    messages = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("half", moved)])
+    found_wrong = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("half", moved)])
     balanced = torch.full((4,), 1.5) + rank * 2.0**-20 * torch.tensor([1.0, -1.0, -1.0, 1.0])
     replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank))), ("balanced", balanced)]
-    messages += guards.replica_problems(replicas, None)
-    return messages, guards.union([f"from {rank}", "both"])
+    found_wrong += guards.replica_problems(replicas, None)
+    of_all = guards.union([Problem(Kind.UNCHANGED, f"from {rank}"), Problem(Kind.NO_GRADIENT, "both")])
+    return [str(p) for p in found_wrong], [p.parameter for p in of_all]
 
 
 def test_each_piece_of_a_parameter_is_judged_and_replicas_are_compared():

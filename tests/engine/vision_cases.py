@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
-from mrl.engine import guards
+from mrl.engine.guards import Kind, Problem
 from mrl.errors import ModelError
 from tests.engine import tiny
 from tests.engine.contract import assert_close, assert_equal, gradients, make_engine
@@ -84,7 +84,9 @@ def guards_see_a_tower_that_does_not_train(config: RoleConfig, batch: Batch) -> 
         token = engine.guard_before_step()
         engine.optimizer_step()
         problems = engine.guard_after_step(token)
-        assert all("visual.blocks.1" in problem for problem in problems) and bool(problems) == images, problems
+        assert all("visual.blocks.1" in problem.parameter for problem in problems) and bool(problems) == images, (
+            problems
+        )
 
 
 def guards_of_adapters_end_without_images(config: RoleConfig, batch: Batch) -> None:
@@ -102,7 +104,7 @@ def guards_of_adapters_end_without_images(config: RoleConfig, batch: Batch) -> N
     tower = {name for name in engine.model.trained() if "visual" in name}
     waiting = {name for name in engine.model.trained() if "lora_A" in name} - tower
     assert tower and waiting
-    assert found == [sorted(f"{name}: {guards.WAITS}" for name in waiting), []], found
+    assert found == [[Problem(Kind.WAITS, name) for name in sorted(waiting)], []], found
 
 
 def bf16_is_near_fp32(config: RoleConfig, batch: Batch) -> None:

@@ -221,7 +221,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         with self.offload.used("parameters", "gradients"):
             return guards.inspect(self._watched(), lr=self._learning_rate(), eps=self._trained().config.eps)
 
-    def guard_after_step(self, token: Any) -> list[str]:
+    def guard_after_step(self, token: Any) -> list[guards.Problem]:
         with self.offload.used("parameters"):
             weights = [(w.name, w.weight) for w in self._watched()]
             replicas = guards.replica_problems(weights, self.mesh.replica_group)

@@ -218,7 +218,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
     @installed
-    def guard_after_step(self, token: Any) -> list[str]:
+    def guard_after_step(self, token: Any) -> list[guards.Problem]:
         with self.offload.used("parameters", "gradients", "optimizer"):
             changed = guards.problems(token, ((w.name, w.weight) for w in watched.watched(self.model)))
             return changed + watched.replica_problems(self.model)

@@ -39,7 +39,7 @@ def watched(model: Model) -> Iterator[guards.Watched]:
         yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=idle, waits=waits)
 
 
-def replica_problems(model: Model) -> list[str]:
+def replica_problems(model: Model) -> list[guards.Problem]:
     """Parameters that differ between ranks that hold the same piece of them."""
     named = _names(model)
     everything = [(*named[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]

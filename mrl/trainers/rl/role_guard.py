@@ -7,16 +7,13 @@ import math
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.engine.guards import faults
+from mrl.engine.guards import Kind, Problem, faults
 from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
 from mrl.trainers.common import problems_in_words
 from mrl.trainers.rl import invariants
 from mrl.trainers.rl.state import Progress, Trainer
 from mrl.trainers.step_guard import failed_step, norm_fault
-
-NO_GRADIENT = "its gradient is zero"
-"""How a message of engine/guards.py ends that no signal explains, too."""
 
 
 class RoleGuard:
@@ -48,11 +45,11 @@ class RoleGuard:
         if self.watches_parameters:
             self._check_parameters(result, problems)
 
-    def _check_parameters(self, result: StepResult, problems: list[str]) -> None:
+    def _check_parameters(self, result: StepResult, problems: list[Problem]) -> None:
         progress, role = self._progress, self._role
         has_gradient, an_adapter_waits = float(result.grad_norm) != 0, len(problems) < len(result.problems)
         if not has_gradient or (role == "critic" and role not in progress.moved):
-            problems = [p for p in problems if not p.endswith(NO_GRADIENT)]
+            problems = [p for p in problems if p.kind is not Kind.ZERO_GRADIENT]
         elif not problems and not an_adapter_waits:
             progress.trained.append(role)
         if has_gradient and role not in progress.moved:

@@ -217,7 +217,7 @@ class PlainEngine(BaseEngine):
             watched = [guards.Watched(name, p.detach(), p.grad) for name, p in self.parameters.items()]
             return guards.inspect(watched, lr=self._learning_rate(), eps=self.config.optimizer.eps)
 
-    def guard_after_step(self, token: Any) -> list[str]:
+    def guard_after_step(self, token: Any) -> list[guards.Problem]:
         with self.offload.used("parameters"):
             weights = [(name, p.detach()) for name, p in self.parameters.items()]
             return guards.problems(token, weights) + guards.union(guards.replica_problems(weights, dist.group.WORLD))
