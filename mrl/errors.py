@@ -1,13 +1,26 @@
 """The user's mistakes: each is one clear line that names the key or file, the value, and what would work.
 
+    raise ConfigError("optimizer.min_lr", 0.1, "is above optimizer.lr 0.01", "give at most 0.01")
+    optimizer.min_lr: value 0.1 is above optimizer.lr 0.01; give at most 0.01
+
 The command line turns a `UserError` into that line on stderr and exit code 2, without a traceback.
 Everything else that escapes is a fault of ours: a traceback and exit code 1.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
 LONGEST = 400
 """Characters of the message of an error about keys, rows or a model: values that users write may be of any length."""
+
+SHOWN = 80
+"""Characters of a value in a message."""
 
 
 def one_line(text: object, longest: int | None = None) -> str:
@@ -36,18 +49,83 @@ def shortened(text: str, longest: int = 160) -> str:
     return f"{text[: longest // 2 - 2]}...{text[2 - longest // 2 :]}"
 
 
-def quoted(text: str, longest: int = 160) -> str:
-    """As `shortened`, in quotes."""
-    return repr(shortened(text, longest))
+class Shown(str):
+    """A value in the words that a message has it in: `show` leaves it as it is."""
+
+
+def quoted(text: str, longest: int = 160) -> Shown:
+    """As `shortened`, in quotes: for paths and URLs, of which the end tells as much as the beginning."""
+    return Shown(repr(shortened(text, longest)))
+
+
+def show(value: Any) -> str:
+    """A value as the user may have written it, on one line and not too long, however large or deep it is."""
+    if isinstance(value, Shown):
+        return value
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > SHOWN:  # nor is more of it looked at
+            return text[: SHOWN - 3] + "..."
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The JSON of a value, piece by piece."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        yield "{"
+        for i, (name, inner) in enumerate(value.items()):
+            yield ", " if i else ""
+            yield from _pieces(name if isinstance(name, str) else show(name))
+            yield ": "
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "["
+        for i, inner in enumerate(value):
+            yield ", " if i else ""
+            yield from _pieces(inner)
+        yield "]"
+    elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
+        yield f"(a number of {int(value.bit_length() * math.log10(2)) + 1} digits)"
+    elif isinstance(value, str):
+        yield json.dumps(value[: SHOWN + 1], ensure_ascii=False)
+    elif value is None or isinstance(value, int | float):
+        yield json.dumps(value)
+    else:
+        yield json.dumps(str(value), ensure_ascii=False)
+
+
+class _Absent(enum.Enum):
+    """What stands for a value that an error does not have."""
+
+    VALUE = enum.auto()
 
 
 class UserError(Exception):
-    """Something the user can put right; the message is one line and says how."""
+    """Something the user can put right; `str` is one line and says how.
+
+    `UserError(key, value, why, fix)` is the line `key: value VALUE why; fix`, without a value where none is given. A text
+    alone is the line, and its `key` is None.
+    """
 
     longest: int | None = None
 
-    def __init__(self, message: object = "") -> None:
-        super().__init__(one_line(message, self.longest))
+    def __init__(self, key: object = "", value: object = _Absent.VALUE, why: str = "", fix: str = "") -> None:
+        self.key = str(key) if why else None  # dotted; or the file, or file and line, that the error is about
+        self.value = value
+        self.why = why
+        self.fix = fix  # what would work
+        shown = f"value {show(value)} " if value is not _Absent.VALUE else ""
+        line = f"{key}: {shown}{why}" if why else key
+        super().__init__(one_line(f"{line}; {fix}" if fix else line, self.longest))
+
+    def under(self, section: str) -> Self:
+        """The same error of the key where it stands in `section`."""
+        assert self.key is not None, f"an error of no key: {self}"
+        return type(self)(f"{section}.{self.key}", self.value, self.why, self.fix)
 
 
 class ConfigError(UserError):
@@ -58,10 +136,8 @@ class ConfigError(UserError):
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
     """The line on an output_dir that cannot be made or written. at: the file or folder that `error` is about."""
-    return ConfigError(
-        f"output_dir: value {quoted(output_dir)} cannot be written ({shortened(str(at), 80)}: {error.strerror or error}); give a "
-        "folder that can"
-    )
+    why = f"cannot be written ({shortened(str(at), 80)}: {error.strerror or error})"
+    return ConfigError("output_dir", quoted(output_dir), why, "give a folder that can")
 
 
 class DataError(UserError):

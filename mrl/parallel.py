@@ -36,22 +36,30 @@ class ParallelDims:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"engine.parallel.{name}: {getattr(self, name)} must be at least 1")
+                raise ConfigError(f"engine.parallel.{name}", getattr(self, name), "is too few", "give at least 1")
         if self.world_size % self.model_size:
             raise ConfigError(
-                f"engine.parallel: tp*pp*cp ({self.tp}*{self.pp}*{self.cp} = {self.model_size}) does not divide the "
-                f"{self.world_size} processes; use a multiple of {self.model_size} processes or smaller degrees"
+                "engine.parallel",
+                why=(
+                    f"tp*pp*cp ({self.tp}*{self.pp}*{self.cp} = {self.model_size}) does not divide the "
+                    f"{self.world_size} processes"
+                ),
+                fix=f"use a multiple of {self.model_size} processes or smaller degrees",
             )
         per_stage = self.world_size // self.pp
         if per_stage % (self.ep * self.etp):
             raise ConfigError(
-                f"engine.parallel: ep*etp ({self.ep}*{self.etp} = {self.ep * self.etp}) does not divide the {per_stage} "
-                f"processes of a pipeline stage (tp*cp*dp); use a divisor of {per_stage}"
+                "engine.parallel",
+                why=(
+                    f"ep*etp ({self.ep}*{self.etp} = {self.ep * self.etp}) does not divide the {per_stage} "
+                    "processes of a pipeline stage (tp*cp*dp)"
+                ),
+                fix=f"use a divisor of {per_stage}",
             )
         if self.vpp > 1 and self.pp == 1:
-            raise ConfigError(f"engine.parallel.vpp: {self.vpp} needs pp of 2 or more; set pp, or vpp to 1")
+            raise ConfigError("engine.parallel.vpp", self.vpp, "needs pp of 2 or more", "set pp, or vpp to 1")
         if self.sp and self.tp == 1:
-            raise ConfigError("engine.parallel.sp: true needs tp of 2 or more; set sp to auto or false")
+            raise ConfigError("engine.parallel.sp", True, "needs tp of 2 or more", "set sp to auto or false")
 
     @property
     def model_size(self) -> int:
@@ -112,8 +120,9 @@ def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
     stages = pp * vpp
     if num_layers < stages:
         raise ConfigError(
-            f"engine.parallel: pp*vpp ({pp}*{vpp} = {stages}) is more than the model's {num_layers} layers; "
-            f"use at most {num_layers}"
+            "engine.parallel",
+            why=f"pp*vpp ({pp}*{vpp} = {stages}) is more than the model's {num_layers} layers",
+            fix=f"use at most {num_layers}",
         )
     base, surplus = divmod(num_layers, stages)
     order = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from importlib import metadata
 
-from mrl.config.keys import show
 from mrl.errors import ConfigError
 
 GROUP = "mrl.engines"
@@ -46,12 +45,14 @@ def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
     if entries:
         packages = " and ".join(sorted(map(package_of, entries)))
         raise ConfigError(
-            f"{path}.backend: value {show(name)} is registered by {len(entries)} packages, {packages}; uninstall all but one"
+            f"{path}.backend", name, f"is registered by {len(entries)} packages, {packages}", "uninstall all but one"
         )
     names = [*OWN, *sorted(set(found) - set(OWN))]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(
-        f"{path}.backend: value {show(name)} is no engine{hint}; give one of {', '.join(names)}, or install a package that "
-        f"registers it under {GROUP}"
+        f"{path}.backend",
+        name,
+        f"is no engine{hint}",
+        f"give one of {', '.join(names)}, or install a package that registers it under {GROUP}",
     )

@@ -26,8 +26,13 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
     if not isinstance(raw, Mapping):
         first = next(iter(keys.values()))
         raise ConfigError(
-            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping with any of the keys {listed(keys)}, or one of them, "
-            f"as in {first.path}=VALUE ({first.help})"
+            path,
+            raw,
+            f"is {kind(raw)}",
+            (
+                f"give a mapping with any of the keys {listed(keys)}, or one of them, as in {first.path}=VALUE "
+                f"({first.help})"
+            ),
         )
     for name in raw:
         if name not in keys:
@@ -44,7 +49,7 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
             values[name] = _coerce(key.annotation, raw[name], key)
         elif key.required:
             raise ConfigError(
-                f"{key.path}: is missing and has no default; give {expected(key.annotation)} ({key.help})"
+                key.path, why="is missing and has no default", fix=f"give {expected(key.annotation)} ({key.help})"
             )
     return section(**values)
 
@@ -64,7 +69,7 @@ def _unknown(name: Any, value: Any, section: type, path: str, root: type) -> Con
         guess = " and ".join(elsewhere)
     known = listed(key.path.rsplit(".", 1)[-1] for key in section_keys(section, path))
     advice = f"did you mean {guess}?" if guess else f"the keys {f'of {path} ' if path else ''}are {known}"
-    return ConfigError(f"{shortened(dotted)}: value {show(value)} is given to an unknown key; {advice}")
+    return ConfigError(shortened(dotted), value, "is given to an unknown key", advice)
 
 
 def _coerce(annotation: Any, value: Any, key: Key) -> Any:
@@ -94,7 +99,7 @@ def _text(value: str, key: Key) -> str:
     for character in value:
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise ConfigError(
-                f"{key.path}: value {show(value)} holds the character U+{ord(character):04X}, which no text can have; leave it out"
+                key.path, value, f"holds the character U+{ord(character):04X}, which no text can have", "leave it out"
             )
     return value
 
@@ -114,7 +119,7 @@ def _coerce_tuple(args: tuple[Any, ...], value: Sequence[Any], key: Key) -> tupl
     element = dataclasses.replace(key, annotation=args[0])
     items = tuple(_coerce(args[0], item, element) for item in value)
     if args[-1] is Ellipsis and len(set(items)) != len(items):
-        raise ConfigError(f"{key.path}: value {show(list(value))} is a list with an entry twice; give each once")
+        raise ConfigError(key.path, list(value), "is a list with an entry twice", "give each once")
     return items
 
 
@@ -131,7 +136,7 @@ def _in_bounds(value: float, written: Any, key: Key) -> float:
         return value
     bounds = key.bounds if finite and _is_within(value, key.stated) else key.stated
     reason = "out of range" if finite else "not finite"
-    raise ConfigError(f"{key.path}: value {show(written)} is {reason}; give {expected(key.annotation, bounds)}")
+    raise ConfigError(key.path, written, f"is {reason}", f"give {expected(key.annotation, bounds)}")
 
 
 def _is_within(value: float, bounds: Mapping[str, float | None]) -> bool:
@@ -149,9 +154,7 @@ def _refuse(value: Any, key: Key) -> typing.NoReturn:
     if isinstance(value, bool | int | float) and str in (key.annotation, *texts):
         what += " (quote it to make it text)"
     hint = f" (did you mean {close[0]}?)" if close else ""
-    raise ConfigError(
-        f"{key.path}: value {show(value)} is {what}{hint}; give {expected(key.annotation, key.stated)}"
-    ) from None
+    raise ConfigError(key.path, value, f"is {what}{hint}", f"give {expected(key.annotation, key.stated)}") from None
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 from mrl.config.backends import OWN, entry_point
-from mrl.config.keys import show
 from mrl.config.schema import (
     EngineConfig,
     LogConfig,
@@ -45,8 +44,13 @@ def check_replicas(dims: ParallelDims, key: str, sequences: int, role: str = "")
     of_role = f" of the {role}" if role else ""
     if sequences < dims.dp:
         raise ConfigError(
-            f"{key}: value {sequences} is less than the {dims.dp} data-parallel replicas{of_role} ({dims.describe()} on "
-            f"{dims.world_size} processes); give at least {dims.dp} or use fewer processes"
+            key,
+            sequences,
+            (
+                f"is less than the {dims.dp} data-parallel replicas{of_role} ({dims.describe()} on "
+                f"{dims.world_size} processes)"
+            ),
+            f"give at least {dims.dp} or use fewer processes",
         )
 
 
@@ -57,9 +61,10 @@ def check_batch(global_batch_size: int, rows_of_batch: int, rows: int) -> None:
     """
     if rows_of_batch > MOST_PASSES * rows:
         raise ConfigError(
-            f"train.global_batch_size: value {global_batch_size} has each of the {rows} rows of data.train "
-            f"{math.ceil(rows_of_batch / rows)} times in one step; give {global_batch_size * rows // rows_of_batch} for each of them "
-            "once, or more rows"
+            "train.global_batch_size",
+            global_batch_size,
+            f"has each of the {rows} rows of data.train {math.ceil(rows_of_batch / rows)} times in one step",
+            f"give {global_batch_size * rows // rows_of_batch} for each of them once, or more rows",
         )
 
 
@@ -98,13 +103,16 @@ def _check_train(config: SFTConfig) -> None:
     train, data = config.train, config.data
     if train.steps is not None and train.epochs is not None:
         raise ConfigError(
-            f"train.steps: value {train.steps} is given together with train.epochs {train.epochs:g}; keep one of them"
+            "train.steps", train.steps, f"is given together with train.epochs {train.epochs:g}", "keep one of them"
         )
     if data.eval is None:
         for name in ("eval_every", "eval_batches"):
             if getattr(train, name) is not None:
                 raise ConfigError(
-                    f"train.{name}: value {getattr(train, name)} is not used without data.eval; set data.eval, or null here"
+                    f"train.{name}",
+                    getattr(train, name),
+                    "is not used without data.eval",
+                    "set data.eval, or null here",
                 )
 
 
@@ -113,12 +121,14 @@ def check_lora(model: ModelConfig, path: str = "model") -> None:
     for key in ("target_modules", "exclude_modules"):
         if model.lora is not None and not (value := getattr(model.lora, key)) and value is not None:
             raise ConfigError(
-                f"{path}.lora.{key}: value {show(value)} names nothing; give all-linear, ends of names, or a regular expression"
+                f"{path}.lora.{key}", value, "names nothing", "give all-linear, ends of names, or a regular expression"
             )
     if model.lora is not None and model.init == "random":
         raise ConfigError(
-            f'{path}.init: value "random" makes a base that no other run has, and {path}.lora trains adapters over one; set it '
-            f"to pretrained, or {path}.lora to null"
+            f"{path}.init",
+            "random",
+            f"makes a base that no other run has, and {path}.lora trains adapters over one",
+            f"set it to pretrained, or {path}.lora to null",
         )
 
 
@@ -127,12 +137,17 @@ def check_micro_batch(micro_batch: MicroBatchConfig, max_length: int, longest: s
     key = f"{path}.micro_batch"
     if micro_batch.tokens is not None and micro_batch.size is not None:
         raise ConfigError(
-            f"{key}.tokens: value {micro_batch.tokens} is given together with {key}.size {micro_batch.size}; keep one of them"
+            f"{key}.tokens",
+            micro_batch.tokens,
+            f"is given together with {key}.size {micro_batch.size}",
+            "keep one of them",
         )
     if micro_batch.tokens is not None and micro_batch.tokens < max_length:
         raise ConfigError(
-            f"{key}.tokens: value {micro_batch.tokens} is less than {longest}, so a sequence may fit in no micro-batch; "
-            f"give at least {max_length}, or shorten them"
+            f"{key}.tokens",
+            micro_batch.tokens,
+            f"is less than {longest}, so a sequence may fit in no micro-batch",
+            f"give at least {max_length}, or shorten them",
         )
 
 
@@ -140,32 +155,34 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
     """Rates, betas and what the schedule reads."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
-            f"{path}.min_lr: value {optimizer.min_lr:g} is above {path}.lr {optimizer.lr:g}; give at most {optimizer.lr:g}"
+            f"{path}.min_lr", optimizer.min_lr, f"is above {path}.lr {optimizer.lr:g}", f"give at most {optimizer.lr:g}"
         )
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
-            raise ConfigError(f"{path}.betas: value {beta:g} is out of range; give two numbers from 0 to below 1")
+            raise ConfigError(f"{path}.betas", beta, "is out of range", "give two numbers from 0 to below 1")
     if optimizer.schedule == "constant":
         for name, unset in (("min_lr", 0.0), ("decay_steps", None)):
             if getattr(optimizer, name) != unset:
                 raise ConfigError(
-                    f"{path}.{name}: value {getattr(optimizer, name)} is not used by schedule constant, which never "
-                    "decays; choose linear, cosine or wsd, or leave it out"
+                    f"{path}.{name}",
+                    getattr(optimizer, name),
+                    "is not used by schedule constant, which never decays",
+                    "choose linear, cosine or wsd, or leave it out",
                 )
 
 
 def check_schedule(optimizer: OptimizerConfig, steps: int, length: str, path: str = "optimizer") -> None:
     """Warm-up and decay within the `steps` of the run. length: what sets them, in words, as in "train.steps 100"."""
     if optimizer.warmup_steps > steps:
-        raise ConfigError(
-            f"{path}.warmup_steps: value {optimizer.warmup_steps} is above {length}; give at most {steps}"
-        )
+        raise ConfigError(f"{path}.warmup_steps", optimizer.warmup_steps, f"is above {length}", f"give at most {steps}")
     if optimizer.schedule == "wsd" and optimizer.decay_steps is not None:
         room = steps - optimizer.warmup_steps
         if optimizer.decay_steps > room:
             raise ConfigError(
-                f"{path}.decay_steps: value {optimizer.decay_steps} is above the {room} steps that {length} leaves after the "
-                f"warm-up; give at most {room}"
+                f"{path}.decay_steps",
+                optimizer.decay_steps,
+                f"is above the {room} steps that {length} leaves after the warm-up",
+                f"give at most {room}",
             )
 
 
@@ -183,8 +200,10 @@ def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
     path = f"{role}.engine" if role else "engine"
     if engine.recompute_every > 1 and engine.recompute != "full":
         raise ConfigError(
-            f'{path}.recompute_every: value {engine.recompute_every} is not used by {path}.recompute "{engine.recompute}"; set '
-            f"{path}.recompute to full, or leave it out"
+            f"{path}.recompute_every",
+            engine.recompute_every,
+            f'is not used by {path}.recompute "{engine.recompute}"',
+            f"set {path}.recompute to full, or leave it out",
         )
 
 
@@ -194,7 +213,7 @@ def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") 
     if processes % replicate:
         fit = divisors_near(processes, replicate)
         raise ConfigError(
-            f"{path}.fsdp.replicate: value {replicate} does not divide the {processes} processes; use one of {fit}"
+            f"{path}.fsdp.replicate", replicate, f"does not divide the {processes} processes", f"use one of {fit}"
         )
 
 
@@ -204,5 +223,5 @@ def check_log(log: LogConfig) -> None:
         value = getattr(log.wandb, name)
         if log.wandb.project is None and value != unset:
             raise ConfigError(
-                f"log.wandb.{name}: value {value!r} is not used without log.wandb.project; set log.wandb.project"
+                f"log.wandb.{name}", value, "is not used without log.wandb.project", "set log.wandb.project"
             )

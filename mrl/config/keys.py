@@ -9,23 +9,18 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import json
-import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from mrl.errors import shortened
+from mrl.errors import show as show  # for those who name it here
 
 NUMBERS = (int, float)
 MOST = {int: 2**31 - 1, float: 1e9}
 """The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is larger
 does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32 arithmetic."""
-
-
-SHOWN = 80
-"""Characters of a value in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,44 +137,6 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
     return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)] or [None])[0]
-
-
-def show(value: Any) -> str:
-    """A value as the user may have written it, on one line and not too long, however large or deep it is."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > SHOWN:  # nor is more of it looked at
-            return text[: SHOWN - 3] + "..."
-    return text
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    """The JSON of a value, piece by piece."""
-    if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        yield "{"
-        for i, (name, inner) in enumerate(value.items()):
-            yield ", " if i else ""
-            yield from _pieces(name if isinstance(name, str) else show(name))
-            yield ": "
-            yield from _pieces(inner)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "["
-        for i, inner in enumerate(value):
-            yield ", " if i else ""
-            yield from _pieces(inner)
-        yield "]"
-    elif isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to write very long ones
-        yield f"(a number of {int(value.bit_length() * math.log10(2)) + 1} digits)"
-    elif isinstance(value, str):
-        yield json.dumps(value[: SHOWN + 1], ensure_ascii=False)
-    elif value is None or isinstance(value, int | float):
-        yield json.dumps(value)
-    else:
-        yield json.dumps(str(value), ensure_ascii=False)
 
 
 def listed(names: Iterable[str], room: int = 200) -> str:

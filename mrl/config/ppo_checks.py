@@ -9,12 +9,12 @@ import difflib
 from collections.abc import Iterator
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
-from mrl.config.keys import Key, changed, listed, show
+from mrl.config.keys import Key, changed, listed
 from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Shown
 from mrl.metric_names import CONVERSATION_METRICS, PPO_METRICS
 from mrl.parallel import divisors_near
 
@@ -40,8 +40,10 @@ def check_ppo(config: PPOConfig) -> None:
     lora = config.actor.model.lora
     if lora is not None and lora.dropout and config.train.guards:
         raise ConfigError(
-            f"actor.model.lora.dropout: value {lora.dropout:g} makes the policy that trains another one than the policy that "
-            "sampled; set it to 0, or train.guards to false to go on with it"
+            "actor.model.lora.dropout",
+            lora.dropout,
+            "makes the policy that trains another one than the policy that sampled",
+            "set it to 0, or train.guards to false to go on with it",
         )
     _check_rewards(config)
     _check_rollout(config)
@@ -55,7 +57,7 @@ def check_schedules(config: PPOConfig, steps: int, length: str) -> None:
     warmup = config.algorithm.critic_warmup
     if warmup >= steps:
         raise ConfigError(
-            f"algorithm.critic_warmup: value {warmup} leaves the actor none of {length}; give at most {steps - 1}"
+            "algorithm.critic_warmup", warmup, f"leaves the actor none of {length}", f"give at most {steps - 1}"
         )
     check_schedule(config.critic.optimizer, steps, length, "critic.optimizer")
     if warmup:
@@ -72,13 +74,15 @@ def _check_sizes(config: PPOConfig) -> None:
     )
     if batch % samples:
         raise ConfigError(
-            f"train.global_batch_size: value {batch} is not a multiple of rollout.samples_per_prompt {samples}; give "
-            f"{_nearest_multiples(batch, samples)}"
+            "train.global_batch_size",
+            batch,
+            f"is not a multiple of rollout.samples_per_prompt {samples}",
+            f"give {_nearest_multiples(batch, samples)}",
         )
     if batch % mini_batch:
         near = divisors_near(batch, mini_batch, most=2).replace(", ", " or ")
         raise ConfigError(
-            f"algorithm.mini_batch_size: value {mini_batch} does not divide train.global_batch_size {batch}; give {near}"
+            "algorithm.mini_batch_size", mini_batch, f"does not divide train.global_batch_size {batch}", f"give {near}"
         )
 
 
@@ -88,13 +92,18 @@ def _check_length(config: PPOConfig) -> None:
         return
     if train.epochs is not None:
         raise ConfigError(
-            f"train.steps: value {train.steps} is given together with train.epochs {train.epochs:g}; keep one of them"
+            "train.steps", train.steps, f"is given together with train.epochs {train.epochs:g}", "keep one of them"
         )
     if train.steps % per_iteration:
         raise ConfigError(
-            f"train.steps: value {train.steps} is not a multiple of the {per_iteration} steps of an iteration "
-            f"(algorithm.epochs {config.algorithm.epochs} times {train.global_batch_size} // {config.mini_batch_size} "
-            f"mini-batches); give {_nearest_multiples(train.steps, per_iteration)}"
+            "train.steps",
+            train.steps,
+            (
+                f"is not a multiple of the {per_iteration} steps of an iteration (algorithm.epochs "
+                f"{config.algorithm.epochs} times {train.global_batch_size} // {config.mini_batch_size} "
+                "mini-batches)"
+            ),
+            f"give {_nearest_multiples(train.steps, per_iteration)}",
         )
     check_schedules(config, train.steps, f"train.steps {train.steps}")
 
@@ -115,8 +124,10 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
     devices = {engine.device, config.actor.engine.device}
     if devices == {"cpu", "cuda"}:
         raise ConfigError(
-            f'{path}.device: value "{engine.device}" does not go with actor.engine.device {config.actor.engine.device}: all '
-            "roles share the same processes; give both the same, or leave this one out"
+            f"{path}.device",
+            engine.device,
+            f"does not go with actor.engine.device {config.actor.engine.device}: all roles share the same processes",
+            "give both the same, or leave this one out",
         )
     if role in TRAINED:
         return
@@ -130,9 +141,7 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
     }
     for name, (value, is_set) in backward.items():
         if is_set:
-            raise ConfigError(
-                f"{path}.{name}: value {show(value)} is for training, and the {role} never trains; leave it out"
-            )
+            raise ConfigError(f"{path}.{name}", value, f"is for training, and the {role} never trains", "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -148,33 +157,35 @@ def _check_rewards(config: PPOConfig) -> None:
     if elsewhere or any(function.weight for function in functions):
         return
     if config.reward.model.path is not None:
-        key, what = "reward.weight", "value 0 leaves"
+        key, value = "reward.weight", Shown("0")
     elif functions:
-        key, what = "rewards.functions", "value has weight 0 throughout, which leaves"
+        key, value = "rewards.functions", Shown("has weight 0 throughout, which")
     else:
-        key, what = "rewards", "value null leaves"
-    raise ConfigError(
-        f"{key}: {what} nothing to learn from; give rewards.functions with a weight, reward.model.path, or rollout.environment"
-    )
+        key, value = "rewards", Shown("null")
+    fix = "give rewards.functions with a weight, reward.model.path, or rollout.environment"
+    raise ConfigError(key, value, "leaves nothing to learn from", fix)
 
 
 def _check_rollout(config: PPOConfig) -> None:
     rollout = config.rollout
     if "" in rollout.stop:
-        raise ConfigError('rollout.stop: value "" would end every completion at once; give texts, or leave it out')
+        raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")
     if rollout.backend == "native" and rollout.cache_tokens < config.max_length:
         raise ConfigError(
-            f"rollout.cache_tokens: value {rollout.cache_tokens} is less than a sequence may have, data.max_prompt_length "
-            f"{config.data.max_prompt_length} and rollout.max_new_tokens {rollout.max_new_tokens} together; give at least "
-            f"{config.max_length}"
+            "rollout.cache_tokens",
+            rollout.cache_tokens,
+            (
+                f"is less than a sequence may have, data.max_prompt_length {config.data.max_prompt_length} "
+                f"and rollout.max_new_tokens {rollout.max_new_tokens} together"
+            ),
+            f"give at least {config.max_length}",
         )
-    if (rollout.backend == "recorded") != (rollout.path is not None):
-        raise ConfigError(
-            'rollout.path: value null leaves rollout.backend "recorded" nothing to replay; give a folder with samples'
-            if rollout.path is None
-            else f"rollout.path: value {show(rollout.path)} is not used by rollout.backend {rollout.backend}; set it to "
-            "recorded, or leave this out"
-        )
+    if rollout.backend == "recorded" and rollout.path is None:
+        why = 'leaves rollout.backend "recorded" nothing to replay'
+        raise ConfigError("rollout.path", None, why, "give a folder with samples")
+    if rollout.backend != "recorded" and rollout.path is not None:
+        why = f"is not used by rollout.backend {rollout.backend}"
+        raise ConfigError("rollout.path", rollout.path, why, "set it to recorded, or leave this out")
     if rollout.backend != "native":
         _refuse(rollout, NATIVE_ONLY, f"by rollout.backend {rollout.backend}", "set rollout.backend to native")
     if rollout.backend == "recorded":
@@ -199,13 +210,16 @@ def _check_server(config: PPOConfig) -> None:
         )
     elif backend == "sglang":
         raise ConfigError(
-            "rollout.server.urls: value [] leaves rollout.backend sglang no server; give their urls, as [http://host:30000]"
+            "rollout.server.urls",
+            [],
+            "leaves rollout.backend sglang no server",
+            "give their urls, as [http://host:30000]",
         )
     else:
         _refuse(server, SERVERS_ONLY, "by vLLM inside the trainer", "give rollout.server.urls", "rollout.server")
     for url in server.urls:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"rollout.server.urls: value {show(url)} is no URL; write it as http://host:8000")
+            raise ConfigError("rollout.server.urls", url, "is no URL", "write it as http://host:8000")
 
 
 def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:
@@ -221,14 +235,18 @@ def _check_environment(config: PPOConfig) -> None:
         return
     if rollout.max_turn_tokens is not None and rollout.max_turn_tokens > rollout.max_new_tokens:
         raise ConfigError(
-            f"rollout.max_turn_tokens: value {rollout.max_turn_tokens} is more than rollout.max_new_tokens "
-            f"{rollout.max_new_tokens}, which all turns have together; give at most that, or leave it out"
+            "rollout.max_turn_tokens",
+            rollout.max_turn_tokens,
+            f"is more than rollout.max_new_tokens {rollout.max_new_tokens}, which all turns have together",
+            "give at most that, or leave it out",
         )
     check_spec(rollout.environment, "rollout.environment", "my_env.py:Env")
     if rollout.backend == "recorded":
         raise ConfigError(
-            f"rollout.environment: value {show(rollout.environment)} cannot answer what rollout.backend recorded replays; "
-            "leave it out, or sample with another backend"
+            "rollout.environment",
+            rollout.environment,
+            "cannot answer what rollout.backend recorded replays",
+            "leave it out, or sample with another backend",
         )
 
 
@@ -246,17 +264,17 @@ def _check_best(config: PPOConfig) -> None:
         return
     if checkpoint.best.startswith("eval/") and checkpoint.best in PPO_METRICS and config.data.eval is None:
         raise ConfigError(
-            f"checkpoint.best: value {show(checkpoint.best)} is not measured without data.eval; set data.eval, or choose "
-            "another metric, as reward/mean"
+            "checkpoint.best",
+            checkpoint.best,
+            "is not measured without data.eval",
+            "set data.eval, or choose another metric, as reward/mean",
         )
     written = written_metrics(config)
     if checkpoint.best not in written:
         same_name = [name for name in written if name.rsplit("/", 1)[-1] == checkpoint.best.rsplit("/", 1)[-1]]
         close = same_name if len(same_name) == 1 else difflib.get_close_matches(checkpoint.best, written, n=1)
         advice = f"did you mean {close[0]}?" if close else f"give one of {listed(written)}"
-        raise ConfigError(
-            f"checkpoint.best: value {show(checkpoint.best)} is no metric that the run can be best at; {advice}"
-        )
+        raise ConfigError("checkpoint.best", checkpoint.best, "is no metric that the run can be best at", advice)
 
 
 def written_metrics(config: PPOConfig) -> list[str]:
@@ -275,5 +293,6 @@ def written_metrics(config: PPOConfig) -> list[str]:
 def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
     """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them: they would be accepted and do nothing."""
     for key, value in keys:
-        what = "is given and" if key.section is not None else f"value {show(value)} is"
-        raise ConfigError(f"{key.path}: {what} not used {reason}; {advice}")
+        if key.section is not None:
+            raise ConfigError(key.path, why=f"is given and not used {reason}", fix=advice)
+        raise ConfigError(key.path, value, f"is not used {reason}", advice)

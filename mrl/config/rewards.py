@@ -174,13 +174,11 @@ def label_of(reward: Reward) -> str:
 def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
     """The section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
     if not isinstance(raw, Mapping):
-        raise ConfigError(
-            f"{path}: value {show(raw)} is {kind(raw)}; give a mapping, as {{functions: [{{name: gsm8k}}]}}"
-        )
+        raise ConfigError(path, raw, f"is {kind(raw)}", "give a mapping, as {functions: [{name: gsm8k}]}")
     entries = raw.get("functions")
     if not isinstance(entries, list) or not entries:
-        what = "missing" if "functions" not in raw else f"{show(entries)}"
-        raise ConfigError(f"{path}.functions: value is {what}; give a list of rewards, as [{{name: gsm8k}}]")
+        what = "missing" if "functions" not in raw else show(entries)
+        raise ConfigError(f"{path}.functions", why=f"value is {what}", fix="give a list of rewards, as [{name: gsm8k}]")
     rest = {name: value for name, value in raw.items() if name != "functions"}
     pool = build_section(RewardPoolConfig, rest, path, RewardPoolConfig)
     functions = tuple(_parse_reward(entry, f"{path}.functions[{i}]") for i, entry in enumerate(entries))
@@ -192,8 +190,10 @@ def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
 def _parse_reward(raw: Any, path: str) -> Reward:
     if not isinstance(raw, Mapping) or ("name" in raw) == ("function" in raw):
         raise ConfigError(
-            f"{path}: value {show(raw)} names no reward, or two; give {{name: NAME}} of {', '.join(NAMED)}, "
-            "or {function: path.py:name}"
+            path,
+            raw,
+            "names no reward, or two",
+            f"give {{name: NAME}} of {', '.join(NAMED)}, or {{function: path.py:name}}",
         )
     if "function" in raw:
         return _build(FunctionReward, raw, path)
@@ -202,7 +202,7 @@ def _parse_reward(raw: Any, path: str) -> Reward:
         advice = (
             f"did you mean {close[0]}?" if close else f"give one of {', '.join(NAMED)}, or a function: path.py:name"
         )
-        raise ConfigError(f"{path}.name: value {show(raw['name'])} is no named reward; {advice}")
+        raise ConfigError(f"{path}.name", raw["name"], "is no named reward", advice)
     return _build(NAMED[raw["name"]], raw, path)
 
 
@@ -214,7 +214,7 @@ def _build(section: type, raw: Mapping[str, Any], path: str) -> Any:
             close = difflib.get_close_matches(str(name), known, n=1)
             advice = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
             reward = raw.get("name", "a function")
-            raise ConfigError(f"{path}.{name}: value {show(value)} is given to an option that {reward} lacks; {advice}")
+            raise ConfigError(f"{path}.{name}", value, f"is given to an option that {reward} lacks", advice)
     return build_section(section, raw, path, section)
 
 
@@ -226,35 +226,36 @@ def _check(config: RewardsConfig, path: str) -> None:
             case FunctionReward():
                 check_spec(reward.function, f"{here}.function", "my_rewards.py:score")
             case LengthReward(maximum=None, minimum=0):
-                raise ConfigError(
-                    f"{here}: value has no minimum and no maximum, so every length gets 1; give one of them"
-                )
+                why = "value has no minimum and no maximum, so every length gets 1"
+                raise ConfigError(here, why=why, fix="give one of them")
             case LengthReward(maximum=int()) if reward.maximum < reward.minimum:
                 raise ConfigError(
-                    f"{here}.maximum: value {reward.maximum} is below minimum {reward.minimum}; give at least that"
+                    f"{here}.maximum", reward.maximum, f"is below minimum {reward.minimum}", "give at least that"
                 )
             case CodeReward() if reward.total_s >= config.timeout_s:
                 raise ConfigError(
-                    f"{here}.total_s: value {reward.total_s} does not leave time before {path}.timeout_s "
-                    f"{config.timeout_s}; raise timeout_s or lower total_s"
+                    f"{here}.total_s",
+                    reward.total_s,
+                    f"does not leave time before {path}.timeout_s {config.timeout_s}",
+                    "raise timeout_s or lower total_s",
                 )
             case RegexReward():
                 _check_regex(reward.pattern, f"{here}.pattern")
             case ExactMatchReward():
                 _check_regex(reward.extract, f"{here}.extract")
         if labels[i] in labels[:i] or labels[i] in ("", "mean", "std", "faults", REWARD_MODEL, ENVIRONMENT):
-            raise ConfigError(f'{here}.label: value "{labels[i]}" is taken; give each reward a label of its own')
+            raise ConfigError(f"{here}.label", labels[i], "is taken", "give each reward a label of its own")
 
 
 def check_spec(spec: str, path: str, example: str) -> None:
     """Raises ConfigError where what is written at `path` is not path.py:name; whether the file exists is not looked at."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
-        raise ConfigError(f'{path}: value "{spec}" is not path.py:name; write it as {example}')
+        raise ConfigError(path, spec, "is not path.py:name", f"write it as {example}")
 
 
 def _check_regex(pattern: str | None, path: str) -> None:
     try:
         re.compile(pattern or "")
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{path}: value {show(pattern)} is no regex: {error}; give a Python regex") from None
+        raise ConfigError(path, pattern, f"is no regex: {error}", "give a Python regex") from None

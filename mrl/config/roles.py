@@ -14,7 +14,7 @@ from typing import Protocol
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
-from mrl.errors import UserError
+from mrl.errors import ConfigError, ModelError
 
 ROLES = ("actor", "critic", "reference", "reward")
 TRAINED = ("actor", "critic")
@@ -94,15 +94,22 @@ def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) ->
 
 @contextlib.contextmanager
 def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
-    """Inside, what an engine says of `engine.x`, `model.x` or its config.json is said of the role's own key."""
+    """Inside, what is said of a key of an engine or a model is said of the role's own key.
+
+    An error without a key, as an engine of another package may raise it, is said after the name of the role; one of the
+    model's files after that of its section.
+    """
     try:
         yield
-    except UserError as error:
-        text = str(error)
-        if text.startswith("engine.") and not has_own_engine(config, role):
-            raise type(error)(f"{role}.engine: value null is the actor's engine, which does not fit: {text}") from None
-        if text.startswith(("engine.", "model.")):
-            raise type(error)(f"{role}.{text}") from None
-        if text.startswith("config.json"):
-            raise type(error)(f"{role}.model: {text}") from None
+    except (ConfigError, ModelError) as error:
+        section = error.key.partition(".")[0] if error.key is not None else None
+        if section == "engine" and not has_own_engine(config, role):
+            why = f"is the actor's engine, which does not fit: {error}"
+            raise type(error)(f"{role}.engine", None, why) from None
+        if section in ("engine", "model"):
+            raise error.under(role) from None
+        if section is None:
+            raise type(error)(
+                f"{role}.model: {error}" if isinstance(error, ModelError) else f"{role}: {error}"
+            ) from None
         raise

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.keys import changed, show
+from mrl.config.keys import changed
 from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.errors import ConfigError
 
@@ -44,14 +44,14 @@ def check_supported(
             continue
         if isinstance(value, Mapping):
             has = f"whose options are {', '.join(below)}" if below else "which has no options"
-            name, given = wrong[0], show(value[wrong[0]])
-            raise ConfigError(f"{of_role}{key.path}.{name}: value {given} is for no option of backend {backend}, {has}")
+            name, given = wrong[0], value[wrong[0]]
+            raise ConfigError(f"{of_role}{key.path}.{name}", given, f"is for no option of backend {backend}, {has}")
         fixes = [f"give {' or '.join(below)}"] if below else []
         fixes.append("leave it out")
         if others := _other_backends(backend, f"{key.path}.{wrong[0]}"):
             fixes.append(f"set {of_role}engine.backend to {' or '.join(others)}")
         raise ConfigError(
-            f"{of_role}{key.path}: value {show(wrong[0])} is not supported by backend {backend}; {', or '.join(fixes)}"
+            f"{of_role}{key.path}", wrong[0], f"is not supported by backend {backend}", ", or ".join(fixes)
         )
 
 

@@ -50,7 +50,9 @@ def parse(text: str, source: str, path: str = "") -> Any:
     source: a file name or an override, and path: the dotted key that the value is for, in a ConfigError's message.
     """
     if len(text) > LONGEST:
-        raise ConfigError(f"{source}: has more than {LONGEST} characters, which is no config; give a YAML file of keys")
+        raise ConfigError(
+            source, why=f"has more than {LONGEST} characters, which is no config", fix="give a YAML file of keys"
+        )
     try:
         loader = _Loader(text)  # reads the first characters already
         try:
@@ -65,19 +67,20 @@ def parse(text: str, source: str, path: str = "") -> Any:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
-            f"{source}:{line}: is not valid YAML: it holds the character U+{error.character:04X}; remove it, or write it with an "
-            f'escape, as in "\\x{error.character:02x}"'
+            f"{source}:{line}",
+            why=f"is not valid YAML: it holds the character U+{error.character:04X}",
+            fix=f'remove it, or write it with an escape, as in "\\x{error.character:02x}"',
         ) from None
     except yaml.MarkedYAMLError as error:
         marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
         at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
         line = f":{at.line + 1}" if at else ""
         problem = " ".join((error.problem or error.context or "cannot be read").split())
-        raise ConfigError(f"{source}{line}: is not valid YAML: {problem}; correct it there") from None
+        raise ConfigError(f"{source}{line}", why=f"is not valid YAML: {problem}", fix="correct it there") from None
     except RecursionError:
         raise _too_deep(source) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{source}: is not valid YAML: {error}; correct it there") from None
+        raise ConfigError(source, why=f"is not valid YAML: {error}", fix="correct it there") from None
 
 
 def _construct(loader: _Loader, node: yaml.Node) -> Any:
@@ -109,7 +112,9 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
         """Values in `node`, each as often as an alias names it. above: the nodes that it is in."""
         if id(node) in above:
             line = node.start_mark.line + 1
-            raise ConfigError(f"{source}:{line}: is not valid YAML: the value holds itself by an alias; write it out")
+            raise ConfigError(
+                f"{source}:{line}", why="is not valid YAML: the value holds itself by an alias", fix="write it out"
+            )
         if len(above) > _DEEPEST:
             raise _too_deep(source)
         if id(node) not in sizes:
@@ -119,7 +124,7 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
             sizes[id(node)] = 1 + sum(size(child, (*above, id(node))) for child in inner)
         if sizes[id(node)] > LONGEST:
             raise ConfigError(
-                f"{source}: its aliases stand for more than {LONGEST} values, which is no config; write fewer"
+                source, why=f"its aliases stand for more than {LONGEST} values, which is no config", fix="write fewer"
             )
         return sizes[id(node)]
 
@@ -128,7 +133,7 @@ def _check_nodes(root: yaml.Node, source: str) -> None:
 
 def _too_deep(source: str) -> ConfigError:
     return ConfigError(
-        f"{source}: has lists or mappings in more than {_DEEPEST} others, which is no config; write it flatter"
+        source, why=f"has lists or mappings in more than {_DEEPEST} others, which is no config", fix="write it flatter"
     )
 
 
@@ -149,7 +154,7 @@ def _refuse_duplicates(node: yaml.Node, source: str, path: str, seen: set[int]) 
             if key_node.value in lines:
                 first = lines[key_node.value]
                 raise ConfigError(
-                    f"{dotted}: is given twice, in lines {first} and {line} of {source}; keep one of them"
+                    dotted, why=f"is given twice, in lines {first} and {line} of {source}", fix="keep one of them"
                 )
             lines[key_node.value] = line
             _refuse_duplicates(value_node, source, dotted, seen)

@@ -48,8 +48,10 @@ class Cut:
         """Start and length of this rank's equal share of `n` entries."""
         if n % self.degree:
             raise ConfigError(
-                f"engine.parallel.{self.axis}: {self.degree} does not divide the size {n} of dimension {dim} of "
-                f"{self.what}; use a divisor of {n}"
+                f"engine.parallel.{self.axis}",
+                self.degree,
+                f"does not divide the size {n} of dimension {dim} of {self.what}",
+                f"use a divisor of {n}",
             )
         return self.rank * (n // self.degree), n // self.degree
 
@@ -79,8 +81,10 @@ def qkv(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
     groups, heads = cut.sizes["groups"], cut.sizes["heads"]
     if heads % cut.degree or (groups % cut.degree and cut.degree % groups):
         raise ConfigError(
-            f"engine.parallel.tp: {cut.degree} does not fit the model's {heads} attention heads and {groups} KV heads; "
-            f"use a divisor of {heads} that divides {groups} or is a multiple of it"
+            "engine.parallel.tp",
+            cut.degree,
+            f"does not fit the model's {heads} attention heads and {groups} KV heads",
+            f"use a divisor of {heads} that divides {groups} or is a multiple of it",
         )
     per_group = [shape[0] // groups for shape in shapes]
     first, length = cut.share(sum(per_group) * groups, 0)

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from mrl.converters.hf_config import reads_images
 from mrl.converters.safetensors_io import INDEX
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
-from mrl.errors import ConfigError, ModelError
+from mrl.errors import ConfigError, ModelError, quoted
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*")
 """What a model needs: no copies of its weights in other formats."""
@@ -51,9 +51,9 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
             return cached
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"{key}: value {path!r} is no folder here and cannot be read from the hub ({reason}); give a model folder, "
-            "or a hub id that is cached or can be downloaded"
-        ) from error
+            key, quoted(path), f"is no folder here and cannot be read from the hub ({reason})",
+            "give a model folder, or a hub id that is cached or can be downloaded",
+        ) from error  # fmt: skip
 
 
 def model_fingerprint(folder: str) -> dict[str, str]:

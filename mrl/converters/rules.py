@@ -171,8 +171,10 @@ def param_map(
     sizes |= family.sizes(hf_config)
     if sizes["experts"] % layout.ep:
         raise ConfigError(
-            f"engine.parallel.ep: {layout.ep} does not divide the model's {sizes['experts']} experts; "
-            f"use a divisor of {sizes['experts']}"
+            "engine.parallel.ep",
+            layout.ep,
+            f"does not divide the model's {sizes['experts']} experts",
+            f"use a divisor of {sizes['experts']}",
         )
     here = sizes["experts"] // layout.ep
     rules: dict[str, Rule] = {}

@@ -16,7 +16,7 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
         if count % degree:
             fits = divisors_near(count, degree)
             raise ConfigError(
-                f"engine.parallel.{key}: value {degree} does not divide the model's {count} {name}; use one of {fits}"
+                f"engine.parallel.{key}", degree, f"does not divide the model's {count} {name}", f"use one of {fits}"
             )
 
     divides("tp", dims.tp, "attention heads", fields["num_attention_heads"])
@@ -24,8 +24,10 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
     groups = fields["num_query_groups"]
     if groups % dims.tp and dims.tp % groups:
         raise ConfigError(
-            f"engine.parallel.tp: value {dims.tp} and the model's {groups} key-value heads do not divide one another; use a "
-            f"divisor or a multiple of {groups}"
+            "engine.parallel.tp",
+            dims.tp,
+            f"and the model's {groups} key-value heads do not divide one another",
+            f"use a divisor or a multiple of {groups}",
         )
     divides("tp", dims.tp, "feed-forward channels", fields["ffn_hidden_size"])
     stage_layers(fields["num_layers"], dims.pp, dims.vpp)
@@ -34,12 +36,14 @@ def check_layout(fields: Mapping[str, Any], dims: ParallelDims) -> None:
         divides("etp", dims.etp, "expert channels", fields["moe_ffn_hidden_size"])
         if dims.etp > 1 and fields.get("add_bias_linear"):
             raise ConfigError(
-                f"engine.parallel.etp: value {dims.etp} does not work for experts with biases, which megatron would add once a "
-                "rank; set it to 1"
+                "engine.parallel.etp",
+                dims.etp,
+                "does not work for experts with biases, which megatron would add once a rank",
+                "set it to 1",
             )
         if dims.tp > 1 and not dims.sp:
             raise ConfigError(
-                f"engine.parallel.sp: value false does not work for experts with tp {dims.tp}; set it to auto or true"
+                "engine.parallel.sp", False, f"does not work for experts with tp {dims.tp}", "set it to auto or true"
             )
     elif dims.ep > 1:
-        raise ConfigError(f"engine.parallel.ep: value {dims.ep} needs a mixture-of-experts model; set ep to 1")
+        raise ConfigError("engine.parallel.ep", dims.ep, "needs a mixture-of-experts model", "set ep to 1")

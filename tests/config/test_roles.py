@@ -11,7 +11,7 @@ from mrl.algorithms.recipes import RECIPES, Recipe
 from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.roles import keys_of, role_configs, roles_of
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, ModelError
 from tests.config.test_load import PPO_BASE, merged
 
 FOLDERS = {role: f"/models/{role}" for role in ("actor", "critic", "reference", "reward")}
@@ -96,11 +96,28 @@ def test_derived_values():
 def test_what_an_engine_says_of_its_keys_is_said_of_the_roles():
     config, _ = made(critic={"engine": {}})
     with pytest.raises(ConfigError, match=r"^critic\.engine\.parallel: tp"), keys_of(config, "critic"):
-        raise ConfigError("engine.parallel: tp does not fit; use 1")
+        raise ConfigError("engine.parallel", why="tp does not fit", fix="use 1")
     inherited = r"^reference\.engine: value null is the actor's engine, which does not fit: engine\.parallel: tp"
     with pytest.raises(ConfigError, match=inherited), keys_of(config, "reference"):
-        raise ConfigError("engine.parallel: tp does not fit; use 1")
-    with pytest.raises(ConfigError, match=r"^actor\.model\.path: x"), keys_of(config, "actor"):
-        raise ConfigError("model.path: x; y")
+        raise ConfigError("engine.parallel", why="tp does not fit", fix="use 1")
+    with (
+        pytest.raises(ModelError, match=r'^actor\.model\.path: value "x" is no folder; give one$'),
+        keys_of(config, "actor"),
+    ):
+        raise ModelError("model.path", "x", "is no folder", "give one")
+    with pytest.raises(ConfigError, match=r"^train\.steps: value 3 is odd"), keys_of(config, "actor"):
+        raise ConfigError("train.steps", 3, "is odd", "give 4")
     with pytest.raises(DataError, match="^rows.jsonl:3: bad"), keys_of(config, "actor"):
         raise DataError("rows.jsonl:3: bad; correct it")
+
+
+def test_an_error_of_no_key_is_said_after_the_role():
+    """An engine of another package may raise a text of its own; a model's file may be wrong."""
+    config, _ = made()
+    with (
+        pytest.raises(ConfigError, match="^critic: engine.options.size: value 0 is no size; give 1$"),
+        keys_of(config, "critic"),
+    ):
+        raise ConfigError("engine.options.size: value 0 is no size; give 1")
+    with pytest.raises(ModelError, match="^reward.model: config.json: no"), keys_of(config, "reward"):
+        raise ModelError("config.json: no such family; use another")

@@ -117,9 +117,9 @@ def test_chunk_plans_hold_every_layer_once(pp, vpp, extra):
 @pytest.mark.parametrize(
     ("kind", "shapes", "sizes", "message"),
     [
-        ("column", [(6, 2)], {}, "engine.parallel.tp: 4 does not divide the size 6 of dimension 0 of hf.0"),
-        ("row", [(2, 6)], {}, "engine.parallel.tp: 4 does not divide the size 6 of dimension 1 of hf.0"),
-        ("gate_up", [(6, 2), (6, 2)], {}, "engine.parallel.tp: 4 does not divide the size 6"),
+        ("column", [(6, 2)], {}, "engine.parallel.tp: value 4 does not divide the size 6 of dimension 0 of hf.0"),
+        ("row", [(2, 6)], {}, "engine.parallel.tp: value 4 does not divide the size 6 of dimension 1 of hf.0"),
+        ("gate_up", [(6, 2), (6, 2)], {}, "engine.parallel.tp: value 4 does not divide the size 6"),
         ("qkv", [(12, 2), (6, 2), (6, 2)], {"heads": 6, "groups": 3}, "4 does not fit the model's 6 attention heads"),
         ("qkv", [(24, 2), (6, 2), (6, 2)], {"heads": 12, "groups": 3}, "12 attention heads and 3 KV heads"),
     ],
@@ -132,7 +132,7 @@ def test_a_degree_that_does_not_fit_is_the_users_mistake(kind, shapes, sizes, me
 def test_experts_that_ep_does_not_divide(saved):
     config = read_hf_config(saved("mixtral").path)
     layout = ParallelDims(world_size=3, ep=3)
-    with pytest.raises(ConfigError, match="engine.parallel.ep: 3 does not divide the model's 4 experts"):
+    with pytest.raises(ConfigError, match="engine.parallel.ep: value 3 does not divide the model's 4 experts"):
         param_map(
             family_for(config), config, layout=layout, coords=layout.coordinates(0), chunk=chunk_plans(4, 1)[0, 0]
         )

@@ -22,13 +22,9 @@ from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.base import BaseEngine, GenerateRequest
-<<<<<<< HEAD
+from mrl.engine.guards import Kind, Problem
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.lora.shapes import SCORE, adapter_shapes, initial_a
-=======
-from mrl.engine.guards import Kind, Problem
-from mrl.engine.lora import SCORE, adapter_shapes, adapters, initial_a, read_adapter, write_adapter
->>>>>>> e19a5cf (Guards give records of kind, parameter and detail; nothing is told from how a message ends)
 from mrl.engine.registry import build_engine
 from mrl.errors import CheckpointError, ModelError
 from tests.engine import contract, tiny

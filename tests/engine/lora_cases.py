@@ -21,12 +21,8 @@ from mrl.batch import Batch, make_batch
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
-<<<<<<< HEAD
-from mrl.engine.lora.shapes import adapter_shapes
-=======
 from mrl.engine.guards import Kind, Problem
-from mrl.engine.lora import adapter_shapes
->>>>>>> e19a5cf (Guards give records of kind, parameter and detail; nothing is told from how a message ends)
+from mrl.engine.lora.shapes import adapter_shapes
 from mrl.engine.megatron.optim import gradient_buffers, optimizers_of, shards
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.engine.torch_dist.reader import TorchDistReader

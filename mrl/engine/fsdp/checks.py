@@ -47,6 +47,8 @@ def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
     heads = whole_number(model, "num_attention_heads") if "num_attention_heads" in model else cp
     if heads % cp:
         raise ConfigError(
-            f"engine.parallel.cp: value {cp} does not divide the model's {heads} attention heads, which backend fsdp splits over "
-            f"its ranks; use one of {divisors_near(heads, cp)}"
+            "engine.parallel.cp",
+            cp,
+            f"does not divide the model's {heads} attention heads, which backend fsdp splits over its ranks",
+            f"use one of {divisors_near(heads, cp)}",
         )

@@ -10,7 +10,7 @@ from mrl.config.schema import EngineConfig
 from mrl.converters.families import fields_of
 from mrl.converters.hf_config import normalize
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -32,10 +32,8 @@ class MegatronChecks(EngineChecks):
 def check_text_alone(model: Mapping[str, Any]) -> None:
     """Refuses models that read images. model: the content of config.json."""
     if isinstance(model.get("vision_config"), dict):
-        raise ConfigError(
-            f"engine.backend: value 'megatron' runs models of text alone, and model_type {model.get('model_type')!r} reads images "
-            "too; set engine.backend to fsdp"
-        )
+        why = f"runs models of text alone, and model_type {model.get('model_type')!r} reads images too"
+        raise ConfigError("engine.backend", quoted("megatron"), why, "set engine.backend to fsdp")
 
 
 def check_counts(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, Any]) -> None:
@@ -58,13 +56,17 @@ def _check_dense(engine: EngineConfig, dims: ParallelDims, model: Mapping[str, A
     if dims.ep > 1 or dims.etp not in (1, dims.tp):
         name, degree = ("ep", dims.ep) if dims.ep > 1 else ("etp", dims.etp)
         raise ConfigError(
-            f"engine.parallel.{name}: value {degree} splits experts, and the model ({model.get('model_type')}) has none; "
-            "leave it out"
+            f"engine.parallel.{name}",
+            degree,
+            f"splits experts, and the model ({model.get('model_type')}) has none",
+            "leave it out",
         )
     for name in ("aux_loss", "z_loss"):
         value = getattr(engine.moe, name)
         if value:
             raise ConfigError(
-                f"engine.moe.{name}: value {value:g} is for a router, and the model ({model.get('model_type')}) has none; "
-                "set it to 0"
+                f"engine.moe.{name}",
+                Shown(f"{value:g}"),
+                f"is for a router, and the model ({model.get('model_type')}) has none",
+                "set it to 0",
             )

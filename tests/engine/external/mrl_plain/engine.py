@@ -50,7 +50,7 @@ class PlainEngine(BaseEngine):
         super().check_config(model, engine)
         megabytes = engine.options.get("bucket_mb", BUCKET_MB)
         if not (type(megabytes) in (int, float) and 0 < megabytes < math.inf):
-            raise ConfigError(f"engine.options.bucket_mb: value {megabytes!r} is no size; give a number above 0")
+            raise ConfigError("engine.options.bucket_mb", megabytes, "is no size", "give a number above 0")
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
