@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -46,8 +47,8 @@ def changed_keys(
     return found
 
 
-def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A note for each key that differs and may. old, new: resolved configs as plain data (`to_dict`), of either command.
+def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """The keys that differ and may. old, new: resolved configs as plain data (`to_dict`), of either command.
 
     Raises ConfigError naming every key whose change breaks the run. A key that `old` lacks, because an older version
     saved it, counts as its default.
@@ -76,7 +77,7 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             f"{key}: value {_short(after)} is not the {_short(before)} that the checkpoint was saved with{rest}; "
             "set the saved values again, or start anew with another output_dir"
         )
-    return [_note(key, *pair) for key, pair in differing.items()]
+    return [Change(key, *pair) for key, pair in differing.items()]
 
 
 def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
@@ -111,9 +112,17 @@ def _short(value: Any) -> str:
     return show(value)
 
 
-def _note(key: str, before: Any, after: Any) -> str:
-    effect = " (the learning-rate schedule follows the new length)" if key in CHANGES_SCHEDULE else ""
-    return f"{key}: {show(before)} at the save, {show(after)} now{effect}"
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A key that holds another value now than at the save, as it may; `str` says so to the user."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        effect = " (the learning-rate schedule follows the new length)" if self.key in CHANGES_SCHEDULE else ""
+        return f"{self.key}: {show(self.before)} at the save, {show(self.after)} now{effect}"
 
 
 def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:

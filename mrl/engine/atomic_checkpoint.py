@@ -182,14 +182,14 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
     return marker
 
 
-def other_backend(saved: str, own: str) -> str:
-    """Why a checkpoint of one backend is none of another, and what to do."""
+def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
+    """Why a checkpoint of one backend is none of another, and what to do. key: where the config has the backend."""
     if saved == ROLES:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
     if own == ROLES:
         return "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name that in actor.model.path"
     start = "export it to Hugging Face and start from that" if saved in OWN else "start from the hf folder of its run"
-    return f"was saved by the {saved} engine and this is the {own} engine; set engine.backend to {saved}, or {start}"
+    return f"was saved by the {saved} engine and this is the {own} engine; set {key} to {saved}, or {start}"
 
 
 def verify(path: str, ranks: Ranks = ALONE) -> Marker:

@@ -89,5 +89,5 @@ def _check_roles(
                 "by, or export its actor to Hugging Face and start from that"
             )
         if backend != engines[role].backend:
-            why = other_backend(backend, engines[role].backend).replace("engine.backend", f"{role}.engine.backend")
+            why = other_backend(backend, engines[role].backend, key=f"{role}.engine.backend")
             raise CheckpointError(f"{path}/{role}: {why}")

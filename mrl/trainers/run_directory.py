@@ -22,7 +22,7 @@ import mrl
 from mrl.batch import Batch
 from mrl.config.command import Config, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
-from mrl.config.resume import check_resume, moving
+from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
@@ -135,7 +135,7 @@ class Start:
     checkpoint: str | None  # its folder; None at the beginning
     step: int  # optimizer steps made
     message: str  # says so to the user
-    moved: Sequence[str] = ()  # notes on data or model that have another name than in config.yaml
+    moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
 
 def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
@@ -145,7 +145,7 @@ def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] =
     of them is chosen again only where it was fetched again.
     """
     _refuse_foreign(run)
-    moved: list[str] = []
+    moved: list[Change] = []
     fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
     if resume == "never":
@@ -210,13 +210,13 @@ def _refuse_foreign(run: RunDirectory) -> None:
         )
 
 
-def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[str]:
+def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[Change]:
     """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
 
-    Returns notes on what has another name there (`moving`).
+    Returns what has another name there (`moving`).
     """
     before = read_yaml(run.config) if run.config.exists() else to_dict(config)
-    notes = check_resume(before, to_dict(config))
+    changes = check_resume(before, to_dict(config))
     resume = config.checkpoint.resume
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not _same_folder(resume, newest):
@@ -224,7 +224,7 @@ def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[str]
             f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
             "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
         )
-    return [note for note in notes if note.startswith(tuple(f"{key}: " for key in moving(type(config))))]
+    return [change for change in changes if change.key in moving(type(config))]
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ def test_layout_output_and_length_may_change():
         log={"console": "plain"}, checkpoint={"every": 5}, train={"steps": 20},
         data={"eval": "rows", "train": "moved"}, model={"path": "moved"},
     )  # fmt: skip
-    notes = check_resume(plain(train={"steps": 10}), new)
+    notes = [str(change) for change in check_resume(plain(train={"steps": 10}), new)]
     assert len(notes) == 10
     assert 'output_dir: "run" at the save, "elsewhere" now' in notes
     assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
@@ -119,7 +119,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
         checkpoint={"best": "eval/accuracy"}, rollout={"cache_tokens": 10**6, "prefill_tokens": 9},
         rewards={"workers": 1, "timeout_s": 30, "concurrency": 2, "on_error": "zero"}, algorithm={"max_sampling_rounds": 20},
     )  # fmt: skip
-    notes = check_resume(plain_ppo(), new)
+    notes = [str(change) for change in check_resume(plain_ppo(), new)]
     assert "train.steps: null at the save, 20 now (the learning-rate schedule follows the new length)" in notes
     for role in ("actor", "critic", "reference"):
         assert f"{role}.engine.parallel.tp: 1 at the save, 2 now" in notes
