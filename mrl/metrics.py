@@ -127,11 +127,14 @@ def check_packages(log: LogConfig) -> None:
     """Raises ConfigError where a key of `log` needs a package that is not installed."""
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            "log.tensorboard: value true needs the package tensorboard; pip install 'mrl[tensorboard]', or set it to false"
+            "log.tensorboard",
+            True,
+            "needs the package tensorboard",
+            "pip install 'mrl[tensorboard]', or set it to false",
         )
     if log.wandb.project is not None and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f'log.wandb.project: value "{log.wandb.project}" needs the package wandb; pip install wandb, or set it to null'
+            "log.wandb.project", log.wandb.project, "needs the package wandb", "pip install wandb, or set it to null"
         )
 
 
@@ -144,8 +147,10 @@ def check_login(log: LogConfig) -> None:
     settings = client.setup().settings
     if not _logged_in(settings):
         raise ConfigError(
-            'log.wandb.mode: value "online" needs an account, and nobody is logged in; run `wandb login`, set WANDB_API_KEY, or '
-            "set it to auto or offline"
+            "log.wandb.mode",
+            "online",
+            "needs an account, and nobody is logged in",
+            "run `wandb login`, set WANDB_API_KEY, or set it to auto or offline",
         )
 
 
@@ -202,10 +207,9 @@ class WandbSink:
                 settings=client.Settings(silent=True, console="off", x_disable_stats=True),
             )
         except client.Error as error:
-            raise ConfigError(
-                f'log.wandb.mode: value "{wandb.mode}": wandb cannot start the run {mode} ({" ".join(str(error).split())}); '
-                "log in again with `wandb login`, or set it to offline"
-            ) from error
+            why = f"did not work: wandb cannot start the run {mode} ({error})"
+            fix = "log in again with `wandb login`, or set it to offline"
+            raise ConfigError("log.wandb.mode", wandb.mode, why, fix) from error
         self.note = f"wandb: {self._run.url}"
         if mode == "offline":
             because = "" if why is None else f", because {why}"

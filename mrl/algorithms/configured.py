@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mrl.algorithms.recipes import Recipe, recipe
-from mrl.config.keys import changed, show
+from mrl.config.keys import changed
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.ppo_checks import refuse_unread
 from mrl.errors import ConfigError
@@ -25,13 +25,20 @@ def check_algorithm(config: PPOConfig) -> Recipe:
     _check_parts(made)
     if made.objective == "policy_gradient" and config.steps_per_iteration > 1:
         raise ConfigError(
-            f'algorithm.objective: value "policy_gradient" is right for one step on a rollout, and algorithm.epochs and mini_batch_size '
-            f"make {config.steps_per_iteration} of it; use clip, or one epoch of one mini-batch"
+            "algorithm.objective",
+            "policy_gradient",
+            (
+                "is right for one step on a rollout, and algorithm.epochs and mini_batch_size make "
+                f"{config.steps_per_iteration} of it"
+            ),
+            "use clip, or one epoch of one mini-batch",
         )
     if made.needs_groups and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
-            f"rollout.samples_per_prompt: value {config.rollout.samples_per_prompt} leaves nothing to compare, and algorithm.name "
-            f"{algorithm.name} compares the samples of a prompt; give at least 2"
+            "rollout.samples_per_prompt",
+            config.rollout.samples_per_prompt,
+            f"leaves nothing to compare, and algorithm.name {algorithm.name} compares the samples of a prompt",
+            "give at least 2",
         )
     advice = f"leave it out, or choose another algorithm than {algorithm.name}"
     if not made.needs_critic:
@@ -53,12 +60,17 @@ def _check_parts(made: Recipe) -> None:
     """Values that fit none of the others."""
     if 0 < made.dual_clip <= 1:
         raise ConfigError(
-            f"algorithm.dual_clip: value {made.dual_clip:g} is not above 1, and it bounds ratios above 1; give 3, say, or 0 for none"
+            "algorithm.dual_clip",
+            made.dual_clip,
+            "is not above 1, and it bounds ratios above 1",
+            "give 3, say, or 0 for none",
         )
     if made.correction == "mask" and made.correction_floor > made.correction_cap:
         raise ConfigError(
-            f"algorithm.correction_floor: value {made.correction_floor:g} is above algorithm.correction_cap "
-            f"{made.correction_cap:g}; give at most that"
+            "algorithm.correction_floor",
+            made.correction_floor,
+            f"is above algorithm.correction_cap {made.correction_cap:g}",
+            "give at most that",
         )
 
 
@@ -76,5 +88,5 @@ def _check_best(config: PPOConfig, made: Recipe) -> None:
     for is_absent, without in absent:
         if is_absent:
             raise ConfigError(
-                f"checkpoint.best: value {show(best)} is not measured without {without}; choose another metric, as reward/mean"
+                "checkpoint.best", best, f"is not measured without {without}", "choose another metric, as reward/mean"
             )

@@ -116,20 +116,19 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
     Raises ConfigError for a name that is not known, and for a part that nothing would read.
     """
     if name not in RECIPES:
-        raise ConfigError(_unknown("algorithm.name", name, tuple(RECIPES)))
+        raise _unknown("algorithm.name", name, tuple(RECIPES))
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     made = dataclasses.replace(RECIPES[name], **given)
     for key, choices in CHOICES.items():
         if getattr(made, key) not in choices:
-            raise ConfigError(_unknown(f"algorithm.{key}", getattr(made, key), choices))
+            raise _unknown(f"algorithm.{key}", getattr(made, key), choices)
     for key, value in given.items():
         needed, is_read = READ_WITH.get(key, ("", lambda _: True))
         if not is_read(made):
-            raise ConfigError(
-                f"algorithm.{key}: {value!r} would not be read by this {name}; it goes with {needed}; leave it out"
-            )
+            why = f"would not be read by this {name}; it goes with {needed}"
+            raise ConfigError(f"algorithm.{key}", value, why, "leave it out")
     if made.kl_coef == 0 and "kl_coef" not in given and (made.kl_in != "none" or made.kl_target):
-        raise ConfigError(f"algorithm.kl_in: {made.kl_in!r} has no coefficient in {name}; set algorithm.kl_coef")
+        raise ConfigError("algorithm.kl_in", made.kl_in, f"has no coefficient in {name}", "set algorithm.kl_coef")
     return made
 
 
@@ -140,11 +139,10 @@ def in_words(recipe: Recipe) -> str:
     return ", ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in parts)
 
 
-def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> str:
+def _unknown(key: str, value: Any, choices: tuple[str, ...]) -> ConfigError:
     near = difflib.get_close_matches(str(value), choices, n=1)
-    return (
-        f"{key}: {value!r} is not known; {f'did you mean {near[0]!r}? ' if near else ''}use one of {', '.join(choices)}"
-    )
+    advice = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(key, value, "is not known", f"{advice}use one of {', '.join(choices)}")
 
 
 def advantages(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]:

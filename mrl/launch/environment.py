@@ -44,7 +44,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     value = environ[name].strip()
     if not (value.isascii() and value.isdigit()):
         raise ConfigError(
-            f"environment: {name} is {environ[name]!r}, not a whole number; start through torchrun or srun, or unset it"
+            "environment",
+            why=f"{name} is {environ[name]!r}, not a whole number",
+            fix="start through torchrun or srun, or unset it",
         )
     return int(value)
 
@@ -55,7 +57,9 @@ def _torchrun(environ: Mapping[str, str]) -> JoinedWorld:
     if missing:
         given = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise ConfigError(
-            f"environment: {given} is set but {', '.join(missing)} is not; start through torchrun, or unset them all"
+            "environment",
+            why=f"{given} is set but {', '.join(missing)} is not",
+            fix="start through torchrun, or unset them all",
         )
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     for name in ("MASTER_PORT", "LOCAL_RANK"):
@@ -71,7 +75,7 @@ def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
     master = environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if master is None:
         raise ConfigError(
-            "environment: SLURM_PROCID is set but SLURM_JOB_NODELIST is not; set MASTER_ADDR, or use srun"
+            "environment", why="SLURM_PROCID is set but SLURM_JOB_NODELIST is not", fix="set MASTER_ADDR, or use srun"
         )
     variables = {
         "RANK": str(rank),

@@ -56,15 +56,15 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
     path = pathlib.Path(file)
     if not path.is_file():
         raise ConfigError(
-            f"{key}: {spec}: the file {file} does not exist; give path.py:name, from where mrl is started"
+            key, why=f"{spec}: the file {file} does not exist", fix="give path.py:name, from where mrl is started"
         )
-    module = _load_module(path.resolve(), f"{key}: {spec}")
+    module = _load_module(path.resolve(), spec, key)
     found: Any = getattr(module, name, None)
     if not (callable(found) if kind == "function" else inspect.isclass(found)):
         is_one, plural = (inspect.isfunction, "functions") if kind == "function" else (inspect.isclass, "classes")
         others = sorted(n for n, f in vars(module).items() if is_one(f) and f.__module__ == module.__name__)
         what = f"is no {kind}" if hasattr(module, name) else "does not exist"
-        raise ConfigError(f"{key}: {spec}: it {what}; the {plural} there are {listed(others) or 'none'}")
+        raise ConfigError(key, why=f"{spec}: it {what}", fix=f"the {plural} there are {listed(others) or 'none'}")
     return found
 
 
@@ -75,8 +75,12 @@ def load_function(spec: str, key: str) -> RewardCall:
         return RewardCall(function)
     except UnknownSignature as error:
         raise ConfigError(
-            f"{key}: {spec}: {name}{_signature(function)} {error}; write def {name}(prompt, completion, row), "
-            "or give it the parameters of verl or of TRL (docs/rewards.md)"
+            key,
+            why=f"{spec}: {name}{_signature(function)} {error}",
+            fix=(
+                f"write def {name}(prompt, completion, row), or give it the parameters of verl or of TRL "
+                "(docs/rewards.md)"
+            ),
         ) from None
 
 
@@ -97,14 +101,14 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _load_module(path: pathlib.Path, what: str) -> ModuleType:
+def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
     """The file as a module; several functions of one file share it."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{what}: {path.name} is no Python file; give path.py:name")
+        raise ConfigError(key, why=f"{written}: {path.name} is no Python file", fix="give path.py:name")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
@@ -113,7 +117,8 @@ def _load_module(path: pathlib.Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"{what}: {describe(error, path)} while loading; python {path} shows where") from None
+        why = f"{written}: {describe(error, path)} while loading"
+        raise ConfigError(key, why=why, fix=f"python {path} shows where") from None
     return module
 
 

@@ -158,19 +158,22 @@ class RewardPool:
         if isinstance(reply, NotReady):
             raise ConfigError(reply.config_error)
         if not isinstance(reply, Ready):
-            raise ConfigError(self._not_loaded(process, ended))
+            raise self._not_loaded(process, ended)
         if self.kinds and self.kinds != reply.kinds:
             raise ConfigError(
-                "rewards: a file with functions was changed under the run; start it again to use the new one"
+                "rewards",
+                why="a file with functions was changed under the run",
+                fix="start it again to use the new one",
             )
         self.kinds = reply.kinds
 
-    def _not_loaded(self, process: Process, ended: bool) -> str:
-        """The message for a process that went, or took too long, before it was ready."""
+    def _not_loaded(self, process: Process, ended: bool) -> ConfigError:
+        """The error of a process that went, or took too long, before it was ready."""
         status = self._drop(process)
         how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
         files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
-        return f"{', '.join(files) or 'rewards'}: loading {how}; import the files in a Python prompt to see why"
+        fix = "import the files in a Python prompt to see why"
+        return ConfigError(", ".join(files) or "rewards", why=f"loading {how}", fix=fix)
 
     def _drop(self, process: Process) -> int:
         """Kills a process; its exit status, which is its own where it had ended."""

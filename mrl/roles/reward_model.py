@@ -80,8 +80,9 @@ class RewardModel:
         if trajectory.prompt.truncated:
             return ids[-self.max_length :]
         raise ConfigError(
-            f"reward.model: {_name(trajectory)}: has {len(ids)} tokens, and the model has {self.max_length} positions; lower "
-            "data.max_prompt_length or rollout.max_new_tokens, or use a reward model with more"
+            "reward.model",
+            why=f"{_name(trajectory)}: has {len(ids)} tokens, and the model has {self.max_length} positions",
+            fix="lower data.max_prompt_length or rollout.max_new_tokens, or use a reward model with more",
         )
 
     def _rendered(self, trajectory: Trajectory) -> list[int]:
@@ -92,8 +93,12 @@ class RewardModel:
                 return self.encoder.encode(self._conversation(trajectory)).ids
             if isinstance(asked, Chat) or self.system is not None:
                 raise ConfigError(
-                    f"reward.model: {_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer "
-                    "has no chat template; use a reward model with one, or prompts of plain text"
+                    "reward.model",
+                    why=(
+                        f"{_name(trajectory)}: the prompt is a conversation, and the reward model's tokenizer has no "
+                        "chat template"
+                    ),
+                    fix="use a reward model with one, or prompts of plain text",
                 )
             answers = [message["content"] for message in _answers(trajectory)]
             return self.encoder.encode(Text("".join([asked.plain, *answers]))).ids
@@ -121,8 +126,12 @@ def _answers(trajectory: Trajectory) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": trajectory.text}]
     if trajectory.conversation is None:
         raise ConfigError(
-            f"reward.model: {_name(trajectory)}: has {trajectory.turns} turns and was saved without its messages, which a reward "
-            "model reads; sample it again"
+            "reward.model",
+            why=(
+                f"{_name(trajectory)}: has {trajectory.turns} turns and was saved without its messages, which "
+                "a reward model reads"
+            ),
+            fix="sample it again",
         )
     messages = [dict(message) for message in trajectory.conversation]
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")

@@ -50,7 +50,7 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
     name = spec.rpartition(":")[2]
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
-            raise ConfigError(f"{key}: {spec}: {name} has no method {method}; write def {method}(self, ...)")
+            raise ConfigError(key, why=f"{spec}: {name} has no method {method}", fix=f"write def {method}(self, ...)")
     for what, written, call, arguments in (
         (f"{name}()", "__init__(self)", environment, ()),
         ("reset(row)", "reset(self, row)", environment.reset, (None, {})),
@@ -59,7 +59,9 @@ def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
         try:
             inspect.signature(call).bind(*arguments)
         except TypeError as error:
-            raise ConfigError(f"{key}: {spec}: cannot be called as {what}: {error}; write def {written}") from None
+            raise ConfigError(
+                key, why=f"{spec}: cannot be called as {what}: {error}", fix=f"write def {written}"
+            ) from None
     return environment
 
 

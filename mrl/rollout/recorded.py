@@ -24,7 +24,9 @@ class RecordedRollouts(TrajectorySource):
 
     def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn()) -> None:
         if config.path is None:
-            raise ConfigError("rollout.path: is null, and rollout.backend recorded needs a folder of saved rollouts")
+            raise ConfigError(
+                "rollout.path", None, "leaves rollout.backend recorded nothing", "give a folder of samples"
+            )
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
         self._path: str | None = None  # of the file that the next round goes on with
         self._records: list[SavedSample] = []
@@ -67,7 +69,9 @@ class RecordedRollouts(TrajectorySource):
 
     def _check_folder(self) -> None:
         if not os.path.isdir(self._folder):
-            raise ConfigError(f"rollout.path: {self._config.path}: there is no such folder; give the samples/ of a run")
+            raise ConfigError(
+                "rollout.path", why=f"{self._config.path}: there is no such folder", fix="give the samples/ of a run"
+            )
 
     def _read(self, path: str, step: int) -> list[SavedSample]:
         if not os.path.exists(path):

@@ -172,8 +172,12 @@ class ServerSampler(Sampler):
         ):
             if max_length is not None and longest is not None and longest < max_length:
                 raise ConfigError(
-                    f"rollout.server.urls: {server.http.url} takes {longest} tokens and the longest sequence "
-                    f"(data.max_prompt_length + rollout.max_new_tokens) has {max_length}; start it for that many"
+                    "rollout.server.urls",
+                    why=(
+                        f"{server.http.url} takes {longest} tokens and the longest sequence (data.max_prompt_length + "
+                        f"rollout.max_new_tokens) has {max_length}"
+                    ),
+                    fix="start it for that many",
                 )
             self._loaded[server] = (server.path, "as it was started")
         self._folders = WeightFolders(weights_dir, bucket_mb=self._config.bucket_mb)

@@ -23,25 +23,31 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warning
 
 
-def refuse(sampling: SamplingParams, mode: str, where: str) -> None:
-    """Raises ConfigError where `mode` does not give the log-probs that a trainer needs. where: names the engine."""
+def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
+    """Raises ConfigError where `mode` does not give the log-probs that a trainer needs. key, where: name the engine."""
     temperature = sampling.temperature
     filters = {"top_k": (sampling.top_k, 0), "top_p": (sampling.top_p, 1.0), "min_p": (sampling.min_p, 0.0)}
     used = [f"rollout.{name} {value:g}" for name, (value, off) in filters.items() if value != off]
     if 0 < temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"rollout.temperature: value {temperature:g} is below what vLLM knows; use {MIN_TEMPERATURE:g} or more"
+            "rollout.temperature", temperature, "is below what vLLM knows", f"use {MIN_TEMPERATURE:g} or more"
         )
     if sampling.greedy or (mode == RAW and temperature == 1) or (mode == PROCESSED and not used):
         return
     if used and temperature != 1:
         raise ConfigError(
-            f"rollout.temperature: value {temperature:g} with {', '.join(used)}: vLLM gives log-probs before both or after "
-            "both, and the trainer needs those between; use temperature 1, or no filter, or backend native"
+            "rollout.temperature",
+            temperature,
+            (
+                f"with {', '.join(used)}: vLLM gives log-probs before both or after both, and the trainer "
+                "needs those between"
+            ),
+            "use temperature 1, or no filter, or backend native",
         )
     needed = PROCESSED if temperature != 1 else RAW
     reason = f"rollout.temperature {temperature:g}" if temperature != 1 else ", ".join(used)
-    raise ConfigError(f"{where} gives {mode}, which are wrong with {reason}; start it with --logprobs-mode {needed}")
+    why = f"{where} gives {mode}, which are wrong with {reason}"
+    raise ConfigError(key, why=why, fix=f"start it with --logprobs-mode {needed}")
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
@@ -102,7 +108,7 @@ class VLLMServer(Server):
         return longest
 
     def refuse(self, sampling: SamplingParams) -> None:
-        refuse(sampling, self.mode, f"rollout.server.urls: {self.http.url}")
+        refuse(sampling, self.mode, "rollout.server.urls", self.http.url)
 
     def complete(self, request: SampleRequest) -> Completion:
         body = {

@@ -40,17 +40,19 @@ class VLLMSampler(Sampler):
     ) -> None:
         if world_size != 1:
             raise ConfigError(
-                f"rollout.server.urls: value [] with {world_size} processes; an engine inside the trainer is for one "
-                "process: start vLLM servers and give their urls"
+                "rollout.server.urls",
+                [],
+                f"with {world_size} processes: an engine inside the trainer is for one process",
+                "start vLLM servers and give their urls",
             )
         # The engine runs in this process: what `update_weights` streams could not reach another one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             import vllm
         except ImportError as error:
+            why = f"without rollout.server.urls needs vLLM beside mrl ({error})"
             raise ConfigError(
-                f"rollout.backend: value 'vllm' without rollout.server.urls needs vLLM beside mrl ({error}); install it here, "
-                "or start a server and give its url"
+                "rollout.backend", "vllm", why, "install it here, or start a server and give its url"
             ) from error
         self._vllm, self._mode = vllm, RAW if temperature == 1 else PROCESSED
         self._gpu, self._asleep, self._whole = gpu, False, False
@@ -69,7 +71,7 @@ class VLLMSampler(Sampler):
         assert self._whole, "update_weights comes before sample"
         self.wake()
         for sampling in {request.sampling for request in requests}:
-            refuse(sampling, self._mode, "rollout.backend: vllm inside the trainer")
+            refuse(sampling, self._mode, "rollout.backend", "vllm inside the trainer")
         outputs = self._engine.generate(
             [{"prompt_token_ids": list(request.tokens)} for request in requests],
             [self._vllm.SamplingParams(**sampling_fields(request)) for request in requests],

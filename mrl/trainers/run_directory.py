@@ -26,7 +26,7 @@ from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
-from mrl.errors import CheckpointError, ConfigError
+from mrl.errors import CheckpointError, ConfigError, quoted
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
@@ -151,8 +151,10 @@ def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] =
     if resume == "never":
         if run.present():
             raise ConfigError(
-                f'checkpoint.resume: value "never" would overwrite the run in {run.path} ({", ".join(run.present())}); '
-                "give another output_dir, remove that one, or set checkpoint.resume to auto"
+                "checkpoint.resume",
+                "never",
+                f"would overwrite the run in {run.path} ({', '.join(run.present())})",
+                "give another output_dir, remove that one, or set checkpoint.resume to auto",
             )
         return Start(None, 0, f"starting in {run.path}")
     if own is not None:
@@ -205,8 +207,10 @@ def _refuse_foreign(run: RunDirectory) -> None:
         "# Written by mrl"
     ):
         raise ConfigError(
-            f"output_dir: value {str(run.path)!r} holds a config.yaml that mrl did not write and would overwrite; give a "
-            "folder of its own, as in runs/demo"
+            "output_dir",
+            quoted(str(run.path)),
+            "holds a config.yaml that mrl did not write and would overwrite",
+            "give a folder of its own, as in runs/demo",
         )
 
 
@@ -221,8 +225,10 @@ def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[Chan
     began_from = before.get("checkpoint", {}).get("resume")
     if resume not in ("auto", began_from) and not _same_folder(resume, newest):
         raise ConfigError(
-            f"checkpoint.resume: value {resume!r} is not the newest checkpoint of the run in {run.path}, which is {newest}; "
-            "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run"
+            "checkpoint.resume",
+            quoted(resume),
+            f"is not the newest checkpoint of the run in {run.path}, which is {newest}",
+            "give another output_dir to start from it, or set checkpoint.resume to auto to go on with that run",
         )
     return [change for change in changes if change.key in moving(type(config))]
 

@@ -107,13 +107,21 @@ def test_parts_reach_the_losses():
 @pytest.mark.parametrize(
     "name, overrides, message",
     [
-        ("grop", {}, r"algorithm.name: 'grop' is not known; did you mean 'grpo'\? use one of ppo, grpo"),
-        ("ppo", {"advantage": "gea"}, r"algorithm.advantage: 'gea' is not known; did you mean 'gae'\? use one of gae"),
-        ("ppo", {"correction": "both"}, "algorithm.correction: 'both' is not known; use one of none, truncate, mask"),
+        ("grop", {}, r"algorithm.name: value .grop. is not known; did you mean 'grpo'\? use one of ppo, grpo"),
+        (
+            "ppo",
+            {"advantage": "gea"},
+            r"algorithm.advantage: value .gea. is not known; did you mean 'gae'\? use one of gae",
+        ),
+        (
+            "ppo",
+            {"correction": "both"},
+            'algorithm.correction: value "both" is not known; use one of none, truncate, mask',
+        ),
         (
             "grpo",
             {"lam": 0.9},
-            "algorithm.lam: 0.9 would not be read by this grpo; it goes with algorithm.advantage: gae",
+            "algorithm.lam: value 0.9 would not be read by this grpo; it goes with algorithm.advantage: gae",
         ),
         ("dapo", {"kl_coef": 0.1}, "it goes with algorithm.kl_in: reward or loss"),
         ("cispo", {"dual_clip": 3.0}, "it goes with algorithm.objective: clip"),
@@ -126,7 +134,7 @@ def test_parts_reach_the_losses():
         ),
         ("rloo", {"gamma": 0.9}, "it goes with algorithm.advantage: gae, returns or remax; leave it out"),
         ("ppo", {"kl_gain": 0.2}, "it goes with algorithm.kl_target above 0; leave it out"),
-        ("dapo", {"kl_in": "loss"}, "algorithm.kl_in: 'loss' has no coefficient in dapo; set algorithm.kl_coef"),
+        ("dapo", {"kl_in": "loss"}, 'algorithm.kl_in: value "loss" has no coefficient in dapo; set algorithm.kl_coef'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(name, overrides, message):

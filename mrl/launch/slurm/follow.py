@@ -92,11 +92,11 @@ def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
     job_id = target.jobs[0].id if target.jobs else target.job_id
     if len(target.jobs) > 1:
         tasks = ", ".join(job.id for job in target.jobs)
-        raise ConfigError(f"{target.job_id}: is an array, whose tasks have a log each; give one of {tasks}")
+        raise ConfigError(target.job_id, why="is an array, whose tasks have a log each", fix=f"give one of {tasks}")
     path = target.slurm_dir / f"{job_id}.log"
     while not path.exists():
         if not follow or _has_ended(target, job_id):
-            raise ConfigError(f"{path}: does not exist: job {job_id} {_in_words(target, job_id)}")
+            raise ConfigError(path, why=f"does not exist: job {job_id} {_in_words(target, job_id)}")
         time.sleep(POLL_S)
     error = first_error(target.slurm_dir, job_id)
     if error is not None:
@@ -153,7 +153,9 @@ def cancel(target: jobs.Target, *, save: bool, timeout_s: float, say: Callable[[
     left = [job for job in target.jobs if not job.ended]
     if not left:
         raise ConfigError(
-            f"{target.job_id}: job {target.job_id} {_in_words(target, target.job_id)}; there is nothing to cancel"
+            target.job_id,
+            why=f"job {target.job_id} {_in_words(target, target.job_id)}",
+            fix="there is nothing to cancel",
         )
     running = [job for job in left if job.state == "RUNNING"]
     if not save or not running:

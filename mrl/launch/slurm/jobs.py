@@ -43,7 +43,9 @@ def call(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ)
     except FileNotFoundError:
         raise ConfigError(
-            f"{command[0]}: is not on the PATH; run this on a machine with Slurm's commands, or use `mrl slurm render`"
+            command[0],
+            why="is not on the PATH",
+            fix="run this on a machine with Slurm's commands, or use `mrl slurm render`",
         ) from None
     if done.returncode:
         raise SlurmError(
@@ -172,7 +174,7 @@ def _record(path: pathlib.Path, number: int, line: str) -> dict[str, Any]:
         record = json.loads(line)
         if isinstance(record, dict) and isinstance(record.get("job"), str) and "array" in record:
             return record
-    raise ConfigError(f"{path}:{number}: is no record of a job; delete that line")
+    raise ConfigError(f"{path}:{number}", why="is no record of a job", fix="delete that line")
 
 
 def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -221,13 +223,13 @@ def targets(what: str | None) -> list[Target]:
     folder = pathlib.Path(what).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(
-            f"{what}: is neither a job's id nor a folder; give the output_dir of a run, or an id such as 1234"
+            what, why="is neither a job's id nor a folder", fix="give the output_dir of a run, or an id such as 1234"
         )
     if (task := re.fullmatch(r"task_(\d+)", folder.name)) and (folder.parent / "slurm" / RECORDS).is_file():
         return [_newest_task(folder.parent / "slurm", task[1])]
     if not (folder / "slurm" / RECORDS).is_file():
         raise ConfigError(
-            f"{what}: no job was submitted for it by `mrl slurm submit`; give another output_dir, or a job's id"
+            what, why="no job was submitted for it by `mrl slurm submit`", fix="give another output_dir, or a job's id"
         )
     return [_newest(folder / "slurm")]
 
@@ -235,7 +237,7 @@ def targets(what: str | None) -> list[Target]:
 def _newest(slurm_dir: pathlib.Path) -> Target:
     submitted = records(slurm_dir)
     if not submitted:
-        raise ConfigError(f"{slurm_dir / RECORDS}: has no record of a job; give a job's id")
+        raise ConfigError(slurm_dir / RECORDS, why="has no record of a job", fix="give a job's id")
     job_id = submitted[-1]["job"]
     return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
 
@@ -244,7 +246,7 @@ def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
     arrays = [record["job"] for record in records(slurm_dir) if record["array"] is not None]
     if not arrays:
         raise ConfigError(
-            f"task_{task}: no array was submitted for {slurm_dir.parent}; give that folder, or a job's id"
+            f"task_{task}", why=f"no array was submitted for {slurm_dir.parent}", fix="give that folder, or a job's id"
         )
     job_id = f"{arrays[-1]}_{task}"
     return Target(slurm_dir, job_id, known_of(slurm_dir, job_id))
@@ -253,7 +255,9 @@ def _newest_task(slurm_dir: pathlib.Path, task: str) -> Target:
 def _of_id(job_id: str) -> Target:
     jobs = known(job_id)
     if not jobs:
-        raise ConfigError(f"{job_id}: Slurm knows no such job, or no longer; give the output_dir of its run")
+        raise ConfigError(job_id, why="Slurm knows no such job, or no longer", fix="give the output_dir of its run")
     if jobs[0].slurm_dir is None:
-        raise ConfigError(f"{job_id}: is a job, but none that `mrl slurm submit` has submitted; use squeue and scancel")
+        raise ConfigError(
+            job_id, why="is a job, but none that `mrl slurm submit` has submitted", fix="use squeue and scancel"
+        )
     return Target(jobs[0].slurm_dir, job_id, jobs)

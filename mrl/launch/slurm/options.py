@@ -125,39 +125,53 @@ def check_options(options: SlurmConfig) -> None:
     _check_text(options.servers, "slurm.servers")
     if not options.gpus_per_node and options.processes_per_node is None:
         raise ConfigError(
-            "slurm.gpus_per_node: value "
-            f"{show(options.gpus_per_node)} says nothing about how many processes a node runs; give --gpus-per-node, or "
-            "--gpus-per-node 0 and --processes-per-node to train on CPUs"
+            "slurm.gpus_per_node",
+            options.gpus_per_node,
+            "says nothing about how many processes a node runs",
+            "give --gpus-per-node, or --gpus-per-node 0 and --processes-per-node to train on CPUs",
         )
     if options.rendezvous != "static" and options.launcher != "torchrun":
         raise ConfigError(
-            f'slurm.rendezvous: value "{options.rendezvous}" is torchrun\'s, and has no effect with launcher {options.launcher}; '
-            "leave it out, or give --launcher torchrun"
+            "slurm.rendezvous",
+            options.rendezvous,
+            f"is torchrun's, and has no effect with launcher {options.launcher}",
+            "leave it out, or give --launcher torchrun",
         )
     if options.gpus_per_node and options.per_node > options.gpus_per_node:
         raise ConfigError(
-            f"slurm.processes_per_node: value {options.per_node} is above the {options.gpus_per_node} GPUs of a node; "
-            "leave it out for one process a GPU"
+            "slurm.processes_per_node",
+            options.per_node,
+            f"is above the {options.gpus_per_node} GPUs of a node",
+            "leave it out for one process a GPU",
         )
     if options.time is not None and (limit_s := seconds_of(options.time)) is not None and limit_s <= options.signal_s:
         raise ConfigError(
-            f'slurm.time: value "{options.time}" is not longer than the {options.signal_s} s before its end at which the run '
-            "is told to save (slurm.signal_s); give more time"
+            "slurm.time",
+            options.time,
+            (
+                f"is not longer than the {options.signal_s} s before its end at which the run is told to save "
+                "(slurm.signal_s)"
+            ),
+            "give more time",
         )
     for name in options.env:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                f"slurm.env: the name {show(name)} is none of an environment variable; use letters, digits and _"
+                "slurm.env",
+                why=f"the name {show(name)} is none of an environment variable",
+                fix="use letters, digits and _",
             )
     for line in options.sbatch:
         if not line.startswith("-"):
             raise ConfigError(
-                f"slurm.sbatch: the line {show(line)} does not begin with -; write it as after #SBATCH, as --exclusive"
+                "slurm.sbatch",
+                why=f"the line {show(line)} does not begin with -",
+                fix="write it as after #SBATCH, as --exclusive",
             )
         _check_repeated(line)
     for mount in options.mounts:
         if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[a-z+,]+)?", mount):
-            raise ConfigError(f"slurm.mounts: value {show(mount)} is no mount; give absolute paths as /data:/data")
+            raise ConfigError("slurm.mounts", mount, "is no mount", "give absolute paths as /data:/data")
 
 
 _OURS = {
@@ -183,13 +197,17 @@ def _check_repeated(line: str) -> None:
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise ConfigError(f"slurm.sbatch: the line {show(line)} is wrong: {error}; correct its quotes") from None
+        raise ConfigError(
+            "slurm.sbatch", why=f"the line {show(line)} is wrong: {error}", fix="correct its quotes"
+        ) from None
     for word in words:
         short = _SHORT.get(word[1:2]) if not word.startswith("--") else None
         name = short if short and word.startswith("-") else word[2:].partition("=")[0]
         if word.startswith("-") and name in _OURS:
             raise ConfigError(
-                f"slurm.sbatch: the line {show(line)} gives Slurm's --{name}, which mrl writes; give {_OURS[name]}"
+                "slurm.sbatch",
+                why=f"the line {show(line)} gives Slurm's --{name}, which mrl writes",
+                fix=f"give {_OURS[name]}",
             )
 
 
@@ -202,9 +220,7 @@ def _check_text(section: Any, path: str) -> None:
             empty = isinstance(text, str) and not text.strip() and not isinstance(value, dict)
             if isinstance(text, str) and ("\n" in text or "\0" in text or empty):
                 what = "is empty" if empty else "has a line break"
-                raise ConfigError(
-                    f"{path}.{field.name}: value {show(text)} {what}; give one line of text, or leave it out"
-                )
+                raise ConfigError(f"{path}.{field.name}", text, what, "give one line of text, or leave it out")
 
 
 _TIME = re.compile(
@@ -219,7 +235,7 @@ def seconds_of(time: str) -> int | None:
     found = _TIME.fullmatch(time)
     if found is None:
         raise ConfigError(
-            f'slurm.time: value "{time}" is no time limit; give minutes, "H:MM:SS", "D-H" or "D-HH:MM:SS", as in "4:00:00"'
+            "slurm.time", time, "is no time limit", 'give minutes, "H:MM:SS", "D-H" or "D-HH:MM:SS", as in "4:00:00"'
         )
     part = {name: int(text or 0) for name, text in found.groupdict().items()}
     if found["d"] is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.config.build import build_section
 from mrl.config.load import read_yaml
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, quoted
 from mrl.launch.slurm.options import DEFAULT_PROFILE, Profile, SlurmConfig, check_options
 
 
@@ -19,9 +19,9 @@ def load_options(profile: str | None, given: Mapping[str, Any]) -> SlurmConfig:
     """
     path = pathlib.Path(profile or DEFAULT_PROFILE).expanduser()
     if profile is not None and path.is_dir():
-        raise ConfigError(f"--profile: value {profile!r} is a folder; give a YAML file with a `slurm:` block")
+        raise ConfigError("--profile", quoted(profile), "is a folder", "give a YAML file with a `slurm:` block")
     if profile is not None and not path.is_file():
-        raise ConfigError(f"--profile: value {profile!r} does not exist; give a YAML file with a `slurm:` block")
+        raise ConfigError("--profile", quoted(profile), "does not exist", "give a YAML file with a `slurm:` block")
     raw = read_yaml(path) if path.is_file() else {}
     block = dict(raw.get("slurm") or {}) if isinstance(raw.get("slurm") or {}, Mapping) else raw["slurm"]
     if isinstance(block, dict):

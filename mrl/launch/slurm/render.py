@@ -20,7 +20,6 @@ import jinja2
 import jinja2.meta
 
 from mrl import __version__
-from mrl.config.keys import show
 from mrl.errors import ConfigError
 from mrl.launch.slurm.options import SlurmConfig
 
@@ -58,7 +57,7 @@ def template_text(name: str) -> str:
     """The text of a template of the package."""
     path = TEMPLATES / (name + SUFFIX)
     if name not in (*NAMES, "base"):
-        raise ConfigError(f"template: value {show(name)} is none; the templates are base, {', '.join(NAMES)}")
+        raise ConfigError("template", name, "is none", f"the templates are base, {', '.join(NAMES)}")
     return path.read_text(encoding="utf-8")
 
 
@@ -125,19 +124,24 @@ def _errors_of(options: SlurmConfig, variables: Sequence[str] = ()) -> Iterator[
         yield
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or error.name or options.template
-        raise ConfigError(f"{where}:{error.lineno}: the template is wrong: {error.message}; correct it there") from None
+        raise ConfigError(
+            f"{where}:{error.lineno}", why=f"the template is wrong: {error.message}", fix="correct it there"
+        ) from None
     except jinja2.UndefinedError as error:
         known = ", ".join(sorted(variables))
         raise ConfigError(
-            f"{options.template}: the template reads what is not there ({error.message}); the variables are {known}; "
-            "your own are in slurm.variables, read as variables.NAME"
+            options.template,
+            why=f"the template reads what is not there ({error.message}); the variables are {known}",
+            fix="your own are in slurm.variables, read as variables.NAME",
         ) from None
     except jinja2.TemplateNotFound as error:
         raise ConfigError(
-            f"{options.template}: the template {error.name} does not exist; give a file, or one of {', '.join(NAMES)}"
+            options.template,
+            why=f"the template {error.name} does not exist",
+            fix=f"give a file, or one of {', '.join(NAMES)}",
         ) from None
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{options.template}: the template is wrong: {error}; correct it there") from None
+        raise ConfigError(options.template, why=f"the template is wrong: {error}", fix="correct it there") from None
 
 
 def _own_template(path: str) -> Any:
@@ -150,7 +154,7 @@ def _own_template(path: str) -> Any:
         try:
             return file.read_text(encoding="utf-8"), str(file), None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name}: the template cannot be read ({error}); give a text file") from None
+            raise ConfigError(name, why=f"the template cannot be read ({error})", fix="give a text file") from None
 
     return load
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from mrl.config import command as commands
 from mrl.config.command import Config
 from mrl.config.load import dump_config, load_config
-from mrl.errors import ConfigError, unwritable
+from mrl.errors import ConfigError, quoted, unwritable
 from mrl.launch.slurm import jobs
 from mrl.launch.slurm.checks import check_job, check_template
 from mrl.launch.slurm.options import SlurmConfig
@@ -78,9 +78,8 @@ def _server_urls(options: SlurmConfig) -> list[str]:
 
 def _of_first_task(root: type, config_path: str, overrides: Sequence[str], array: str) -> Config:
     if any(override.startswith("output_dir=") and TASK_ID in override for override in overrides):
-        raise ConfigError(
-            f"output_dir: value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID; leave {TASK_ID} out"
-        )
+        why = f"value with {TASK_ID} is not needed: each task of an array trains in output_dir/task_ID"
+        raise ConfigError("output_dir", why=why, fix=f"leave {TASK_ID} out")
     return load_config(config_path, _for_first(overrides, array), root)
 
 
@@ -89,7 +88,7 @@ def _for_first(overrides: Sequence[str], array: str | None) -> list[str]:
         return list(overrides)
     first = re.match(r"\d+", array)
     if first is None:
-        raise ConfigError(f'slurm.array: value "{array}" is no list of task ids; give one as 0-3 or 1,4,9')
+        raise ConfigError("slurm.array", array, "is no list of task ids", "give one as 0-3 or 1,4,9")
     return [override.replace(TASK_ID, first[0]) for override in overrides]
 
 
@@ -172,8 +171,13 @@ def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
         if _waits_for(checked.options.dependency or "", job.id):
             continue
         raise ConfigError(
-            f"output_dir: value {checked.config.output_dir!r} has job {job.id} in the queue ({job.state}); cancel it (mrl slurm "
-            f"cancel {job.id}), give --dependency afterany:{job.id} to go on after it, or another output_dir"
+            "output_dir",
+            quoted(checked.config.output_dir),
+            f"has job {job.id} in the queue ({job.state})",
+            (
+                f"cancel it (mrl slurm cancel {job.id}), give --dependency afterany:{job.id} to go on after "
+                "it, or another output_dir"
+            ),
         )
 
 
