@@ -7,7 +7,7 @@ import pytest
 from mrl.config.keys import walk
 from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
-from mrl.config.resume import ABSENT, changed_keys, check_resume, may_change, moving
+from mrl.config.resume import ABSENT, Change, changed_keys, check_resume, may_change, moving
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from tests.config.test_load import PPO_BASE, base, merged
@@ -126,7 +126,7 @@ def test_ppo_layouts_of_every_role_and_what_moved_may_change():
     assert 'critic.model.path: "m" at the save, "critic" now' in notes
     assert "rewards.workers: 4 at the save, 1 now" in notes
     parts = [plain_ppo(rollout={"environment": "e.py:E", "environment_parts": count}) for count in (2, 4)]
-    assert check_resume(*parts) == ["rollout.environment_parts: 2 at the save, 4 now"]
+    assert check_resume(*parts) == [Change("rollout.environment_parts", 2, 4)]
 
 
 @pytest.mark.parametrize(
