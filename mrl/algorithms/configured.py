@@ -8,7 +8,7 @@ from mrl.algorithms.recipes import Recipe, recipe
 from mrl.config.keys import changed
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.ppo_checks import refuse_unread
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Shown
 
 PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
 """The keys of `algorithm` that replace a part of the recipe; null leaves it as the recipe has it."""
@@ -61,14 +61,14 @@ def _check_parts(made: Recipe) -> None:
     if 0 < made.dual_clip <= 1:
         raise ConfigError(
             "algorithm.dual_clip",
-            made.dual_clip,
+            Shown(f"{made.dual_clip:g}"),
             "is not above 1, and it bounds ratios above 1",
             "give 3, say, or 0 for none",
         )
     if made.correction == "mask" and made.correction_floor > made.correction_cap:
         raise ConfigError(
             "algorithm.correction_floor",
-            made.correction_floor,
+            Shown(f"{made.correction_floor:g}"),
             f"is above algorithm.correction_cap {made.correction_cap:g}",
             "give at most that",
         )

@@ -72,7 +72,7 @@ class PPO(TrainingCommand[PPOConfig]):
         prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
         return (
             config.max_length,
-            f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}: value {prompt + new}",
+            f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}",
         )
 
     def rows_of_batch(self, config: PPOConfig) -> int:

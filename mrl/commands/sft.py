@@ -39,7 +39,7 @@ class SFT(TrainingCommand[SFTConfig]):
         return [Part("", config.model, config.engine)]
 
     def longest(self, config: SFTConfig) -> tuple[int, str]:
-        return config.data.max_length, f"data.max_length: value {config.data.max_length}"
+        return config.data.max_length, "data.max_length"
 
     def describe(self, config: SFTConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         from mrl.launch.describe import micro_batch, processes

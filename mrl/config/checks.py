@@ -155,11 +155,16 @@ def check_optimizer(optimizer: OptimizerConfig, path: str = "optimizer") -> None
     """Rates, betas and what the schedule reads."""
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
-            f"{path}.min_lr", optimizer.min_lr, f"is above {path}.lr {optimizer.lr:g}", f"give at most {optimizer.lr:g}"
+            f"{path}.min_lr",
+            Shown(f"{optimizer.min_lr:g}"),
+            f"is above {path}.lr {optimizer.lr:g}",
+            f"give at most {optimizer.lr:g}",
         )
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
-            raise ConfigError(f"{path}.betas", beta, "is out of range", "give two numbers from 0 to below 1")
+            raise ConfigError(
+                f"{path}.betas", Shown(f"{beta:g}"), "is out of range", "give two numbers from 0 to below 1"
+            )
     if optimizer.schedule == "constant":
         for name, unset in (("min_lr", 0.0), ("decay_steps", None)):
             if getattr(optimizer, name) != unset:
@@ -200,10 +205,8 @@ def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
     path = f"{role}.engine" if role else "engine"
     if engine.recompute_every > 1 and engine.recompute != "full":
         raise ConfigError(
-            f"{path}.recompute_every",
-            engine.recompute_every,
-            f'is not used by {path}.recompute "{engine.recompute}"',
-            f"set {path}.recompute to full, or leave it out",
+            f'{path}.recompute_every: value {engine.recompute_every} is not used by {path}.recompute "{engine.recompute}"; set '
+            f"{path}.recompute to full, or leave it out"
         )
 
 

@@ -128,7 +128,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def longest(self, config: C) -> tuple[int, str]:
-        """Tokens of the longest sequence, and the keys that set it, with their values."""
+        """Tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
     def rows_of_batch(self, config: C) -> int:
         """Rows of data.train that one global batch is made of."""

@@ -41,7 +41,7 @@ def check_ppo(config: PPOConfig) -> None:
     if lora is not None and lora.dropout and config.train.guards:
         raise ConfigError(
             "actor.model.lora.dropout",
-            lora.dropout,
+            Shown(f"{lora.dropout:g}"),
             "makes the policy that trains another one than the policy that sampled",
             "set it to 0, or train.guards to false to go on with it",
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
-from mrl.errors import ConfigError, ServerError
+from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import Http
 from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
@@ -30,14 +30,17 @@ def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
     used = [f"rollout.{name} {value:g}" for name, (value, off) in filters.items() if value != off]
     if 0 < temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            "rollout.temperature", temperature, "is below what vLLM knows", f"use {MIN_TEMPERATURE:g} or more"
+            "rollout.temperature",
+            Shown(f"{temperature:g}"),
+            "is below what vLLM knows",
+            f"use {MIN_TEMPERATURE:g} or more",
         )
     if sampling.greedy or (mode == RAW and temperature == 1) or (mode == PROCESSED and not used):
         return
     if used and temperature != 1:
         raise ConfigError(
             "rollout.temperature",
-            temperature,
+            Shown(f"{temperature:g}"),
             (
                 f"with {', '.join(used)}: vLLM gives log-probs before both or after both, and the trainer "
                 "needs those between"

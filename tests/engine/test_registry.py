@@ -129,7 +129,7 @@ def test_two_packages_with_one_name(site):
         ("plain", {"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend plain; "),
         ("plain", {"recompute": "full"}, 'engine.recompute: value "full" is not supported by backend plain; leave it'),
         ("plain", {"options": {"bucket": 1}}, "engine.options.bucket: value 1 is for no option of backend plain, whose"),
-        ("plain", {"options": {"bucket_mb": "1"}}, "engine.options.bucket_mb: value '1' is no size"),
+        ("plain", {"options": {"bucket_mb": "1"}}, 'engine.options.bucket_mb: value "1" is no size'),
         ("plain", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
     ],
 )  # fmt: skip
