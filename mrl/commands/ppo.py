@@ -70,10 +70,7 @@ class PPO(TrainingCommand[PPOConfig]):
 
     def longest(self, config: PPOConfig) -> tuple[int, str]:
         prompt, new = config.data.max_prompt_length, config.rollout.max_new_tokens
-        return (
-            config.max_length,
-            f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}",
-        )
+        return config.max_length, f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}"
 
     def rows_of_batch(self, config: PPOConfig) -> int:
         return config.prompts_per_iteration
