@@ -19,7 +19,7 @@ from mrl.config.schema import (
     SFTConfig,
 )
 from mrl.config.supported import check_supported
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Shown
 from mrl.parallel import ParallelDims, divisors_near
 
 MOST_PASSES = 1000

@@ -17,7 +17,7 @@ class Sequences:
     """The sequences that a run gives a model."""
 
     longest: int  # tokens
-    key: str  # what sets it: the keys with their values, in words
+    key: str  # what sets it: a key, or several with their values
     packed: bool  # end to end, without padding
     generated: bool  # the model samples them, token by token
 

@@ -61,9 +61,8 @@ def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
     ]
     limit = getattr(config, "max_position_embeddings", None)  # of any class of transformers: some have none
     if learned and limit is not None and sequences.longest > limit:
-        raise ModelError(
-            f"{sequences.key} is above the {limit} positions that {learned[0]} of a {model_type!r} model has; give at most {limit}, or use another model"
-        )
+        why = f"is above the {limit} positions that {learned[0]} of a {model_type!r} model has"
+        raise ModelError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
 
 
 def _not_packed(model_type: str) -> str:

@@ -23,10 +23,11 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
         why = "images do not"
         if sequences.generated:
             why = "what is sampled token by token does not follow it as training does"
-        raise ConfigError(
-            f'{sequences.key} is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same '
-            f"for all: beyond, it follows the length of a sequence, and {why}; give at most {limit}, or use another model"
+        why = (
+            f'is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
+            f"beyond, it follows the length of a sequence, and {why}"
         )
+        raise ConfigError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
 
 
 def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
