@@ -50,7 +50,7 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     return normalize(raw, where=str(file), quick=quick)
 
 
-def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
+def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
     """`raw` completed with transformers' defaults, and with one meaning for each of these keys whatever its spelling.
 
     rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int.
@@ -90,7 +90,7 @@ def normalize(raw: dict[str, Any], where: str = "config.json", *, quick: bool = 
     return config
 
 
-def _of_transformers(raw: dict[str, Any], where: str) -> dict[str, Any] | None:
+def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """What transformers makes of it; None where it does not know the model_type."""
     from transformers import CONFIG_MAPPING  # slow to import: the tables need none
 

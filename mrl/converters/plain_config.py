@@ -7,6 +7,7 @@ another type, another kind of RoPE) is for transformers to complete or to refuse
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 _SAID = {
@@ -34,7 +35,7 @@ _DTYPES = (None, "float32", "bfloat16", "float16")
 _LAYERS = {"full_attention", "sliding_attention"}
 
 
-def completed(raw: dict[str, Any]) -> dict[str, Any] | None:
+def completed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """The fields of `raw` with those that it leaves out, in the spelling of transformers 5; None where it is not plain."""
     if raw["model_type"] not in _FAMILIES:
         return None

@@ -105,7 +105,7 @@ def run(*arguments: str, folder: Path, tree: Path = kit.REPO) -> str:
     """What Python prints, with `tree` on its import path; fails with it where it fails."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

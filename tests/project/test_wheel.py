@@ -25,7 +25,7 @@ def run(*command: object, folder: Path) -> str:
     """What a command prints, without this tree on the import path; fails with its output where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=240,
+        [str(word) for word in command], cwd=folder, capture_output=True, text=True, timeout=600,
         env=environment | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory) -> Path:
         copy(source, tree / name, **({"ignore": shutil.ignore_patterns("__pycache__")} if source.is_dir() else {}))
     environment = os.environ | {"PYTHONPATH": str(Path(build.__file__).parents[1])}
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tree / "dist"), "."]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     [made] = (tree / "dist").glob("*.whl")
     return made
