@@ -32,7 +32,7 @@ class FSDPChecks(EngineChecks):
         if dims.cp > 1:
             check_shared_sequences(dims.cp, hf_config)
         check_positions(hf_config, sequences)
-        if normalize(hf_config)["model_type"] not in FAMILIES:
+        if normalize(dict(hf_config))["model_type"] not in FAMILIES:
             from mrl.engine.fsdp.build import check_sequences  # transformers' models are slow to import
 
             check_sequences(hf_config, sequences)

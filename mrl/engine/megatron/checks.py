@@ -24,7 +24,7 @@ class MegatronChecks(EngineChecks):
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
         check_text_alone(hf_config)
-        fields = fields_of(normalize(hf_config))
+        fields = fields_of(normalize(dict(hf_config)))
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
 
