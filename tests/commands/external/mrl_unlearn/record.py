@@ -51,7 +51,7 @@ class Unlearn(TrainingCommand[UnlearnConfig]):
     def check(self, config: UnlearnConfig) -> None:
         from mrl.config.checks import check_backend, check_optimizer
 
-        check_backend(config.engine)
+        check_backend(config.model, config.engine)
         check_optimizer(config.optimizer)
         if config.train.steps is None:
             raise ConfigError("train.steps: value null gives no length, and mrl unlearn knows no epochs; give a number")
