@@ -115,6 +115,7 @@ def test_a_dry_run_checks_it_and_says_what_it_would_do(mrl, tmp_path):
     assert other.returncode == 2 and "forget.floor: value -6 is given to an unknown key" in other.stderr, other.stderr
 
 
+@pytest.mark.slow
 def test_it_trains_and_goes_on_as_its_keys_say(mrl, tmp_path):
     first = mrl("unlearn", "config.yaml")
     assert first.returncode == 0, first.stderr
