@@ -1,4 +1,4 @@
-"""Bytes done, of how many, and how fast: on a terminal a line that keeps changing, elsewhere a line now and then, and one at the end."""
+"""Bytes done, of how many, and how fast: a bar on a terminal, elsewhere a line now and then, and a line at the end of both."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from mrl.convert.workspace import in_words
+from rich.filesize import decimal
 
-EVERY_S, PLAIN_EVERY_S = 0.1, 10.0
-WIDTH = 30
+PLAIN_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """Called with the bytes in all, gives what is told of bytes done, from any thread. verb: as in "imported"."""
+    """What a conversion calls with the bytes in all; the call returns a function that takes the bytes done, in any thread.
+
+    verb: as in "imported". stream: stderr by default.
+    """
 
     def __init__(self, verb: str, stream: TextIO | None = None) -> None:
         self.verb, self.stream = verb, stream or sys.stderr
         self.total = self.done = 0
-        self._lock, self._begun = threading.Lock(), time.monotonic()
-        self._last = self._shown = self._begun
+        self._lock, self._bar = threading.Lock(), None
 
     def __call__(self, total: int) -> Callable[[int], None]:
         self.total, self.done, self._begun = total, 0, time.monotonic()
-        self._shown = self._begun
+        self._shown = self._last = self._begun
+        if self.stream.isatty():
+            from rich import progress  # slow to import
+            from rich.console import Console
+
+            columns = progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()
+            self._bar = progress.Progress(*columns, console=Console(file=self.stream), transient=True)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
         return self._advance
 
     def _advance(self, count: int) -> None:
         with self._lock:
-            self.done += count
-            now = self._last = time.monotonic()
-            terminal = self.stream.isatty()
-            if now - self._shown < (EVERY_S if terminal else PLAIN_EVERY_S):
-                return
-            self._shown = now
-            full = WIDTH * self.done // max(self.total, 1)
-            bar = f"\r[{'#' * full}{'.' * (WIDTH - full)}] {self._words()}\033[K"
-            self.stream.write(bar if terminal else f"{self.verb} {self._words()}\n")
-            self.stream.flush()
+            self.done, self._last = self.done + count, time.monotonic()
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self.done)
+            elif self._last - self._shown >= PLAIN_EVERY_S:
+                self._shown = self._last
+                self._write_line()
 
-    def _words(self) -> str:
-        seconds = max(self._last - self._begun, 1e-3)
-        return f"{in_words(self.done)} of {in_words(self.total)}, {in_words(self.done / seconds)}/s"
-
-    def close(self) -> None:
-        """Ends the line."""
-        if self.stream.isatty() and self._shown > self._begun:
-            self.stream.write("\r\033[K")
-        if self.total and self.done >= self.total:
-            self.stream.write(f"{self.verb} {self._words()}\n")
+    def _write_line(self) -> None:
+        speed = int(self.done / max(self._last - self._begun, 1e-3))
+        self.stream.write(f"{self.verb} {decimal(self.done)} of {decimal(self.total)}, {decimal(speed)}/s\n")
         self.stream.flush()
 
     def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        if self._bar is not None:
+            self._bar.stop()
+        if self.total and self.done >= self.total:
+            self._write_line()

@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from mrl.convert.sources import ADAPTERS, Source
-from mrl.convert.workspace import in_words, no_progress
+from mrl.convert.workspace import no_progress
 from mrl.converters.accounting import SCORE, follows_from_config
 from mrl.converters.mcore_weights import (
     McoreReader,
@@ -163,7 +164,7 @@ def _no_room(source: Source) -> str | None:
     free = psutil.virtual_memory().available
     if needed <= free:
         return None
-    return f"the model needs {in_words(needed)} of memory in fp32, and {in_words(free)} are free"
+    return f"the model needs {decimal(needed)} of memory in fp32, and {decimal(free)} are free"
 
 
 def _name(source: Source) -> str:

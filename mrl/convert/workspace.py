@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -21,6 +20,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.filesize import decimal
 
 from mrl.converters.checksums import crc32_of
 from mrl.errors import ModelError
@@ -57,6 +59,7 @@ class Workspace:
             raise ModelError(
                 f"{self.out}: {outside[0]!r} is to be written, which is no file of it; get the source again"
             )
+        self._lock = FileLock(self.folder / LOCK, timeout=0, fallback_to_soft=False)
         self._journal = threading.Lock()
         self.done: dict[str, Facts] = {}
 
@@ -75,25 +78,18 @@ class Workspace:
     def __exit__(self, *exc: object) -> None:
         if exc[0] is not None and not self._keep:
             shutil.rmtree(self.folder, ignore_errors=True)  # there is none after the last rename
-        self._lock.close()
+        self._lock.release()
 
     def _take_lock(self) -> None:
         if self.folder.is_symlink():
             raise ModelError(f"{self.folder}: is a link, and what it leads to would be overwritten; remove it")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / LOCK).open("w")
+            self._lock.acquire()
+        except Timeout:
+            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first") from None
         except OSError as error:
             raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # one that ended between the two lines above took the folder and its lock away
-            ours = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.folder / LOCK))
-        except OSError:
-            ours = False
-        if not ours:
-            self._lock.close()
-            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first")
 
     def _finished(self) -> dict[str, Facts]:
         """The files of an earlier attempt at the same plan, each read and found as it was written; all else is removed."""
@@ -120,7 +116,7 @@ class Workspace:
             if not self.done:
                 shutil.rmtree(self.folder)
             raise ModelError(
-                f"{self.out}: needs {in_words(needed)} and the disk of {self.folder.parent} has {in_words(free)} free; make room, or give "
+                f"{self.out}: needs {decimal(needed)} and the disk of {self.folder.parent} has {decimal(free)} free; make room, or give "
                 "another folder"
             )
 
@@ -222,12 +218,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def in_words(count: float) -> str:
-    """Bytes as a person reads them, in powers of ten."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -239,6 +239,6 @@ def test_a_disk_that_fills_up(hf, tmp_path):
     assert len(refused) == 4 and left == ["LEFT []", "LEFT ['.out.converting']", "LEFT ['out']"] * 2
     for early, late in (refused[:2], refused[2:]):
         assert re.search(
-            rf"/out: needs \d+\.\d KB and the disk of {disk} has \d+\.\d KB free; make room, or give", early
+            rf"/out: needs \d+\.\d kB and the disk of {disk} has \d+\.\d kB free; make room, or give", early
         )
         assert "the disk is full" in late and "run the same command again" in late

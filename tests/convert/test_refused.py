@@ -448,5 +448,5 @@ def test_too_little_room_is_found_before(source, tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(workspace.shutil, "disk_usage", lambda path: free)
     code, said = run("import", source, tmp_path / "out")
-    assert code == 2 and "needs 95.6 KB and the disk of" in said and "has 1.0 KB free" in said
+    assert code == 2 and "needs 95.6 kB and the disk of" in said and "has 1.0 kB free" in said
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
