@@ -23,7 +23,7 @@ from mrl.converters.mcore_weights import FOLDER, read_description
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo
-from mrl.converters.stacks import turns
+from mrl.converters.stacks import interleaved_rows
 from mrl.converters.table import Family, HFConfig
 from mrl.engine.fsdp.names import STATE, Piece, pieces
 from mrl.engine.lora import identity
@@ -36,16 +36,16 @@ from mrl.errors import CheckpointError, ModelError
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """What a checkpoint has of adapters. lora: its config. head: "lm" or "value". base: the base's fingerprint. path: where it was."""
+class SavedAdapters:
+    """What a checkpoint says of the adapters in it."""
 
     lora: LoraConfig
-    head: str
-    base: str
-    path: str
+    head: str  # "lm" or "value"
+    base: str  # fingerprint of the model that they are over
+    path: str  # where that model was
 
 
-def held_by(folder: Path, backend: str) -> Held | None:
+def saved_adapters(folder: Path, backend: str) -> SavedAdapters | None:
     """What the checkpoint in `folder` says of adapters; None where it holds a whole model."""
     if backend == "megatron":
         saved = read_description(folder).get("adapters")
@@ -54,10 +54,10 @@ def held_by(folder: Path, backend: str) -> Held | None:
     if saved is None:
         return None
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["lora"].items()}
-    return Held(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
+    return SavedAdapters(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
 
 
-def check_base(held: Held, companions: Path, family: Family, hf_config: HFConfig) -> None:
+def check_base(held: SavedAdapters, companions: Path, family: Family, hf_config: HFConfig) -> None:
     """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
     if identity.fingerprint(str(companions), family, hf_config, held.head) != held.base:
         raise CheckpointError(
@@ -70,7 +70,7 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for others."""
     prefix = "" if backend == "megatron" else "model."
-    in_turns = {shape.b_name: turns(family, name) for name, shape in shapes.items()}
+    interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
     stored = TorchDistReader(folder / FOLDER if backend == "megatron" else folder)
     try:
         found = {}
@@ -81,8 +81,8 @@ def tensors_of(
             sizes = stored.tensors[key].shape
             tensor = stored.read(key, [(0, size) for size in sizes]).float()
             if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
-                if name in in_turns:  # and gate above up, where the file may have their rows by turns
-                    tensor = tensor.unflatten(1, (in_turns[name], -1)).transpose(1, 2).flatten(1, 2)
+                if name in interleaved:  # and gate above up, where the file may have interleaved rows
+                    tensor = tensor.unflatten(1, (interleaved[name], -1)).transpose(1, 2).flatten(1, 2)
                     tensor = tensor.permute(1, 2, 0).flatten(1)
                 else:
                     tensor = tensor.flatten(0, 1)
@@ -173,7 +173,13 @@ def _places(shapes: Mapping[str, AdapterShape], family: Family, head: str) -> It
 
 
 def merged(
-    folder: Path, backend: str, held: Held, companions: Path, family: Family, hf_config: HFConfig, dtype: torch.dtype
+    folder: Path,
+    backend: str,
+    held: SavedAdapters,
+    companions: Path,
+    family: Family,
+    hf_config: HFConfig,
+    dtype: torch.dtype,
 ) -> MergedReader:
     """The checkpoint's adapters over the base in `companions`."""
     check_base(held, companions, family, hf_config)

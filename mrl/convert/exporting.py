@@ -16,7 +16,7 @@ from typing import Any
 
 import mrl
 from mrl.convert.sources import ADAPTERS, HFFiles, Source, added_companions, open_checkpoint
-from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
+from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
 from mrl.converters.companions import copy_companions
 from mrl.converters.mcore_weights import blocks_of_rows
@@ -28,6 +28,7 @@ from mrl.converters.safetensors_io import (
     Shard,
     TensorInfo,
     cut_shards,
+    index_text,
     lay_out,
     main_dtype,
     parse_size,
@@ -40,17 +41,19 @@ from mrl.engine.lora.shapes import WEIGHTS
 from mrl.engine.torch_dist.data_files import ItemFile, as_bytes
 from mrl.errors import CheckpointError
 
+_METADATA = {"format": "pt"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export did. tensors: written. files: of weights. bytes: of weights. notes: what the model has lost, a line each."""
+    """What an export did."""
 
     out: Path
-    what: str
-    tensors: int
-    files: int
-    bytes: int
-    notes: list[str]
+    what: str  # the source, in words
+    tensors: int  # written
+    files: int  # of weights
+    bytes: int  # of weights
+    notes: list[str]  # what the model has lost, a line each
 
 
 def export_hf(
@@ -75,21 +78,25 @@ def export_hf(
         shards = {file: dict(held) for file, held in files.files.items()}
         needed = {file: sum(tensor_bytes(info) for info in held.values()) for file, held in shards.items()}
         total = sum(needed.values())
-        shown = progress(total)
+        advance = progress(total)
 
-        def told(count: int) -> None:
+        def check_and_advance(count: int) -> None:
             source.check(wait=False)
-            shown(count)
+            advance(count)
 
         with Workspace(out, _plan(source, files), needed) as work:
             makers = {
                 file: functools.partial(
-                    _write, lay_out(held, files.metadata[file], header=files.headers.get(file)), held, source, told
+                    _write,
+                    lay_out(held, files.metadata[file], header=files.headers.get(file)),
+                    held,
+                    source,
+                    check_and_advance,
                 )
                 for file, held in shards.items()
             }
             try:
-                work.write_all(makers, told)
+                work.write_all(makers, check_and_advance)
                 source.check()
             except CheckpointError:
                 work.remove()
@@ -107,14 +114,14 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
-        if source.held is None:
+        if source.adapters is None:
             raise CheckpointError(f"--adapter: {source.folder} holds a whole model and no adapters; leave it out")
         source.check()
-        held, tensors = source.held, source.reader.adapter
+        held, tensors = source.adapters, source.reader.adapter
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         plan = {"command": "export --adapter", "mrl": mrl.__version__, "folder": str(source.folder.resolve())}
         with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
-            write_adapter(folder, held.lora, str(source.companions), tensors.items(), head=held.head)
+            write_adapter(folder, held.lora, str(source.companion_folder), tensors.items(), head=held.head)
             name_base(folder, held.path)
             if source.chat_template is not None:
                 write_chat_template(folder, source.chat_template)
@@ -122,39 +129,24 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
 
 
 def _files(source: Source, limit: int | None) -> HFFiles:
-    """The files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
-    if source.files is not None and limit is None:
-        return _known(source, source.files)
-    again = {name: source.reader.tensors[of] for name, of in source.copies.items()}
-    cut = cut_shards(dict(source.reader.tensors) | again, limit or parse_size("5GB"))
-    files = {
-        file: [(name, dataclasses.replace(info, file=file)) for name, info in held.items()]
-        for file, held in cut.items()
+    """Returns the files to write: as in the Hugging Face folder that the model comes from, else cut by size."""
+    reader, known = source.reader, source.files
+    if known is None or limit is not None:
+        again = {name: reader.tensors[of] for name, of in source.copies.items()}
+        cut = cut_shards(dict(reader.tensors) | again, limit or parse_size("5GB"))
+        known = HFFiles(
+            {file: list(tensors.items()) for file, tensors in cut.items()}, dict.fromkeys(cut, _METADATA), None
+        )
+    # without buffers that follow from config.json
+    kept = {
+        file: [(name, info) for name, info in tensors if name in reader.tensors or name in source.copies]
+        for file, tensors in known.files.items()
     }
-    index = None
-    if len(files) > 1:
-        weight_map = {name: file for file, held in files.items() for name, _ in held}
-        total = sum(tensor_bytes(info) for held in files.values() for _, info in held)
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    return HFFiles(files, {file: {"format": "pt"} for file in files}, index)
-
-
-def _known(source: Source, files: HFFiles) -> HFFiles:
-    """The files of the source, without buffers that follow from the config, with an index where the source had one."""
-    keep = {
-        file: [(name, info) for name, info in held if name in source.reader.tensors or name in source.copies]
-        for file, held in files.files.items()
-    }
-    keep = {file: held for file, held in keep.items() if held}
-    kept = HFFiles(keep, files.metadata, files.index, files.headers)
-    if len(kept.tensors) == len(files.tensors) and (files.index is not None or len(keep) == 1):
-        return kept
-    if len(keep) == 1 and files.index is None:
-        return kept
-    weight_map = {name: file for file, held in keep.items() for name, _ in held}
-    total = sum(tensor_bytes(info) for info in kept.tensors.values())
-    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-    return HFFiles(keep, files.metadata, index, files.headers)
+    files = HFFiles({file: tensors for file, tensors in kept.items() if tensors}, known.metadata, None, known.headers)
+    index = known.index
+    if (index is None and len(files.files) > 1) or (index is not None and len(files.tensors) < len(known.tensors)):
+        index = index_text({name: file for file, tensors in files.files.items() for name, _ in tensors}, files.tensors)
+    return dataclasses.replace(files, index=index)
 
 
 def _account(source: Source, files: HFFiles) -> None:
@@ -168,13 +160,13 @@ def _account(source: Source, files: HFFiles) -> None:
 
 def _notes(source: Source) -> list[str]:
     notes = list(source.notes)
-    if added := added_companions(source.companions):
-        notes.append(f"{some(added)}: copied as found in {source.companions}, where the import did not write it")
-    if not source.left:
+    if added := added_companions(source.companion_folder):
+        notes.append(f"{some(added)}: copied as found in {source.companion_folder}, where the import did not write it")
+    if not source.skipped_tensors:
         return notes
     return [
         *notes,
-        f"{COUNT} is 0 in config.json: the layers of {source.companions} that predict further tokens ({some(source.left, 1)}) "
+        f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens ({some(source.skipped_tensors, 1)}) "
         "were not trained, and are not here",
     ]
 
@@ -196,7 +188,7 @@ def _write(
     source: Source,
     progress: Callable[[int], None],
     path: Path,
-) -> Facts:
+) -> FileSummary:
     """One safetensors file, from front to back."""
     file = ItemFile(path)
     try:
@@ -220,13 +212,13 @@ def _write(
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     # what is written is not quantised, whatever training began with
     changes = {"quantization_config": None}
-    if source.left:
+    if source.skipped_tensors:
         changes[COUNT] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
     trained = source.files is None or source.kind in ("fsdp", ADAPTERS) or not (source.folder / "config.json").is_file()
     dtype = main_dtype(files.tensors) if trained else None
-    copy_companions(source.companions, folder, dtype=dtype, changes=changes)
+    copy_companions(source.companion_folder, folder, dtype=dtype, changes=changes)
     if source.chat_template is not None:
         write_chat_template(folder, source.chat_template)
     if files.index is not None:

@@ -26,7 +26,7 @@ from torch import Tensor
 import mrl
 from mrl.convert.opening import open_model
 from mrl.convert.sources import SOURCE, Source, source_as_json
-from mrl.convert.workspace import Facts, Workspace, check_free, no_progress
+from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import EMBEDDING
 from mrl.converters.checksums import crc32_of
 from mrl.converters.companions import copy_companions
@@ -100,14 +100,14 @@ def import_hf(
         needed = {file: sum(part.bytes for part in held) for file, held in groups.items()}
         total = sum(needed.values())
         objects = f"{FOLDER}/__0_{len(groups)}.distcp"
-        told = progress(total)
+        advance = progress(total)
         plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
         with Workspace(out, plan, needed | {objects: 0}) as work:
-            makers = {file: functools.partial(_write, held, model, told) for file, held in groups.items()}
+            makers = {file: functools.partial(_write, held, model, advance) for file, held in groups.items()}
             shapes = stored_shapes(rules.values())
             extra = extra_state_keys(shapes)
             makers[objects] = functools.partial(_write_nothing, extra)
-            done = work.write_all(makers, told)
+            done = work.write_all(makers, advance)
             if _fingerprint(model) != plan["source"]:
                 raise ModelError(f"{source}: changed while it was converted; run the same command again")
             with work.finishing() as folder:
@@ -139,11 +139,12 @@ def _group(parts: list[_Part], file_bytes: int) -> dict[str, list[_Part]]:
     return {f"{FOLDER}/__0_{i}.distcp": held for i, held in enumerate(groups)}
 
 
-def _write(parts: list[_Part], model: Source, progress: Callable[[int], None], path: Path) -> Facts:
+def _write(parts: list[_Part], model: Source, progress: Callable[[int], None], path: Path) -> FileSummary:
     file = ItemFile(path)
     try:
         items = [
-            file.tensor(part.key, part.offsets, part.sizes, part.dtype, _told(part, model, progress)) for part in parts
+            file.tensor(part.key, part.offsets, part.sizes, part.dtype, _blocks(part, model, progress))
+            for part in parts
         ]
         file.close()
     except BaseException:
@@ -152,13 +153,13 @@ def _write(parts: list[_Part], model: Source, progress: Callable[[int], None], p
     return {"size": file.size, "crc32": file.crc32, "items": [dataclasses.astuple(item) for item in items]}
 
 
-def _told(part: _Part, model: Source, progress: Callable[[int], None]) -> Iterator[Tensor]:
+def _blocks(part: _Part, model: Source, progress: Callable[[int], None]) -> Iterator[Tensor]:
     for block in row_blocks(part.rule, model.reader):
         yield block.to(part.dtype)
         progress(block.numel() * part.dtype.itemsize)
 
 
-def _write_nothing(keys: list[str], path: Path) -> Facts:
+def _write_nothing(keys: list[str], path: Path) -> FileSummary:
     import mrl.engine.torch_dist.metadata  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
 
     file = ItemFile(path)
@@ -170,7 +171,7 @@ def _write_nothing(keys: list[str], path: Path) -> Facts:
 def _finish(
     folder: Path,
     model: Source,
-    done: Mapping[str, Facts],
+    done: Mapping[str, FileSummary],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     extra: list[str],
 ) -> None:
@@ -178,15 +179,15 @@ def _finish(
     from mrl.engine.torch_dist.metadata import write_metadata  # which imports torch.distributed.checkpoint
 
     items = {
-        Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in facts["items"]]
-        for file, facts in done.items()
+        Path(file).name: [Item(i[0], _tuple(i[1]), _tuple(i[2]), i[3], i[4]) for i in summary["items"]]
+        for file, summary in done.items()
     }
     small = [f"{FOLDER}/{name}" for name in write_metadata(folder / FOLDER, tensors, items, extra)]
     torch.save(_description(model), folder / DESCRIPTION)
     (folder / SOURCE).write_text(json.dumps(source_as_json(model)), encoding="utf-8")
     # the weights here are not quantised
-    beside = copy_companions(model.companions, folder, changes={"quantization_config": None})
-    files = {file: {"size": facts["size"], "crc32": facts["crc32"]} for file, facts in done.items()}
+    beside = copy_companions(model.companion_folder, folder, changes={"quantization_config": None})
+    files = {file: {"size": summary["size"], "crc32": summary["crc32"]} for file, summary in done.items()}
     for name in [*small, DESCRIPTION, SOURCE, *beside]:
         files[name] = {"size": (folder / name).stat().st_size, "crc32": crc32_of(folder / name)}
     atomic_checkpoint.write_marker(str(folder), files, step=0, serial=1, backend="megatron")
@@ -212,7 +213,7 @@ def _fingerprint(model: Source) -> dict[str, Any]:
     if model.kind == "hf":
         files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
     stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
-    config = hashlib.sha256((model.companions / "config.json").read_bytes()).hexdigest()
+    config = hashlib.sha256((model.companion_folder / "config.json").read_bytes()).hexdigest()
     return {
         "folder": str(model.folder.resolve()), "config": config, "tensors": len(model.reader.tensors),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},

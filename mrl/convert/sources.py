@@ -20,7 +20,7 @@ from mrl.config.backends import OWN
 from mrl.config.command import command_of_data
 from mrl.config.load import from_dict, read_yaml
 from mrl.config.schema import ModelConfig
-from mrl.convert.adapters import Held, held_by, merged
+from mrl.convert.adapters import SavedAdapters, merged, saved_adapters
 from mrl.converters.accounting import LM_HEAD, SCORE, check_model, copies_of
 from mrl.converters.companions import check_companions, companion_files
 from mrl.converters.families import FAMILIES, family_for
@@ -38,7 +38,7 @@ from mrl.converters.weights import WeightReader
 from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
-from mrl.engine.stored_weights import further_layers, open_imported
+from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError
 
 SOURCE = "source.json"
@@ -51,24 +51,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class HFFiles:
-    """How a Hugging Face folder spreads its tensors over files.
+    """How a Hugging Face folder spreads its tensors over files."""
 
-    metadata: of each file's header, None where it has none. index: text of the index file. headers: texts of those headers that
-    `lay_out` would write in another way, by file.
-    """
-
-    files: dict[str, list[tuple[str, TensorInfo]]]
-    metadata: dict[str, dict[str, str] | None]
-    index: str | None
+    files: dict[str, list[tuple[str, TensorInfo]]]  # by file, in the order of their bytes
+    metadata: dict[str, dict[str, str] | None]  # of each file's header, None where it has none
+    index: str | None  # text of the index file
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Texts of those headers that `lay_out` would write in another way, by file."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {name: info for held in self.files.values() for name, info in held}
 
 
-class Sums:
-    """The large files of a checkpoint against its checksums, read by threads of their own from now on, until `close`."""
+class Checksums:
+    """Threads that read the large files of a checkpoint and compare their checksums, until `close`."""
 
     def __init__(self, folder: Path, files: Mapping[str, dict]) -> None:
         self._stop = threading.Event()
@@ -89,35 +86,29 @@ class Sums:
 
 @dataclasses.dataclass
 class Source:
-    """A model to read. folder: what is read; kind: "hf", "gguf" (then `folder` is a file), "megatron", "fsdp", or "adapters" over
-    the base in `companions`. reader: weights by
-    HF name. companions: the folder of config.json, tokenizer and so on. files: how the Hugging Face folder that it comes from is
-    laid out, where that is known. copies: names under which that folder holds a tensor again (a tied head), and the name of the
-    tensor; `reader` may lack them. chat_template: what took the tokenizer's place. left: tensors that training left out, of layers
-    that predict further tokens. notes: what an import is to say, a line each. held: of a checkpoint of adapters, whose `path` is what
-    the run calls the base. ends: closed with it.
-    """
+    """A model that `mrl convert` reads, whatever format it is stored in."""
 
-    folder: Path
-    kind: str
-    what: str
-    reader: WeightReader
+    folder: Path  # a file where `kind` is "gguf"
+    kind: str  # "hf", "gguf", "megatron", "fsdp", or "adapters" over the base in `companion_folder`
+    what: str  # in words, for people
+    reader: WeightReader  # by Hugging Face name
     hf_config: dict[str, Any]
     family: Family
-    head: str
-    companions: Path
-    files: HFFiles | None
+    head: str  # "lm" or "value"
+    companion_folder: Path  # of config.json, tokenizer and so on
+    files: HFFiles | None  # the layout of the Hugging Face folder that it comes from, where that is known
     copies: dict[str, str]
-    chat_template: str | None = None
-    sums: Sums | None = None
-    left: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    held: Held | None = None
-    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """Names under which that folder holds a tensor again (a tied head), and that tensor's; `reader` may lack them."""
+    chat_template: str | None = None  # instead of the tokenizer's own
+    checksums: Checksums | None = None
+    skipped_tensors: list[str] = dataclasses.field(default_factory=list)  # of MTP layers, which training left out
+    notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
+    adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
+    ends: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)  # closed with the source
 
     @property
     def mtp(self) -> int:
-        """How many layers that predict further tokens the reader has."""
+        """Returns how many MTP layers the reader has."""
         return layers_in(self.reader.tensors, self.hf_config)
 
     @property
@@ -127,12 +118,12 @@ class Source:
 
     def check(self, *, wait: bool = True) -> None:
         """Raises CheckpointError where a file of the checkpoint is not as it was written; wait: when all are read."""
-        if self.sums is not None:
-            self.sums.check(wait=wait)
+        if self.checksums is not None:
+            self.checksums.check(wait=wait)
 
     def close(self) -> None:
-        if self.sums is not None:
-            self.sums.close()
+        if self.checksums is not None:
+            self.checksums.close()
         self.reader.close()
         self.ends.close()
 
@@ -310,11 +301,11 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
     """
     folder = checkpoint_folder(path)
     marker = atomic_checkpoint.validate(str(folder))
-    sums = Sums(folder, marker.files)
+    checksums = Checksums(folder, marker.files)
     try:
-        return dataclasses.replace(_open(folder, marker, model, role), sums=sums)
+        return dataclasses.replace(_open(folder, marker, model, role), checksums=checksums)
     except BaseException:
-        sums.close()
+        checksums.close()
         raise
 
 
@@ -340,7 +331,7 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
 def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, role: str | None) -> Source:
     inside, backend, role = _inside(folder, marker, role)
     imported = (folder / "config.json").is_file()
-    held = None if imported else held_by(inside, backend)
+    held = None if imported else saved_adapters(inside, backend)
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
@@ -378,7 +369,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     if files is None and head == "lm" and not imported:
         files = _files_of(companions, reader, hf_config, head)
     copies = _copies(names, reader, hf_config, head)
-    left = [] if imported else further_layers(companions, family, hf_config)
+    skipped = [] if imported else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
         inside,
         backend,
@@ -391,9 +382,9 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
         files,
         copies,
         template,
-        left=left,
+        skipped_tensors=skipped,
         notes=notes,
-        held=held,
+        adapters=held,
     )
 
 

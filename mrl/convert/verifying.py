@@ -155,7 +155,7 @@ def _configs(a: Source, b: Source) -> list[str]:
     if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
         for found in fields:
             del found["tie_word_embeddings"]
-    return differing(*fields, f"in {a.companions}", f"in {b.companions}")
+    return differing(*fields, f"in {a.companion_folder}", f"in {b.companion_folder}")
 
 
 def _no_room(source: Source) -> str | None:
@@ -180,18 +180,18 @@ def _tensors(
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
     both = [name for name in ours if name in theirs]
     total = sum(tensor_bytes(a.reader.tensors[name]) for name in both)
-    told = progress(total)
+    advance = progress(total)
     wider, widened = _wider(a, b) | _wider(b, a), []
     for name in both:
         of_a, of_b = a.reader.tensors[name], b.reader.tensors[name]
         if of_a.shape != of_b.shape:
             differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
-            told(tensor_bytes(of_a))
+            advance(tensor_bytes(of_a))
         elif of_a.dtype != of_b.dtype and name not in wider:
             differences.append(f"{name}: dtype {of_a.dtype} and {of_b.dtype}")
-            told(tensor_bytes(of_a))
+            advance(tensor_bytes(of_a))
         else:
-            line = _bits(name, a.reader(name), b.reader(name), of_a.shape, told, dtype=wider.get(name))
+            line = _bits(name, a.reader(name), b.reader(name), of_a.shape, advance, dtype=wider.get(name))
             differences += line
             widened += [name] if name in wider and not line else []
     return differences, total, widened
@@ -225,11 +225,11 @@ def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], No
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
     both = [name for name in ours if name in theirs]
     infos = {name: info for name, info in a.reader.tensors.items() if name != SCORE}
-    bases = {} if os.path.samefile(a.companions, b.companions) else infos
+    bases = {} if os.path.samefile(a.companion_folder, b.companion_folder) else infos
     known = b.reader.tensors
     differences += [f"base {n}: another shape" for n in bases if n not in known or known[n].shape != bases[n].shape]
     total = sum(ours[name].nbytes for name in both) + sum(map(tensor_bytes, bases.values()))
-    told = progress(total)
+    advance = progress(total)
     scales = [{shape.b_name: shape.scale for shape in source.reader.shapes.values()} for source in (a, b)]
     for name in both:
         of_a, of_b = ours[name], theirs[name]
@@ -240,12 +240,12 @@ def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], No
             differences += line
         elif scale_a != scale_b:
             differences.append(f"{name}: scale {scale_a:g} and {scale_b:g}")
-        told(of_a.nbytes)
+        advance(of_a.nbytes)
     for name, info in bases.items():
         if name in known and known[name].shape == info.shape:
             read_a, read_b = a.reader.base(name), b.reader.base(name)
             differences += [f"base {line}" for line in _bits(name, read_a, read_b, info.shape, no_progress)]
-        told(tensor_bytes(info))
+        advance(tensor_bytes(info))
     return differences, len(ours.keys() | theirs.keys()) + len(bases), total
 
 
@@ -256,13 +256,19 @@ def _names(source: Source) -> list[str]:
 
 
 def _bits(
-    name: str, a: Any, b: Any, shape: tuple[int, ...], told: Callable[[int], None], *, dtype: torch.dtype | None = None
+    name: str,
+    a: Any,
+    b: Any,
+    shape: tuple[int, ...],
+    advance: Callable[[int], None],
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[str]:
     """A line with how many entries differ, and by how much at most; none where all bits are the same. dtype: compare them in it."""
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
     for of_a, of_b in rows:
-        told(of_a.numel() * of_a.element_size())
+        advance(of_a.numel() * of_a.element_size())
         if dtype is not None:
             of_a, of_b = of_a.to(dtype), of_b.to(dtype)
         if of_a.dtype != of_b.dtype:
@@ -290,12 +296,13 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     vocabulary = a.hf_config["vocab_size"]
     most = min(PROMPT_TOKENS, *(source.hf_config["max_position_embeddings"] for source in (a, b)))
     folder = next(
-        (s.companions for s in (a, b) if any((s.companions / name).is_file() for name in TOKENIZER_FILES)), None
+        (s.companion_folder for s in (a, b) if any((s.companion_folder / name).is_file() for name in TOKENIZER_FILES)),
+        None,
     )
     if folder is None:
         if prompts:
             raise DataError(
-                f"--prompt: neither {a.companions} nor {b.companions} has a tokenizer; leave it out to use seeded tokens"
+                f"--prompt: neither {a.companion_folder} nor {b.companion_folder} has a tokenizer; leave it out to use seeded tokens"
             )
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(vocabulary, (min(n, most),), generator=generator).tolist() for n in RANDOM_TOKENS]
@@ -316,7 +323,7 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
 
 def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
     """Logits for each prompt. One model is in memory at a time."""
-    path = str(source.companions)
+    path = str(source.companion_folder)
     if source.kind == "megatron":
         from mrl.engine.megatron.logits import logits  # megatron is slow to import, and most of this needs none
 

@@ -31,7 +31,7 @@ PLAN, DONE, LOCK = ".plan.json", ".done.jsonl", ".lock"
 THREADS = 2
 """Files that are written at once: while one waits for the disk, the other reads."""
 
-Facts = dict[str, Any]
+FileSummary = dict[str, Any]
 """{"size": bytes, "crc32": checksum, ...} of a finished file."""
 
 
@@ -61,7 +61,7 @@ class Workspace:
             )
         self._lock = FileLock(self.folder / LOCK, timeout=0, fallback_to_soft=False)
         self._journal = threading.Lock()
-        self.done: dict[str, Facts] = {}
+        self.done: dict[str, FileSummary] = {}
 
     def __enter__(self) -> "Workspace":
         check_free(self.out)
@@ -91,22 +91,22 @@ class Workspace:
         except OSError as error:
             raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
 
-    def _finished(self) -> dict[str, Facts]:
+    def _finished(self) -> dict[str, FileSummary]:
         """The files of an earlier attempt at the same plan, each read and found as it was written; all else is removed."""
         plan, done = self.folder / PLAN, {}
         if plan.is_file() and plan.read_text(encoding="utf-8") == self._plan and (self.folder / DONE).is_file():
             for line in (self.folder / DONE).read_text(encoding="utf-8").splitlines():
                 with contextlib.suppress(ValueError):  # the line that a kill cut
-                    facts = json.loads(line)
-                    if _is_as_written(self.folder / facts["file"], facts):
-                        done[facts["file"]] = facts
+                    summary = json.loads(line)
+                    if _is_as_written(self.folder / summary["file"], summary):
+                        done[summary["file"]] = summary
         for folder, _, names in os.walk(self.folder, topdown=False):
             for name in names:
                 path = Path(folder, name)
                 if str(path.relative_to(self.folder)) not in done and path.name != LOCK:
                     path.unlink()
         put(plan, self._plan.encode())
-        put(self.folder / DONE, "".join(json.dumps(facts) + "\n" for facts in done.values()).encode())
+        put(self.folder / DONE, "".join(json.dumps(summary) + "\n" for summary in done.values()).encode())
         return done
 
     def _check_disk(self) -> None:
@@ -121,9 +121,9 @@ class Workspace:
             )
 
     def write_all(
-        self, makers: Mapping[str, Callable[[Path], Facts]], progress: Callable[[int], None]
-    ) -> dict[str, Facts]:
-        """Makes the files that are not done yet, several at once. Returns the facts of all, in the order of `makers`.
+        self, makers: Mapping[str, Callable[[Path], FileSummary]], progress: Callable[[int], None]
+    ) -> dict[str, FileSummary]:
+        """Makes the files that are not done yet, several at once. Returns the summary of all, in the order of `makers`.
 
         makers: for each path in the folder, what writes the file and puts it on disk. A UserError or a full disk ends it; what
         is finished stays for the next attempt.
@@ -153,15 +153,15 @@ class Workspace:
         """Gives up: what was written is of no use to another attempt."""
         shutil.rmtree(self.folder)
 
-    def _record(self, file: str, facts: Facts) -> None:
-        facts = {"file": file, **facts}
+    def _record(self, file: str, summary: FileSummary) -> None:
+        summary = {"file": file, **summary}
         with self._journal:
             sync(Path(self.folder / file).parent)
             with (self.folder / DONE).open("a", encoding="utf-8") as journal:
-                journal.write(json.dumps(facts) + "\n")
+                journal.write(json.dumps(summary) + "\n")
                 journal.flush()
                 os.fsync(journal.fileno())
-            self.done[file] = facts
+            self.done[file] = summary
 
     @contextlib.contextmanager
     def _full_disk_in_words(self) -> Iterator[None]:
@@ -199,8 +199,8 @@ def check_free(out: Path) -> None:
         raise ModelError(f"{out}: exists and is not an empty folder; give another one, or remove it")
 
 
-def _is_as_written(path: Path, facts: Facts) -> bool:
-    return path.is_file() and path.stat().st_size == facts["size"] and crc32_of(path) == facts["crc32"]
+def _is_as_written(path: Path, summary: FileSummary) -> bool:
+    return path.is_file() and path.stat().st_size == summary["size"] and crc32_of(path) == summary["crc32"]
 
 
 def put(path: Path, content: bytes) -> None:

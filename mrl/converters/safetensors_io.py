@@ -327,6 +327,12 @@ def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
+def index_text(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> str:
+    """Returns the text of the index file. weight_map: the file of each of the `tensors`."""
+    total = sum(map(tensor_bytes, tensors.values()))
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
 class HFWriter:
     """Writes the weights of a model folder, each tensor straight to its place in its shard, in any order.
 
@@ -418,11 +424,9 @@ class HFWriter:
         self._sync_folder()
 
     def _write_index(self) -> None:
-        total = sum(math.prod(i.shape) * DTYPES[i.dtype].itemsize for i in self.tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": self._shard_of}
         part = self._part(INDEX)
         with part.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(index, indent=2) + "\n")
+            stream.write(index_text(self._shard_of, self.tensors))
             stream.flush()
             os.fsync(stream.fileno())
         self._sync_folder()  # the shards have their names on disk before the index says so

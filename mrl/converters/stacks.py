@@ -48,8 +48,11 @@ def place_of(family: Family, name: str) -> Place | None:
     return None
 
 
-def turns(family: Family, stored: str) -> int:
-    """How many parts take turns in the rows of the stored tensor `stored`: 2 of gate and up, 1 of any tensor that is no stack."""
+def interleaved_rows(family: Family, stored: str) -> int:
+    """Returns how many parts the interleaved rows of the stored tensor `stored` are of.
+
+    These are 2 where gate and up are one tensor, and 1 for any tensor that is no stack.
+    """
     for stack in family.stacks:
         if re.fullmatch(re.escape(stack.stored).replace(r"\{l\}", r"\d+"), stored):
             return len(stack.parts)

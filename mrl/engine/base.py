@@ -31,7 +31,7 @@ from mrl.engine.lora.folder import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
 from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, tell_nobody
 from mrl.engine.schedule import learning_rate
-from mrl.engine.stored_weights import further_layers
+from mrl.engine.stored_weights import mtp_tensors_of_folder
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -345,5 +345,5 @@ class BaseEngine(EngineChecks, abc.ABC):
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """What an export changes in config.json. family: None where mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
-        further = family is not None and further_layers(self.config.model.path, family, hf_config)
+        further = family is not None and mtp_tensors_of_folder(self.config.model.path, family, hf_config)
         return changes | ({MTP_COUNT: 0} if further else {})

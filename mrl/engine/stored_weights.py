@@ -37,7 +37,7 @@ def stored_weights(
         yield lambda name: zeros if name in absent else reader(name)
 
 
-def further_layers(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
+def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
     """Tensors of the folder `path`, Hugging Face or imported, that engines leave unread: of layers that predict further tokens."""
     if not announced(hf_config):
         return []

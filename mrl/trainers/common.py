@@ -25,7 +25,7 @@ from mrl.converters.tokenizer_files import write_chat_template
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.guards import Problem
 from mrl.engine.lora.folder import adapters, name_base
-from mrl.engine.stored_weights import further_layers
+from mrl.engine.stored_weights import mtp_tensors_of_folder
 from mrl.errors import DamagedCheckpoint, Stopped
 from mrl.trainers.console import Console, figures
 from mrl.trainers.run_directory import RunDirectory, Start, choose_start, copy_missed
@@ -173,7 +173,7 @@ def mtp_tensors_of(folder: str) -> list[str]:
     """Tensors of a model's folder that no engine loads: of layers that predict further tokens."""
     hf_config = read_hf_config(folder)
     family = FAMILIES.get(hf_config["model_type"])  # without a table, what is left over in the folder is refused
-    return [] if family is None else further_layers(folder, family, hf_config)
+    return [] if family is None else mtp_tensors_of_folder(folder, family, hf_config)
 
 
 def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
