@@ -61,14 +61,17 @@ def check_base(held: SavedAdapters, companions: Path, family: Family, hf_config:
     """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
     if identity.fingerprint(str(companions), family, hf_config, held.head) != held.base:
         raise CheckpointError(
-            f"{companions}: its weights are not those of {held.path}, which the adapters were trained over; give the base with --model"
+            f"{companions}: its weights are not those of {held.path}, which the adapters were trained over; give the "
+            "base with --model"
         )
 
 
 def tensors_of(
     folder: Path, backend: str, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
 ) -> dict[str, Tensor]:
-    """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for others."""
+    """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for
+    others.
+    """
     prefix = "" if backend == "megatron" else "model."
     interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
     stored = TorchDistReader(folder / FOLDER if backend == "megatron" else folder)
@@ -97,9 +100,11 @@ def tensors_of(
 
 
 class MergedReader:
-    """The weights of `base`, a Hugging Face folder, with adapters added in, as a `WeightReader` in `dtype`; buffers in fp32.
+    """The weights of `base`, a Hugging Face folder, with adapters added in, as a `WeightReader` in `dtype`; buffers in
+    fp32.
 
-    base: those of the folder itself, by name, in the dtype that they have there. adapter: its tensors, fp32; shapes: what each adapts.
+    base: those of the folder itself, by name, in the dtype that they have there. adapter: its tensors, fp32; shapes:
+    what each adapts.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class MergedReader:
         return (weight.float() + delta).to(dtype)
 
     def _delta(self, shape: AdapterShape, expert: int | None) -> Tensor:
-        """What is added to a weight, or to one expert's. A thread keeps its last one: blocks of a tensor come in turn."""
+        """Returns what is added to a weight, or to one expert's. A thread keeps its last: blocks come in order."""
         key = (shape.name, expert)
         if getattr(self._last, "key", None) != key:
             a, b = self.adapter[shape.a_name], self.adapter[shape.b_name]
@@ -163,7 +168,9 @@ class MergedReader:
         self._ends.close()
 
 
-def _places(shapes: Mapping[str, AdapterShape], family: Family, head: str) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:  # fmt: skip
+def _places(
+    shapes: Mapping[str, AdapterShape], family: Family, head: str
+) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:
     """(file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
     for name, shape in shapes.items():
         size = (shape.out_features, shape.in_features)

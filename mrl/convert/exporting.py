@@ -67,8 +67,9 @@ def export_hf(
 ) -> Exported:
     """Converts the checkpoint or run at `path` into the Hugging Face folder `out`, which appears when it is whole.
 
-    model, role: as in `open_checkpoint`. max_shard_size: bytes or "5GB", where files are not to be as in the source. Raises
-    CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is left of `out` then.
+    model, role: as in `open_checkpoint`. max_shard_size: bytes or "5GB", where files are not to be as in the source.
+    Raises CheckpointError or ModelError where the checkpoint is damaged or does not fit its config.json; nothing is
+    left of `out` then.
     """
     check_free(Path(out))
     limit = None if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
@@ -107,10 +108,11 @@ def export_hf(
 
 
 def export_adapter(path: str | Path, out: str | Path, *, model: str | None = None, role: str | None = None) -> Exported:
-    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base, and which appears when it is whole.
+    """Writes the adapters of the checkpoint or run at `path` as the folder `out`, which peft loads over the base, and
+    which appears when it is whole.
 
-    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged; ModelError where the disk
-    is full. Nothing is left of `out` then.
+    model, role: as in `open_checkpoint`. Raises CheckpointError where it holds none, or is damaged; ModelError where
+    the disk is full. Nothing is left of `out` then.
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
@@ -166,8 +168,8 @@ def _notes(source: Source) -> list[str]:
         return notes
     return [
         *notes,
-        f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens ({some(source.skipped_tensors, 1)}) "
-        "were not trained, and are not here",
+        f"{COUNT} is 0 in config.json: the layers of {source.companion_folder} that predict further tokens "
+        f"({some(source.skipped_tensors, 1)}) were not trained, and are not here",
     ]
 
 

@@ -1,4 +1,6 @@
-"""A GGUF file as a model to convert: its weights under Hugging Face names, and the config.json and tokenizer that it tells."""
+"""A GGUF file as a model to convert: its weights under Hugging Face names, and the config.json and tokenizer that it
+tells.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _SPLITS = (
 def open_gguf(path: Path, *, tokenizer: str | None = None) -> Source:
     """The model in the GGUF file `path`, every tensor of it accounted for.
 
-    tokenizer: a Hugging Face folder to take the tokenizer from; by default what transformers makes of the file, if it can.
+    tokenizer: a Hugging Face folder to take the tokenizer from; by default what transformers makes of the file, if it
+    can.
     """
     file = read_gguf(path)
     with contextlib.ExitStack() as ends:
@@ -77,7 +80,8 @@ def _types(file: GGUFFile, hf_config: dict[str, Any]) -> str:
     exact = [f"{count} {kind}" for kind, count in counts.items() if kind in PLAIN]
     others = [f"{count} {kind}" for kind, count in counts.items() if kind not in PLAIN]
     parts = [f"{', '.join(exact)} as they are"] * bool(exact) + [f"{', '.join(others)} read as bf16"] * bool(others)
-    return f"GGUF of architecture {file.metadata['general.architecture']}, a {hf_config['model_type']}; tensors: {'; '.join(parts)}"
+    of = f"GGUF of architecture {file.metadata['general.architecture']}, a {hf_config['model_type']}"
+    return f"{of}; tensors: {'; '.join(parts)}"
 
 
 def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int) -> str:
@@ -95,7 +99,8 @@ def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int)
         largest = max(load_tokenizer(str(folder), trust_remote_code=False).get_vocab().values())
         if largest >= vocab_size:
             raise ModelError(
-                f"--tokenizer: value {given!r} has tokens up to {largest} and the model has {vocab_size}; give the model's own"
+                f"--tokenizer: value {given!r} has tokens up to {largest} and the model has {vocab_size}; give the "
+                "model's own"
             )
         return f"tokenizer: of {given}"
     why = _made_by_transformers(file, folder)
@@ -108,7 +113,9 @@ def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int)
 
 
 def _made_by_transformers(file: GGUFFile, folder: Path) -> str | None:
-    """Writes the tokenizer that transformers makes of the file, and checks it. Returns why there is none, None where there is."""
+    """Writes the tokenizer that transformers makes of the file, and checks it. Returns why there is none, None where
+    there is.
+    """
     tokens = file.metadata.get(TOKENS)
     if not tokens:
         return "the file has none"

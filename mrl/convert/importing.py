@@ -1,4 +1,5 @@
-"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout loads.
+"""`mrl convert import`: a Hugging Face folder or a GGUF file becomes an mcore distributed checkpoint that any layout
+loads.
 
     OUT/
         mcore/            the weights, as in the checkpoints of the Megatron engine
@@ -53,7 +54,9 @@ FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """What an import did. tensors: of the Hugging Face folder, all read. parameters: of the checkpoint. bytes: of weights."""
+    """What an import did. tensors: of the Hugging Face folder, all read. parameters: of the checkpoint. bytes: of
+    weights.
+    """
 
     out: Path
     tensors: int
@@ -86,10 +89,12 @@ def import_hf(
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Imported:
-    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is whole.
+    """Converts the Hugging Face folder or GGUF file `source` into the checkpoint folder `out`, which appears when it is
+    whole.
 
-    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the bytes in all and returns what is told of bytes written. Raises ModelError before anything is written
-    where the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
+    tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the
+    bytes in all and returns what is told of bytes written. Raises ModelError before anything is written where the
+    folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
     """
     check_free(Path(out))
     with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
@@ -117,7 +122,7 @@ def import_hf(
 
 
 def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
-    """What is written, in model order. All parts of one tensor have one dtype, that holds each of its sources exactly."""
+    """Yields what is written, in model order. All parts of a tensor have one dtype, which holds each source exactly."""
     dtypes = stored_dtypes(rules.values(), model.family, model.reader.tensors)
     for rule in rules.values():
         key, shape = stored_key(rule), rule.shape()
@@ -160,7 +165,8 @@ def _blocks(part: _Part, model: Source, progress: Callable[[int], None]) -> Iter
 
 
 def _write_nothing(keys: list[str], path: Path) -> FileSummary:
-    import mrl.engine.torch_dist.metadata  # noqa: F401  slow: it is done here, where another thread has the disk to wait for
+    # slow: it is done here, where another thread has the disk to wait for
+    import mrl.engine.torch_dist.metadata  # noqa: F401
 
     file = ItemFile(path)
     items = [file.nothing(key) for key in keys]
@@ -225,12 +231,14 @@ def _notes(model: Source) -> list[str]:
     notes = list(model.notes)
     if model.copies:
         notes.append(
-            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an export has them"
+            f"{some(list(model.copies))}: not stored, being {some(sorted(set(model.copies.values())))} again; an "
+            "export has them"
         )
     if model.quantised:
         method = model.hf_config["quantization_config"].get("quant_method")
         notes.append(
-            f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported from it"
+            f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported "
+            "from it"
         )
     held = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
     follow = [name for name in model.reader.tensors if name not in held and name not in model.copies]

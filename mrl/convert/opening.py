@@ -31,7 +31,9 @@ def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str |
 def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
-    """A Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what `open_checkpoint` takes."""
+    """A Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what `open_checkpoint`
+    takes.
+    """
     if Path(path).is_file():
         return open_model(path)
     place = local_folder(path, "a Hugging Face folder or hub id, a GGUF file, a checkpoint, or a run's output_dir")
@@ -43,7 +45,9 @@ def open_any(
 
 
 def open_adapter(folder: Path, *, model: str | None = None) -> Source:
-    """An adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it lies elsewhere."""
+    """An adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it lies
+    elsewhere.
+    """
     base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
     with open_any(base) as plain:
         dtype = main_dtype(plain.reader.tensors)

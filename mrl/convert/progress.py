@@ -1,4 +1,6 @@
-"""Bytes done, of how many, and how fast: a bar on a terminal, elsewhere a line now and then, and a line at the end of both."""
+"""Bytes done, of how many, and how fast: a bar on a terminal, elsewhere a line now and then, and a line at the end of
+both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ PLAIN_EVERY_S = 10.0
 
 
 class ProgressBar:
-    """What a conversion calls with the bytes in all; the call returns a function that takes the bytes done, in any thread.
+    """What a conversion calls with the bytes in all; the call returns a function that takes the bytes done, in any
+    thread.
 
     verb: as in "imported". stream: stderr by default.
     """

@@ -1,4 +1,6 @@
-"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside them."""
+"""A Hugging Face folder, a checkpoint or a run, as a model to convert: its weights by Hugging Face name, and all beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
 from mrl.errors import CheckpointError, ModelError
 
 SOURCE = "source.json"
-"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes and shapes,
-`metadata` and `index` (null where it was laid out in another way than ours), `headers` as in HFFiles; `copies`, what it held of another tensor again."""
+"""In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes
+and shapes, `metadata` and `index` (null where it was laid out in another way than ours), `headers` as in HFFiles;
+`copies`, what it held of another tensor again.
+"""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ADAPTERS = "adapters"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -153,7 +157,8 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     layers = hf_config["num_hidden_layers"]
     if layers > len(stored.tensors):
         raise ModelError(
-            f"{folder / 'config.json'}: num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all"
+            f"{folder / 'config.json'}: num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} "
+            "tensors in all"
         )
     files = None if pickled else hf_files(stored)
     reader = unstacked(stored, family)
@@ -197,13 +202,16 @@ def _check_is_model(folder: Path) -> None:
         )
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint"
+            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a "
+            "checkpoint"
         )
     check_companions(folder)
 
 
 def _check_beside(companions: Path) -> None:
-    """Refuses files beside the weights of a model that are none or, in a folder of `mrl convert import`, not those of then."""
+    """Refuses files beside the weights of a model that are none or, in a folder of `mrl convert import`, not those of
+    then.
+    """
     check_companions(companions)
     if (companions / MARKER).is_file():
         files = atomic_checkpoint.validate(str(companions)).files
@@ -223,7 +231,9 @@ def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[s
 
 
 def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool) -> list[str]:
-    """Refuses a tokenizer or chat template that is not that of the run. One that was `given` by name is a line of a note."""
+    """Refuses a tokenizer or chat template that is not that of the run. One that was `given` by name is a line of a
+    note.
+    """
     from mrl.converters.hub import model_fingerprint  # the hub's client is slow to import
 
     saved = (state.get("model") or {}).get("tokenizer")
@@ -231,8 +241,8 @@ def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool)
         return []
     if not given:
         raise CheckpointError(
-            f"{companions}: the tokenizer or chat template there is not the one that the run had; restore it, or give the folder with "
-            "--model to take what it has now"
+            f"{companions}: the tokenizer or chat template there is not the one that the run had; restore it, or give "
+            "the folder with --model to take what it has now"
         )
     return [f"tokenizer and chat template: those of {companions}, which are not those that the run had"]
 
@@ -242,7 +252,9 @@ def _companion_names(folder: Path) -> list[str]:
 
 
 def added_companions(folder: Path) -> list[str]:
-    """Files beside the weights that a folder of `mrl convert import` has and its import did not write; none of another folder."""
+    """Files beside the weights that a folder of `mrl convert import` has and its import did not write; none of another
+    folder.
+    """
     if not (folder / MARKER).is_file():
         return []
     files = atomic_checkpoint.validate(str(folder)).files
@@ -293,8 +305,8 @@ def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
-    """A checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is read: whoever has
-    read it asks `Source.check` before anybody relies on it.
+    """A checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is read:
+    whoever has read it asks `Source.check` before anybody relies on it.
 
     model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
     weights, in a checkpoint of `mrl ppo`; the actor's by default.
@@ -310,7 +322,9 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
 
 
 def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
-    """(the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None for a lone model)."""
+    """(the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None for a
+    lone model).
+    """
     inside, backend = folder, marker.backend
     if backend == atomic_checkpoint.ROLES:
         roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
@@ -322,8 +336,8 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
     if backend not in OWN:
         raise CheckpointError(
-            f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; resume the "
-            "run, which writes its model to its hf folder at the end (checkpoint.export_hf)"
+            f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; "
+            "resume the run, which writes its model to its hf folder at the end (checkpoint.export_hf)"
         )
     return inside, backend, role
 
@@ -342,8 +356,8 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     )
     if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
-            f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run writes its own "
-            "export to hf/ (checkpoint.export_hf)"
+            f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run "
+            "writes its own export to hf/ (checkpoint.export_hf)"
         )
     family = family_for(hf_config)
     files, names = read_source_file(folder) if imported else (None, [])
@@ -389,13 +403,16 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going on is soon another."""
+    """The whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going on is
+    soon another.
+    """
     path = Path(path)
     if path.name == atomic_checkpoint.LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such folder; give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+            f"{path}: no such folder; give a checkpoint such as "
+            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         )
     if (path / MARKER).is_file():
         return path
@@ -414,7 +431,8 @@ def checkpoint_folder(path: str | Path) -> Path:
         if (path.parent / MARKER).is_file():
             raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
         raise CheckpointError(
-            f"{path}: holds no whole checkpoint of mrl; give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+            f"{path}: holds no whole checkpoint of mrl; give one such as "
+            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
         )
     return Path(found)
 
@@ -422,7 +440,9 @@ def checkpoint_folder(path: str | Path) -> Path:
 def _model_of(
     folder: Path, model: str | None, role: str | None, *, weights: bool = False
 ) -> tuple[Path, ModelConfig | None, str | None]:
-    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights: of use too."""
+    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights: of use
+    too.
+    """
     config, template = None, None
     file = folder.parent.parent / "config.yaml"
     if file.is_file():
@@ -434,11 +454,13 @@ def _model_of(
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
         elif run.data.chat_template is not None:
             raise CheckpointError(
-                f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was started"
+                f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was "
+                "started"
             )
     if model is None and config is None:
         raise CheckpointError(
-            f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with --model"
+            f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with "
+            "--model"
         )
     if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
         raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
@@ -452,8 +474,9 @@ def _model_of(
 
 
 def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
-    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the checkpoint, and
-    at most copies and layers that predict further tokens besides."""
+    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the
+    checkpoint, and at most copies and layers that predict further tokens besides.
+    """
     if (companions / SOURCE).is_file():
         found, _ = read_source_file(companions)
     elif any((companions / name).is_file() for name in (SINGLE, INDEX)):

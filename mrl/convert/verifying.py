@@ -1,9 +1,10 @@
 """`mrl convert verify`: two models compared, tensor by tensor and bit by bit, and then by what they compute.
 
-Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine by
-megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two engines round differently, so logits may differ a little where
-every bit of the weights is the same. Adapters on both sides are compared themselves, with what they are over: a folder that peft loads
-does not say which dtype they are added in.
+Logits are computed on the CPU in fp32: of a Hugging Face folder by transformers, of a checkpoint of the Megatron engine
+by megatron-core, of a GGUF file or a checkpoint of the FSDP engine by transformers on the tensors as read here. Two
+engines round differently, so logits may differ a little where every bit of the weights is the same. Adapters on both
+sides are compared themselves, with what they are over: a folder that peft loads does not say which dtype they are added
+in.
 """
 
 from __future__ import annotations
@@ -40,20 +41,23 @@ PROMPTS = (
     "Question: What is 17 + 25? Answer:",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Once upon a time, in a small village by the sea, there lived",
-    "The lighthouse had stood at the end of the harbour wall for more than two hundred years, and in all that time its lamp had "
-    "gone out only twice. The first time was in the winter of 1847, when a storm from the north broke three of the great panes "
-    "and the keeper, a man called Thomas Arden, climbed the stairs with a lantern in each hand and stood there until morning. "
-    "The second time nobody could explain. It was a quiet night in June, the sea lay flat, and 14 boats were on their way home "
-    "with the tide. At ten minutes past two the light simply stopped turning, and then it was dark. The fishermen say that "
-    "they steered by the sound of a bell, although the church had sold its own bell long before. In the book which the keepers "
-    "had to fill in every day, the page for that night is there, with the weather, the wind and the names of the ships, but "
-    "under the heading where the cause of any failure was to be written down, somebody has drawn, very carefully, with blue ink,",
+    "The lighthouse had stood at the end of the harbour wall for more than two hundred years, and in all that time its "
+    "lamp had gone out only twice. The first time was in the winter of 1847, when a storm from the north broke three "
+    "of the great panes and the keeper, a man called Thomas Arden, climbed the stairs with a lantern in each hand and "
+    "stood there until morning. The second time nobody could explain. It was a quiet night in June, the sea lay flat, "
+    "and 14 boats were on their way home with the tide. At ten minutes past two the light simply stopped turning, and "
+    "then it was dark. The fishermen say that they steered by the sound of a bell, although the church had sold its "
+    "own bell long before. In the book which the keepers had to fill in every day, the page for that night is there, "
+    "with the weather, the wind and the names of the ships, but under the heading where the cause of any failure was "
+    "to be written down, somebody has drawn, very carefully, with blue ink,",
 )
 PROMPT_TOKENS = 200
 """Of each of our texts at most: the last has as many, so that windows and rotary factors act which end before that."""
 RANDOM_TOKENS = (24, 24, 24, 24, PROMPT_TOKENS)
 TOLERANCE = 1e-3
-"""Largest difference of two logits, as a part of the logits' spread (their standard deviation), that two engines' rounding explains."""
+"""Largest difference of two logits, as a part of the logits' spread (their standard deviation), that two engines'
+rounding explains.
+"""
 ROWS = 32
 """Tokens whose logits are compared at once, in fp64."""
 
@@ -81,9 +85,9 @@ class LogitsRow:
 class Comparison:
     """What two models have in common.
 
-    differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in `no_logits`.
-    widened: tensors whose values are the same, in the dtype of another one that a checkpoint holds them in one tensor with.
-    not_compared: buffers that follow from config.json.
+    differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in
+    `no_logits`. widened: tensors whose values are the same, in the dtype of another one that a checkpoint holds them in
+    one tensor with. not_compared: buffers that follow from config.json.
     """
 
     a: str
@@ -121,7 +125,9 @@ def compare(
     logits: bool = True,
     progress: Callable[[int], Callable[[int], None]] = lambda total: no_progress,
 ) -> Comparison:
-    """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares tensors alone."""
+    """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares
+    tensors alone.
+    """
     widened, not_compared = [], []
     if a.kind == b.kind == ADAPTERS:
         differences, count, total = _adapters(a, b, progress)
@@ -198,8 +204,8 @@ def _tensors(
 
 
 def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
-    """Tensors that `checkpoint` holds in another dtype than `other` only because q, k and v, gate and up, or the experts of a
-    layer are one tensor there, which has one dtype that holds all of them exactly. By name, that dtype.
+    """Tensors that `checkpoint` holds in another dtype than `other` only because q, k and v, gate and up, or the
+    experts of a layer are one tensor there, which has one dtype that holds all of them exactly. By name, that dtype.
     """
     if not isinstance(checkpoint.reader, McoreReader):
         return {}
@@ -219,7 +225,9 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
 
 
 def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int, int]:
-    """(a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their bases, unless it is one folder."""
+    """(a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their bases,
+    unless it is one folder.
+    """
     ours, theirs = a.reader.adapter, b.reader.adapter
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
@@ -250,8 +258,9 @@ def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], No
 
 
 def _names(source: Source) -> list[str]:
-    """Tensors by name, without those that are another one again, which opening the folder compared, and those that follow from
-    config.json, which a checkpoint has not."""
+    """Tensors by name, without those that are another one again, which opening the folder compared, and those that
+    follow from config.json, which a checkpoint has not.
+    """
     return [n for n in source.reader.tensors if n not in source.copies and not follows_from_config(n)]
 
 
@@ -264,7 +273,9 @@ def _bits(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """A line with how many entries differ, and by how much at most; none where all bits are the same. dtype: compare them in it."""
+    """A line with how many entries differ, and by how much at most; none where all bits are the same. dtype: compare
+    them in it.
+    """
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
     for of_a, of_b in rows:
@@ -292,7 +303,9 @@ def _logits(a: Source, b: Source, prompts: Sequence[str]) -> list[LogitsRow]:
 
 
 def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """(what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else seeded tokens."""
+    """(what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else seeded
+    tokens.
+    """
     vocabulary = a.hf_config["vocab_size"]
     most = min(PROMPT_TOKENS, *(source.hf_config["max_position_embeddings"] for source in (a, b)))
     folder = next(
@@ -302,7 +315,8 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     if folder is None:
         if prompts:
             raise DataError(
-                f"--prompt: neither {a.companion_folder} nor {b.companion_folder} has a tokenizer; leave it out to use seeded tokens"
+                f"--prompt: neither {a.companion_folder} nor {b.companion_folder} has a tokenizer; leave it out to "
+                "use seeded tokens"
             )
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(vocabulary, (min(n, most),), generator=generator).tolist() for n in RANDOM_TOKENS]
@@ -316,7 +330,8 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
             raise DataError(f"--prompt: value {text!r} has no tokens; give a longer one")
         if max(ids) >= vocabulary:
             raise DataError(
-                f"{folder}: its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}; get the model's own"
+                f"{folder}: its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}; get the "
+                "model's own"
             )
     return named
 
@@ -384,8 +399,8 @@ def table(found: Comparison, most: int = 20) -> str:
             mark = "" if row.alike else "  DIFFERENT"
             mark += f"  ({row.not_finite} are no numbers)" if row.not_finite else ""
             lines.append(
-                f"         {row.max_difference:14.3g}  {row.mean_difference:15.3g}  {row.top1_agreement:10.1%}  {row.kl:8.2g}  "
-                f"{row.tokens:6d}  {shown}{mark}"
+                f"         {row.max_difference:14.3g}  {row.mean_difference:15.3g}  {row.top1_agreement:10.1%}  "
+                f"{row.kl:8.2g}  {row.tokens:6d}  {shown}{mark}"
             )
     lines += ["", "the same" if found.same else "DIFFERENT"]
     return "\n".join(lines)

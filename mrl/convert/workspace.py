@@ -1,4 +1,5 @@
-"""The folder that a conversion writes into: beside its result, given its name when it is whole, gone on with after a kill.
+"""The folder that a conversion writes into: beside its result, given its name when it is whole, gone on with after a
+kill.
 
 OUT/                 appears at the end, by one rename
 .OUT.converting/     being written
@@ -42,9 +43,10 @@ def no_progress(count: int) -> None:
 class Workspace:
     """The folder `folder` that becomes `out`. As a context manager it holds the lock.
 
-    plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check of the
-    disk. keep: whether an error leaves what is finished for the next attempt. Raises ModelError where `out` is taken, another conversion is at work, or the disk has no room, and on a path in
-    `needed` that leads out of the folder.
+    plan: everything that decides what the files hold, as JSON values. needed: bytes of each large file, for the check
+    of the disk. keep: whether an error leaves what is finished for the next attempt. Raises ModelError where `out` is
+    taken, another conversion is at work, or the disk has no room, and on a path in `needed` that leads out of the
+    folder.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Workspace:
             raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
 
     def _finished(self) -> dict[str, FileSummary]:
-        """The files of an earlier attempt at the same plan, each read and found as it was written; all else is removed."""
+        """Returns the files of an earlier attempt at this plan that are as they were written, and removes all else."""
         plan, done = self.folder / PLAN, {}
         if plan.is_file() and plan.read_text(encoding="utf-8") == self._plan and (self.folder / DONE).is_file():
             for line in (self.folder / DONE).read_text(encoding="utf-8").splitlines():
@@ -116,8 +118,8 @@ class Workspace:
             if not self.done:
                 shutil.rmtree(self.folder)
             raise ModelError(
-                f"{self.out}: needs {decimal(needed)} and the disk of {self.folder.parent} has {decimal(free)} free; make room, or give "
-                "another folder"
+                f"{self.out}: needs {decimal(needed)} and the disk of {self.folder.parent} has {decimal(free)} free; "
+                "make room, or give another folder"
             )
 
     def write_all(
@@ -125,8 +127,8 @@ class Workspace:
     ) -> dict[str, FileSummary]:
         """Makes the files that are not done yet, several at once. Returns the summary of all, in the order of `makers`.
 
-        makers: for each path in the folder, what writes the file and puts it on disk. A UserError or a full disk ends it; what
-        is finished stays for the next attempt.
+        makers: for each path in the folder, what writes the file and puts it on disk. A UserError or a full disk ends
+        it; what is finished stays for the next attempt.
         """
         for file in makers:
             if file in self.done:
@@ -171,7 +173,8 @@ class Workspace:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             kept = (
-                f"what was converted is kept in {self.folder}: make room and run the same command again, or remove that folder"
+                f"what was converted is kept in {self.folder}: make room and run the same command again, or remove "
+                "that folder"
                 if self._keep
                 else "nothing of it is left: make room, or give another folder"
             )

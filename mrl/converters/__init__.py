@@ -1,8 +1,8 @@
 """Weight names and tensor algebra between Hugging Face and mcore, both directions; no process group, no megatron.
 
-`families/` holds one table per family, `rules` turns it into what one rank loads and exports, `safetensors_io` reads and
-writes folders, `accounting` proves that every name has its place, and `streams` has the two functions that another program
-needs:
+`families/` holds one table per family, `rules` turns it into what one rank loads and exports, `safetensors_io` reads
+and writes folders, `accounting` proves that every name has its place, and `streams` has the two functions that another
+program needs:
 
     from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 """

@@ -27,7 +27,8 @@ _ROWS_AT_ONCE = 8192
 SCORE = "score.weight"
 _WHY_EQUAL = {
     True: f"though config.json ties them; set tie_word_embeddings to false or remove {LM_HEAD}",
-    False: "and megatron has one for both; remove the layers that predict further tokens, and set num_nextn_predict_layers to 0",
+    False: "and megatron has one for both; remove the layers that predict further tokens, and set "
+    "num_nextn_predict_layers to 0",
 }
 """Of a tied head, and of what layers that predict further tokens share with the model."""
 
@@ -75,7 +76,8 @@ def account(
         parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
-            f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one model"
+            f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one "
+            "model"
         )
     return missing
 
@@ -101,9 +103,9 @@ def check_model(
 ) -> list[str]:
     """Account for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
 
-    A value head leaves the LM head unread. Layers that predict further tokens are there as config.json says, or not at all.
-    `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further layers
-    share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
+    A value head leaves the LM head unread. Layers that predict further tokens are there as config.json says, or not at
+    all. `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further
+    layers share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
     """
     mtp = layers_in(reader.tensors, hf_config)
     expected = expected_hf_names(family, hf_config, head=head, mtp=mtp)
@@ -124,8 +126,9 @@ def check_model(
 
 
 def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
-    """What a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp` layers that predict
-    further tokens share with the model."""
+    """What a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp` layers that
+    predict further tokens share with the model.
+    """
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | copies_in(hf_config, mtp)
 

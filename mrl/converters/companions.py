@@ -1,7 +1,7 @@
 """The files of a model folder beside its weights: config.json, tokenizer, chat template, generation config, code.
 
-A link is followed to the file that it leads to, wherever that is: the hub's cache is made of links. What is under such a name and
-is no file, or cannot be read, is refused and never passed over; a folder is none of these files.
+A link is followed to the file that it leads to, wherever that is: the hub's cache is made of links. What is under such
+a name and is no file, or cannot be read, is refused and never passed over; a folder is none of these files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def companion_files(source: Path) -> list[Path]:
-    """What belongs to a model beside its weights. Raises ModelError on links that lead nowhere and on what is no file."""
+    """Returns the files beside a model's weights. Raises ModelError on dead links and on what is no file."""
     named = [source / name for name in os.listdir(source) if any(fnmatch.fnmatchcase(name, p) for p in PATTERNS)]
     templates = source / TEMPLATES
     if os.path.lexists(templates) and stat.S_ISDIR(_mode(templates)):

@@ -1,4 +1,5 @@
-"""Words of a family's config mapping: Hugging Face config -> fields of megatron's TransformerConfig. Plain data, no megatron.
+"""Words of a family's config mapping: Hugging Face config -> fields of megatron's TransformerConfig. Plain data, no
+megatron.
 
 What the families share: fields of a pre-norm, gated, rotary decoder, and the fields that do not change the maths.
 """
@@ -65,7 +66,8 @@ NEUTRAL = frozenset(
         "unsloth_version",
     ]
 )
-"""Fields that no family has to read: names, tokens, outputs, training hints, and those that the loader handles itself."""
+"""Fields that no family has to read: names, tokens, outputs, training hints, and those that the loader handles itself.
+"""
 
 DENSE = frozenset(
     [
@@ -110,7 +112,9 @@ def dense_fields(
     partial_rotary: bool = False,
     yarn: bool = False,
 ) -> dict[str, Any]:
-    """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not supported."""
+    """Fields of a decoder layer with grouped-query attention, RMSNorm and SwiGLU. Raises ModelError on what is not
+    supported.
+    """
     require(hf, "hidden_act", ("silu",))
     require(hf, "mlp_bias", (False, None))
     if not qkv_bias:
@@ -146,7 +150,8 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers:
         raise ModelError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; got {shown(unknown or len(types))}"
+            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; "
+            f"got {shown(unknown or len(types))}"
         )
     if not window:
         return {}
@@ -164,7 +169,8 @@ def moe_fields(
     experts, topk = hf["num_experts"], hf["num_experts_per_tok"]
     if topk < 2 and normalise:
         raise ModelError(
-            f"config.json: num_experts_per_tok = {topk} with normalised weights leaves the router without a gradient; 2 or more are supported"
+            f"config.json: num_experts_per_tok = {topk} with normalised weights leaves the router without a gradient; "
+            "2 or more are supported"
         )
     return {
         "num_moe_experts": experts,
@@ -181,8 +187,9 @@ def moe_fields(
 def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """Fields of DeepSeek-V3's router (arXiv 2412.19437, eq. 12-16), over those of `moe_fields`.
 
-    Scores are sigmoids; a bias that nothing trains here is added to choose experts; of `n_group` groups the `topk_group`
-    whose two best scores sum highest may be chosen from; the weights of the chosen sum to `routed_scaling_factor`.
+    Scores are sigmoids; a bias that nothing trains here is added to choose experts; of `n_group` groups the
+    `topk_group` whose two best scores sum highest may be chosen from; the weights of the chosen sum to
+    `routed_scaling_factor`.
     """
     require(hf, "norm_topk_prob", (True,))
     require(hf, "scoring_func", ("sigmoid",))
@@ -192,7 +199,8 @@ def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     if chosen < groups:
         if topk // chosen != 2:  # megatron sums the best topk // topk_group of a group, transformers the best two
             raise ModelError(
-                f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not supported "
+                f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not "
+                "supported "
                 f"by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group"
             )
         limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
@@ -250,7 +258,8 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
     supported = [name for name in ROPE_TYPES if name != "yarn" or yarn_supported]
     if kind not in supported:
         raise ModelError(
-            f"config.json: rope_scaling type {shown(kind)} is not supported by the megatron engine; supported: {', '.join(supported)}"
+            f"config.json: rope_scaling type {shown(kind)} is not supported by the megatron engine; supported: "
+            f"{', '.join(supported)}"
         )
     needed, optional = ROPE_TYPES[kind]
     missing = [name for name in needed if found.get(name) is None]
@@ -261,13 +270,14 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
     for name, value in found.items():
         if name not in needed + optional + ROPE_OF_ALL and value is not None:
             raise ModelError(
-                f"config.json: rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings of type {kind} to the megatron "
-                "engine; remove it if it does not matter, or use engine.backend=fsdp"
+                f"config.json: rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings of type "
+                f"{kind} to the megatron engine; remove it if it does not matter, or use engine.backend=fsdp"
             )
 
 
 def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
     if name in hf and hf[name] not in allowed:
         raise ModelError(
-            f"config.json: {name} = {shown(hf[name])} is not supported by the megatron engine; supported: {', '.join(map(repr, allowed))}"
+            f"config.json: {name} = {shown(hf[name])} is not supported by the megatron engine; supported: "
+            f"{', '.join(map(repr, allowed))}"
         )

@@ -71,7 +71,8 @@ class UnstackedReader:
 def unstacked(reader: WeightReader, family: Family) -> WeightReader:
     """Returns `reader`, or a view of it under the names of the family's tables.
 
-    A view has no quantisation (mrl.converters.quantized), and one tensor an expert where the files hold experts stacked.
+    A view has no quantisation (mrl.converters.quantized), and one tensor an expert where the files hold experts
+    stacked.
     """
     reader = dequantised(reader)
     if family.stacks:

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's), read with bounded memory through the package `gguf`, which the extra `mrl[gguf]` brings.
 
-The package turns blocks of a quantised type into numbers; rows are read here, with `pread`, when they are asked for. F32, F16,
-BF16 and F64 come as they are stored, every quantised type as bf16.
+The package turns blocks of a quantised type into numbers; rows are read here, with `pread`, when they are asked for.
+F32, F16, BF16 and F64 come as they are stored, every quantised type as bf16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ QUANTISED_AS = "BF16"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the file. type: ggml's name of it, such as "Q4_0". shape: slowest dimension first. start: its first byte."""
+    """A tensor of the file. type: ggml's name of it, such as "Q4_0". shape: slowest dimension first. start: its first
+    byte.
+    """
 
     type: str
     shape: Shape
@@ -59,7 +61,8 @@ class GGUFFile:
 class Place:
     """Where a Hugging Face tensor of `shape` lies in the tensor `name` of the file.
 
-    expert: which part of a stack it is. heads: of a query or key projection whose rows llama.cpp has put in its own order.
+    expert: which part of a stack it is. heads: of a query or key projection whose rows llama.cpp has put in its own
+    order.
     """
 
     name: str
@@ -76,7 +79,9 @@ def package(path: Path) -> ModuleType:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of the file, checked against its size; ModelError where it is no GGUF file, damaged, or one part of several."""
+    """The header of the file, checked against its size; ModelError where it is no GGUF file, damaged, or one part of
+    several.
+    """
     header = read_header(path, keep=(TOKENS,))
     parts = header.metadata.get("split.count", 0)
     if parts > 1:
@@ -107,8 +112,8 @@ def _stored(path: Path, gguf: ModuleType, name: str, number: int, shape: Shape, 
             gguf.dequantize(torch.zeros(1, size, dtype=torch.uint8).numpy(), kind)
         except NotImplementedError:
             raise ModelError(
-                f"{path}: {name} is of type {kind.name}, which gguf {version} cannot turn into numbers; quantise the model "
-                "anew in another type, such as Q8_0"
+                f"{path}: {name} is of type {kind.name}, which gguf {version} cannot turn into numbers; quantise the "
+                "model anew in another type, such as Q8_0"
             ) from None
     return Stored(kind.name, shape, start, shape[-1] // block * size)
 

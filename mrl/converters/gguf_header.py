@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
-Read here and not by the package `gguf`, whose reader keeps an array object for every string: of a vocabulary of 150,000 tokens
-that is 13 s and 0.5 GB. Format: github.com/ggml-org/ggml, docs/gguf.md.
+Read here and not by the package `gguf`, whose reader keeps an array object for every string: of a vocabulary of 150,000
+tokens that is 13 s and 0.5 GB. Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _KEPT = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """metadata: values by key. tensors: (name, shape with the slowest dimension first, number of the type, first byte)."""
+    """What the header of a GGUF file says."""
 
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # by key
     tensors: list[tuple[str, tuple[int, ...], int, int]]
+    """Each has a name, a shape with the slowest dimension first, the number of its type, and its first byte."""
 
 
 def read_header(path: Path, *, keep: tuple[str, ...] = ()) -> Header:

@@ -1,7 +1,7 @@
 """What a GGUF file's metadata and names mean: its config.json, and which tensor is which of Hugging Face's.
 
-A key of the architecture that is not known, and not off, may change the maths: it is refused by its name. Keys and names:
-github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
+A key of the architecture that is not known, and not off, may change the maths: it is refused by its name. Keys and
+names: github.com/ggml-org/llama.cpp, gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _READ = frozenset([
     *_FIELDS, "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "expert_count", "expert_used_count", "expert_feed_forward_length",
-    "expert_shared_feed_forward_length", "expert_shared_count", "expert_gating_func", "expert_weights_norm", "vocab_size",
+    "expert_shared_feed_forward_length", "expert_shared_count", "expert_gating_func", "expert_weights_norm",
+    "vocab_size",
     "tensor_data_layout", "attention.causal",
 ])  # fmt: skip
 _TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
@@ -52,7 +53,8 @@ _OF_LAYER = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
@@ -65,11 +67,12 @@ _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """The fields of config.json that `file` tells; ModelError names the key that is missing, unknown or not supported."""
+    """Returns the fields of config.json that `file` gives; ModelError names a key that is missing or not supported."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path}: general.architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{file.path}: general.architecture {architecture!r} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     given = {
         k.removeprefix(f"{architecture}."): v for k, v in file.metadata.items() if k.startswith(f"{architecture}.")
@@ -100,7 +103,8 @@ def _number(file: GGUFFile, given: Mapping[str, Any], key: str, kind: type = int
     value = given.get(key)
     if not (isinstance(value, kind) and value > 0):
         raise ModelError(
-            f"{file.path}: {file.metadata['general.architecture']}.{key} is {value!r} and not one number above 0; get another file"
+            f"{file.path}: {file.metadata['general.architecture']}.{key} is {value!r} and not one number above 0; get "
+            "another file"
         )
     return value
 
@@ -175,8 +179,8 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
         return {}
     if not torch.allclose(factors, llama3_factors(len(factors), theta, scaling), rtol=1e-4):
         raise ModelError(
-            f"{file.path}: {ROPE_FREQS} holds factors that do not follow from Llama 3's scaling ({_LLAMA3}); convert the "
-            "Hugging Face folder that it was made from"
+            f"{file.path}: {ROPE_FREQS} holds factors that do not follow from Llama 3's scaling ({_LLAMA3}); convert "
+            "the Hugging Face folder that it was made from"
         )
     return scaling
 

@@ -53,11 +53,11 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
 def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
     """`raw` completed with transformers' defaults, and with one meaning for each of these keys whatever its spelling.
 
-    rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int.
-    num_key_value_heads: int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None.
-    tie_word_embeddings: bool. A `model_type` that transformers does not know is returned as it is:
-    `family_for` refuses it by name. quick: without transformers where the file is plain; fields that no family reads may then
-    be missing. A value that is out of its range (mrl.converters.ranges) is refused by the field's name.
+    rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int. num_key_value_heads:
+    int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None. tie_word_embeddings: bool.
+    A `model_type` that transformers does not know is returned as it is: `family_for` refuses it by name. quick: without
+    transformers where the file is plain; fields that no family reads may then be missing. A value that is out of its
+    range (mrl.converters.ranges) is refused by the field's name.
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
@@ -73,7 +73,8 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool
     theta = rope.pop("rope_theta", None)
     if theta is not None and not (type(theta) in (int, float) and abs(theta) < MOST_THETA):
         raise ModelError(
-            f"{where}: rope_theta {shown(theta)} is not a number below {MOST_THETA:g}; correct the field, or get the file again"
+            f"{where}: rope_theta {shown(theta)} is not a number below {MOST_THETA:g}; correct the field, or get the "
+            "file again"
         )
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
@@ -100,5 +101,6 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
         return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
-            f"{where}: transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}; correct the field, or get the file again"
+            f"{where}: transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}; correct the field, or "
+            "get the file again"
         ) from None

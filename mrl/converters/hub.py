@@ -32,8 +32,8 @@ NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 def model_folder(path: str, *, weights: bool = True, key: str = "model.path") -> str:
     """`path` where it is a folder, else the folder of that hub id in the local cache, downloaded where it is not there.
 
-    weights: False leaves them out (a model that starts from scratch). key: what the user set to `path`, for messages. Ranks
-    of a node may call this together: the cache has locks. Raises ModelError.
+    weights: False leaves them out (a model that starts from scratch). key: what the user set to `path`, for messages.
+    Ranks of a node may call this together: the cache has locks. Raises ModelError.
     """
     folder = os.path.expanduser(path)
     if os.path.exists(folder):
@@ -57,8 +57,9 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
 
 
 def model_fingerprint(folder: str) -> dict[str, str]:
-    """What decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the tokenizer's files, and of
-    those of the processor of a model that reads images."""
+    """What decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the tokenizer's
+    files, and of those of the processor of a model that reads images.
+    """
     config: dict[str, Any] = json.loads(pathlib.Path(folder, "config.json").read_text(encoding="utf-8"))
     told = {name: value for name, value in config.items() if name not in NOTES}
     text = json.dumps(told, sort_keys=True).encode()
@@ -92,8 +93,8 @@ def check_same_model(
     differing = [name for name, value in found.items() if saved is None or saved.get(name) != value]
     if differing:
         raise ConfigError(
-            f"{key}: value {now!r} is not the model of the checkpoint, whose {key} was {before!r}: {' and '.join(differing)} "
-            "differ; put the model's own files there, or start anew with another output_dir"
+            f"{key}: value {now!r} is not the model of the checkpoint, whose {key} was {before!r}: "
+            f"{' and '.join(differing)} differ; put the model's own files there, or start anew with another output_dir"
         )
 
 

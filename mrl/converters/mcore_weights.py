@@ -60,7 +60,9 @@ def whole_rules(
 
 
 def stored_key(rule: Rule) -> str:
-    """Under which key of a distributed checkpoint the parameter of `rule` is, alone or, an expert's, with the other experts."""
+    """Under which key of a distributed checkpoint the parameter of `rule` is, alone or, an expert's, with the other
+    experts.
+    """
     if rule.expert is None:
         return rule.mcore
     name = _TE_EXPERT.sub(r".mlp.experts.experts.\1", rule.mcore)
@@ -80,7 +82,8 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it is made of.
+    """The dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it is made
+    of.
 
     tensors: of a model, by the names of its files.
     """
@@ -129,7 +132,9 @@ def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of them."""
+    """Entries from `start` of dimension `dim` of an HF tensor are those from `at` of the mcore tensor; `length` of
+    them.
+    """
 
     dim: int
     start: int
@@ -138,7 +143,7 @@ class _Place:
 
 
 class StoredTensors(Protocol):
-    """The tensors of a distributed checkpoint, read region by region (`mrl.engine.torch_dist.reader.TorchDistReader`)."""
+    """The tensors of a distributed checkpoint, read by region (`mrl.engine.torch_dist.reader.TorchDistReader`)."""
 
     path: Path
     tensors: Mapping[str, Any]  # by key in the checkpoint; each has a `dtype` and a `shape`
@@ -152,8 +157,9 @@ class McoreReader:
     """The weights of the distributed checkpoint `stored`, as a `WeightReader`, in the dtype that they have there.
 
     `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
-    Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or of
-    another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it holds.
+    Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or
+    of another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it
+    holds.
     """
 
     def __init__(
@@ -236,8 +242,8 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
     )
     if parts:
         raise CheckpointError(
-            f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model "
-            "that was trained"
+            f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of "
+            "the model that was trained"
         )
 
 
@@ -258,15 +264,17 @@ def read_description(path: str | Path) -> dict:
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
-    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the family reads."""
+    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the
+    family reads.
+    """
     more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
     found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
     return found | {"partial_rotary_factor": rotary_percent(hf_config)}
 
 
 def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
-    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`, perhaps by an
-    older mrl, which told a model by fewer fields.
+    """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`,
+    perhaps by an older mrl, which told a model by fewer fields.
     """
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
     differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")

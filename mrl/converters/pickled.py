@@ -63,7 +63,8 @@ class PickleReader:
             return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch has no common class for what a file can have wrong
             raise ModelError(
-                f"{self.path / name}: cannot be read as weights alone ({_why(self.path / name, error)}); save it as safetensors"
+                f"{self.path / name}: cannot be read as weights alone ({_why(self.path / name, error)}); save it as "
+                "safetensors"
             ) from None
 
     def _take(self, name: str, held: Any, weight_map: dict[str, str] | None) -> None:

@@ -1,7 +1,7 @@
 """A config.json that says by itself what its model is, completed as transformers would, whose import takes two seconds.
 
-For dense families, whose files are small enough that two seconds count. Whatever is not plain (a field that is left out or of
-another type, another kind of RoPE) is for transformers to complete or to refuse: `completed` gives None.
+For dense families, whose files are small enough that two seconds count. Whatever is not plain (a field that is left out
+or of another type, another kind of RoPE) is for transformers to complete or to refuse: `completed` gives None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _SAID = {
-    "vocab_size": int, "hidden_size": int, "intermediate_size": int, "num_hidden_layers": int, "num_attention_heads": int,
+    "vocab_size": int, "hidden_size": int, "intermediate_size": int, "num_hidden_layers": int,
+    "num_attention_heads": int,
     "rms_norm_eps": float, "hidden_act": str, "max_position_embeddings": int,
 }  # fmt: skip
 _DEFAULTS = {"attention_dropout": 0.0, "tie_word_embeddings": False}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class RandomWeights:
-    """A stand-in for a weights file: every tensor is a function of (seed, name), so any layout starts from the same model.
+    """A stand-in for a weights file: every tensor is a function of (seed, name), so any layout starts from the same
+    model.
 
     Matrices are normal with the config's `initializer_range`, norms are one, biases zero.
     """

@@ -1,8 +1,8 @@
 """What the fields of config.json may hold: one table, for imports, engines and the checks before a run.
 
-`check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field. `check_settled`
-reads it completed, when fields can be held against one another. Whether mrl supports a value that is in range, the family's
-`fields` says. docs/families.md shows the tables, which `python -m mrl.converters.ranges` prints.
+`check_fields` reads a config.json as it is: a wrong value makes transformers endless, or fails far from the field.
+`check_settled` reads it completed, when fields can be held against one another. Whether mrl supports a value that is in
+range, the family's `fields` says. docs/families.md shows the tables, which `python -m mrl.converters.ranges` prints.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _WORDS = {
 class Range:
     """The values that a field may hold.
 
-    kind: its type; a whole number is a float, too, and a float is finite. low, high: bounds, which `above` and `below` leave out.
-    null: whether it may also be null, which means the default or that there is none. switch: the field that takes this one away
-    where it is false; whether it is, a config.json says that transformers has completed. of: the type of what a list holds.
+    kind: its type; a whole number is a float, too, and a float is finite. low, high: bounds, which `above` and `below`
+    leave out. null: whether it may also be null, which means the default or that there is none. switch: the field that
+    takes this one away where it is false; whether it is, a config.json says that transformers has completed. of: the
+    type of what a list holds.
     """
 
     kind: type
@@ -208,14 +209,18 @@ RELATIONS = (
 
 
 def check_fields(raw: Mapping[str, Any], where: str = "config.json") -> None:
-    """Refuses a config.json, found at `where`, with a field that is out of its range. Of families without a table, nothing is."""
+    """Refuses a config.json, found at `where`, with a field that is out of its range. Of families without a table,
+    nothing is.
+    """
     for name, value, allowed in _ranges(raw):
         if allowed.switch is None:
             _check(name, value, allowed, where)
 
 
 def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None:
-    """Refuses the content of a config.json, completed by `normalize`, whose fields do not fit their ranges or each other."""
+    """Refuses the content of a config.json, completed by `normalize`, whose fields do not fit their ranges or each
+    other.
+    """
     if config["model_type"] not in FAMILIES:
         return
     for name, value, allowed in _ranges(config):

@@ -109,7 +109,7 @@ class Rule:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def merge(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The HF tensors by name, new memory on the shards' device, from the shards of all ranks of the axis in order."""
+        """Returns the HF tensors by name, new memory on their device, from the shards of all ranks of the axis."""
         assert len(shards) == self.degree, f"{self.mcore}: {len(shards)} shards for {self.axis} of {self.degree}"
         whole = [shards[0].new_empty(shape) for shape in self.hf_shapes]
         for rank, shard in enumerate(shards):

@@ -54,7 +54,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard. start: its first byte there."""
+    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard. start: its
+    first byte there.
+    """
 
     dtype: str
     shape: Shape
@@ -146,7 +148,8 @@ def listed(groups: Mapping[str, list[str]]) -> list[str]:
 
 
 class SafetensorsReader:
-    """The weights of a model folder, as a `WeightReader` (mrl.converters.weights) and a context manager that closes the files.
+    """The weights of a model folder, as a `WeightReader` (mrl.converters.weights) and a context manager that closes the
+    files.
 
     It raises ModelError, naming the file, for a folder that is missing, incomplete, damaged, or holds no safetensors.
     """
@@ -172,8 +175,8 @@ class SafetensorsReader:
         pickles = sorted(file.name for pattern in _PICKLES for file in self.path.glob(pattern))
         if pickles:
             return (
-                f"{self.path}: has only pickle weights ({some(pickles)}), refused because loading them runs their code; "
-                f"save the model as safetensors"
+                f"{self.path}: has only pickle weights ({some(pickles)}), refused because loading them runs their "
+                "code; save the model as safetensors"
             )
         return f"{self.path}: has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights"
 
@@ -242,7 +245,9 @@ _UNITS = {
 
 
 def parse_size(size: int | str, key: str = "max_shard_size") -> int:
-    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for messages."""
+    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for
+    messages.
+    """
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if count < 1:
@@ -282,8 +287,8 @@ def lay_out(
 ) -> Shard:
     """Header and offsets of a file of `tensors`, in their order.
 
-    metadata: the header's notes, None for a header without any. header: the text of one to take as it is, spaces and all, where
-    it says the same of the tensors.
+    metadata: the header's notes, None for a header without any. header: the text of one to take as it is, spaces and
+    all, where it says the same of the tensors.
     """
     entries: dict[str, Any] = {}
     at = 0

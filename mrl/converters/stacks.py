@@ -1,8 +1,10 @@
-"""Experts that files hold stacked: the tables name one matrix an expert, and this is the way between those names and the files'.
+"""Experts that files hold stacked: the tables name one matrix an expert, and this is the way between those names and
+the files'.
 
-A `Stack` says how a stored tensor is made: of each expert the rows of its parts in turn (gate 0, up 0, gate 1, ...), as rows
-or, transposed, as columns, and all experts stacked. `StackReader` answers for the tables' names from the stored tensors;
-`stacking` shows a stored tensor as a lazy slice of the tables'; `restacked` makes stored tensors of a stream of the tables'.
+A `Stack` says how a stored tensor is made: of each expert the rows of its parts in turn (gate 0, up 0, gate 1, ...), as
+rows or, transposed, as columns, and all experts stacked. `StackReader` answers for the tables' names from the stored
+tensors; `stacking` shows a stored tensor as a lazy slice of the tables'; `restacked` makes stored tensors of a stream
+of the tables'.
 """
 
 from __future__ import annotations

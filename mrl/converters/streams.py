@@ -1,7 +1,8 @@
-"""Weights as a stream, between Hugging Face names and the shards of ranks: what an inference server's weight loader needs.
+"""Weights as a stream, between Hugging Face names and the shards of ranks: what an inference server's weight loader
+needs.
 
-No process group, no megatron, no files: names and tensors in, names and tensors out. A parameter is handed on as soon as all
-that it is made of has come, and nothing is kept of tensors that are not this rank's.
+No process group, no megatron, no files: names and tensors in, names and tensors out. A parameter is handed on as soon
+as all that it is made of has come, and nothing is kept of tensors that are not this rank's.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ def hf_to_mcore(
     head: str = "lm",
     vocab_multiple: int = 1,
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """(model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in any order.
+    """(model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in any
+    order.
 
-    hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the dtype and
-    the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces them, the layers
-    past the last, which predict further tokens: the model of a rank has none. Raises ModelError on a name that the model
-    does not have, one that comes twice, another shape, and where the stream ends before all came. Names are those of files,
-    also where these hold experts stacked.
+    hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the
+    dtype and the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces
+    them, the layers past the last, which predict further tokens: the model of a rank has none. Raises ModelError on a
+    name that the model does not have, one that comes twice, another shape, and where the stream ends before all came.
+    Names are those of files, also where these hold experts stacked.
     """
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     coords = layout.coordinates(rank)
@@ -88,10 +90,11 @@ def mcore_to_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any order.
 
-    Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the first one
-    counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model, and none come. Raises
-    ModelError on a name that the rank does not have, another shape, and where the stream ends before all came. Names are those
-    of files, also where these hold experts stacked; such a tensor comes when all experts of its layer came.
+    Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the
+    first one counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model,
+    and none come. Raises ModelError on a name that the rank does not have, another shape, and where the stream ends
+    before all came. Names are those of files, also where these hold experts stacked; such a tensor comes when all
+    experts of its layer came.
     """
     pairs = _merged(
         shards, family, layout, hf_config, {"spec": spec, "head": head, "vocab_multiple": vocab_multiple}

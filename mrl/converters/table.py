@@ -103,7 +103,9 @@ class Family:
         )
 
     def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
-        """What global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first such layer."""
+        """What global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first such
+        layer.
+        """
         return self.mtp + tuple(
             dataclasses.replace(
                 entry,
@@ -136,7 +138,8 @@ def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
 
 _MCORE = "decoder.layers.{l}."
 _MTP = "mtp.layers.{l}."
-# In a checkpoint of every megatron: 0.19 calls the module mtp_model_layer, and its `sharded_state_dict` keeps the older name.
+# In a checkpoint of every megatron: 0.19 calls the module mtp_model_layer, and its `sharded_state_dict` keeps the older
+# name.
 _MTP_BLOCK = _MTP + "transformer_layer."
 _HF = "model.layers.{l}."
 
@@ -264,7 +267,9 @@ def mlp_bias(needs: str) -> tuple[Entry, ...]:
 
 
 def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    """Norm, router and experts of an MoE layer, whose HF names are `{block}.gate` and `{block}.experts.{e}.{gate|up|down}`."""
+    """Norm, router and experts of an MoE layer, whose HF names are `{block}.gate` and
+    `{block}.experts.{e}.{gate|up|down}`.
+    """
     expert, local = _HF + block + ".experts.{e}.", _MCORE + "mlp.experts.local_experts.{e}."
     return (
         *mlp_norm(sparse=True),

@@ -1,4 +1,6 @@
-"""What each reader of weights can do, whatever the files are that it reads: the one type that conversions and engines know."""
+"""What each reader of weights can do, whatever the files are that it reads: the one type that conversions and engines
+know.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from mrl.converters.safetensors_io import TensorInfo
 
 
 class Slice(Protocol):
-    """A tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all of it."""
+    """A tensor, or one that is read as far as it is indexed: `[a:b]`, `[:, a:b]`, `[i, a:b, c:d]`, and `[()]` for all
+    of it.
+    """
 
     @property
     def shape(self) -> Shape: ...

@@ -21,7 +21,8 @@ CLONE_THREAD = 0x00010000
 NR, ARCH, ARG0 = 0, 4, 16  # offsets in struct seccomp_data; ARG0: its low half (little endian)
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
-# System call numbers by machine. `denied`: other processes, sockets and ways around a filter; `own`: allowed only on this
+# System call numbers by machine. `denied`: other processes, sockets and ways around a filter; `own`: allowed only on
+# this
 # process itself (or 0, which means the same to prlimit64).
 SYSCALLS = {
     "x86_64": {

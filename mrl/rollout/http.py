@@ -1,4 +1,4 @@
-"""JSON over HTTP to an inference server, with limits: every way in which it can fail is one line that names the server."""
+"""JSON over HTTP to an inference server, with limits: each way to fail is one line that names the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 from mrl.errors import ConfigError, ServerError
 
 TRIES = 4
-"""How often a request is sent at most. Again only where the server could not be reached, hung up, or said that it is busy."""
+"""How often a request is sent at most. Again only where the server could not be reached, hung up, or said that it is
+busy.
+"""
 
 FIRST_WAIT_S = 0.5
 """Before the second try; it doubles each time."""
@@ -29,7 +31,9 @@ class HungUp(Exception):
 
 
 class Http:
-    """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked again."""
+    """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
+    again.
+    """
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(url)

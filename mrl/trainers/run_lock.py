@@ -63,7 +63,8 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_FLOCK:
                     raise ConfigError(
-                        f"output_dir: value {str(self.output_dir)!r} cannot be locked ({error}); give a folder that can "
+                        f"output_dir: value {str(self.output_dir)!r} cannot be locked ({error}); give a folder that "
+                        "can "
                         "be written"
                     ) from error
                 self._remove()

@@ -30,7 +30,8 @@ def family_for(hf_config: HFConfig) -> Family:
 
 
 def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of megatron's TransformerConfig that the architecture decides; `hf` is a normalised config.json.
+    """Keyword arguments of megatron's TransformerConfig that the architecture decides; `hf` is a normalised
+    config.json.
 
     Every field of config.json is accounted for: the family reads it, or it is known not to change the maths (`NEUTRAL`,
     and private names), or its value is the one that changes nothing, or the model is refused with the field's name.
@@ -38,7 +39,8 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(hf["model_type"])
     if family is None:
         raise ModelError(
-            f"config.json: model_type {shown(hf['model_type'])} is not supported by the megatron engine; use one of {', '.join(FAMILIES)}, or engine.backend=fsdp"
+            f"config.json: model_type {shown(hf['model_type'])} is not supported by the megatron engine; use one of "
+            f"{', '.join(FAMILIES)}, or engine.backend=fsdp"
         )
     check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
@@ -46,7 +48,7 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
             continue
         if not (name.startswith("_") or name in NEUTRAL or name in family.reads or harmless(value)):
             raise ModelError(
-                f"config.json: {name} = {shown(value)} may change the maths and the {hf['model_type']} model of the megatron "
-                "engine does not know it; remove the field if it does not matter, or use engine.backend=fsdp"
+                f"config.json: {name} = {shown(value)} may change the maths and the {hf['model_type']} model of the "
+                "megatron engine does not know it; remove the field if it does not matter, or use engine.backend=fsdp"
             )
     return family.fields(hf)

@@ -1,4 +1,6 @@
-"""DeepSeek-V3 and R1, Moonlight: latent attention, shared experts, a router of sigmoids with groups; the first layers dense."""
+"""DeepSeek-V3 and R1, Moonlight: latent attention, shared experts, a router of sigmoids with groups; the first layers
+dense.
+"""
 
 import math
 from typing import Any
@@ -81,7 +83,8 @@ FAMILY = Family(
     sizes=sizes,
     mtp=MTP,
     reads=DENSE | EXPERTS | SIGMOID_ROUTER | {
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rope_interleave",
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+        "rope_interleave",
         "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "moe_layer_freq", "ep_size",
         "num_mtp_layers", "num_nextn_predict_layers",  # layers past the last predict further tokens, not the next one
         "aux_loss_alpha", "seq_aux",  # hints for training

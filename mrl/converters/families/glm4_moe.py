@@ -1,4 +1,6 @@
-"""GLM-4.5 and later MoE models: part of each head turns; DeepSeek-V3's router and shared experts; the first layers dense."""
+"""GLM-4.5 and later MoE models: part of each head turns; DeepSeek-V3's router and shared experts; the first layers
+dense.
+"""
 
 from typing import Any
 

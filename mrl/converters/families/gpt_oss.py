@@ -1,4 +1,5 @@
-"""GPT-OSS: attention sinks, every other layer with a window, biases everywhere, experts that clamp and are stored stacked.
+"""GPT-OSS: attention sinks, every other layer with a window, biases everywhere, experts that clamp and are stored
+stacked.
 
 Of an expert's two inputs the file interleaves gate and up, column by column, and holds matrices as [expert, in, out].
 """
