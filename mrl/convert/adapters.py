@@ -46,7 +46,7 @@ class SavedAdapters:
 
 
 def saved_adapters(folder: Path, backend: str) -> SavedAdapters | None:
-    """What the checkpoint in `folder` says of adapters; None where it holds a whole model."""
+    """Returns what the checkpoint in `folder` says of adapters; None where it holds a whole model."""
     if backend == "megatron":
         saved = read_description(folder).get("adapters")
     else:
@@ -69,8 +69,8 @@ def check_base(held: SavedAdapters, companions: Path, family: Family, hf_config:
 def tensors_of(
     folder: Path, backend: str, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
 ) -> dict[str, Tensor]:
-    """Every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError for
-    others.
+    """Returns every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError
+    for others.
     """
     prefix = "" if backend == "megatron" else "model."
     interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
@@ -133,7 +133,7 @@ class MergedReader:
         }
 
     def in_dtype(self, dtype: torch.dtype) -> "MergedReader":
-        """The same weights in another dtype. Closing either closes both."""
+        """Returns the same weights in another dtype. Closing either closes both."""
         other = copy.copy(self)
         other._set_dtype(dtype)
         return other
@@ -171,7 +171,7 @@ class MergedReader:
 def _places(
     shapes: Mapping[str, AdapterShape], family: Family, head: str
 ) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:
-    """(file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
+    """Yields (file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
     for name, shape in shapes.items():
         size = (shape.out_features, shape.in_features)
         parameter = name if shape.experts else f"{name}.weight"
@@ -188,7 +188,7 @@ def merged(
     hf_config: HFConfig,
     dtype: torch.dtype,
 ) -> MergedReader:
-    """The checkpoint's adapters over the base in `companions`."""
+    """Returns the checkpoint's adapters over the base in `companions`."""
     check_base(held, companions, family, hf_config)
     shapes = adapters(str(companions), held.lora, held.head)
     found = tensors_of(folder, backend, shapes, family, head=held.head, hidden=hf_config["hidden_size"])
@@ -198,7 +198,7 @@ def merged(
 
 
 def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, dtype: torch.dtype) -> MergedReader:
-    """The adapters of a folder that peft or mrl wrote, over the base in the folder `base`."""
+    """Returns the adapters of a folder that peft or mrl wrote, over the base in the folder `base`."""
     from mrl.engine.lora.selection import shapes_of_folder  # peft is slow to import
 
     _, adapter = read_adapter(folder)
@@ -216,10 +216,10 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether `folder` is one that peft loads."""
+    """Returns whether `folder` is one that peft loads."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
-    """The folder or hub id that an adapter folder names as its base."""
+    """Returns the folder or hub id that an adapter folder names as its base."""
     return str(read_adapter(folder)[0]["base_model_name_or_path"])

@@ -34,7 +34,7 @@ _SPLITS = (
 
 
 def open_gguf(path: Path, *, tokenizer: str | None = None) -> Source:
-    """The model in the GGUF file `path`, every tensor of it accounted for.
+    """Opens the model in the GGUF file `path`, every tensor of it accounted for.
 
     tokenizer: a Hugging Face folder to take the tokenizer from; by default what transformers makes of the file, if it
     can.

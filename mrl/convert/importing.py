@@ -132,7 +132,7 @@ def _parts(rules: Mapping[str, Rule], model: Source) -> Iterator[_Part]:
 
 
 def _group(parts: list[_Part], file_bytes: int) -> dict[str, list[_Part]]:
-    """The parts of each data file."""
+    """Returns the parts of each data file."""
     groups: list[list[_Part]] = [[]]
     filled = 0
     for part in parts:
@@ -213,7 +213,7 @@ def _description(model: Source) -> dict[str, Any]:
 
 
 def _fingerprint(model: Source) -> dict[str, Any]:
-    """What tells this source from any other, and from itself after a change."""
+    """Returns what tells this source from any other, and from itself after a change."""
     folder = model.folder.parent if model.kind == "gguf" else model.folder
     files = {info.file for info in model.reader.tensors.values()}
     if model.kind == "hf":
@@ -227,7 +227,7 @@ def _fingerprint(model: Source) -> dict[str, Any]:
 
 
 def _notes(model: Source) -> list[str]:
-    """What of the folder is not in the checkpoint as it was."""
+    """Returns what of the folder is not in the checkpoint as it was."""
     notes = list(model.notes)
     if model.copies:
         notes.append(

@@ -12,7 +12,7 @@ from mrl.errors import ModelError
 
 
 def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
-    """The Hugging Face folder or the GGUF file `path`. tokenizer: of a GGUF file, as in `open_gguf`."""
+    """Opens the Hugging Face folder or the GGUF file `path`. tokenizer: of a GGUF file, as in `open_gguf`."""
     if Path(path).is_file():
         # here, because it imports transformers and datasets: two seconds that every other conversion is spared
         from mrl.convert.gguf_source import open_gguf
@@ -31,8 +31,8 @@ def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str |
 def open_any(
     path: str | Path, *, model: str | None = None, role: str | None = None, allow_pickle: bool = False
 ) -> Source:
-    """A Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what `open_checkpoint`
-    takes.
+    """Opens a Hugging Face folder, a GGUF file, an adapter folder over its base (or `model`), or what
+    `open_checkpoint` takes.
     """
     if Path(path).is_file():
         return open_model(path)
@@ -45,8 +45,8 @@ def open_any(
 
 
 def open_adapter(folder: Path, *, model: str | None = None) -> Source:
-    """An adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it lies
-    elsewhere.
+    """Opens an adapter folder as the model that it makes of its base, in the base's dtype. model: the base, if it
+    lies elsewhere.
     """
     base = local_folder(model or base_of(folder), "the base of the adapter, with --model")
     with open_any(base) as plain:

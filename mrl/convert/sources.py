@@ -139,7 +139,7 @@ class Source:
 
 
 def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
-    """The Hugging Face folder or hub id `path`, every tensor of it accounted for."""
+    """Opens the Hugging Face folder or hub id `path`, every tensor of it accounted for."""
     folder = local_folder(path, "a Hugging Face model folder or a hub id")
     _check_is_model(folder)
     hf_config = read_hf_config(folder, quick=True)
@@ -175,13 +175,13 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
 
 
 def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
-    """Those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
+    """Returns those of `names` under which a folder holds a tensor of `reader` again, and that tensor's name."""
     found = copies_of(hf_config, head=head, mtp=layers_in(reader.tensors, hf_config))
     return {name: found[name] for name in names if name in found and found[name] in reader.tensors}
 
 
 def local_folder(path: str | Path, wanted: str) -> Path:
-    """The folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
+    """Returns the folder `path`, or that of the hub id `path` in the local cache, downloaded where it is not there."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -221,7 +221,9 @@ def _check_beside(companions: Path) -> None:
 
 
 def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[str, Any]:
-    """What the trainer saved beside the weights in the checkpoint `folder`, of which `inside` is the part of `role`."""
+    """Returns what the trainer saved beside the weights in the checkpoint `folder`, of which `inside` is the part of
+    `role`.
+    """
     if role is None and backend == "megatron":
         return read_description(inside)["state"]
     if role is None:
@@ -262,7 +264,7 @@ def added_companions(folder: Path) -> list[str]:
 
 
 def hf_files(reader: WeightReader) -> HFFiles:
-    """How a safetensors folder is laid out: tensors in the order of their bytes."""
+    """Returns how a safetensors folder is laid out: tensors in the order of their bytes."""
     files: dict[str, list[tuple[str, TensorInfo]]] = {}
     for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         files.setdefault(info.file, []).append((name, info))
@@ -279,7 +281,7 @@ def hf_files(reader: WeightReader) -> HFFiles:
 
 
 def source_as_json(source: Source) -> dict[str, Any]:
-    """What `SOURCE` says of a Hugging Face folder."""
+    """Returns what `SOURCE` says of a Hugging Face folder."""
     files, copies = source.files, list(source.copies)
     if files is None:
         return {"files": None, "metadata": None, "index": None, "headers": {}, "copies": copies}
@@ -299,14 +301,14 @@ def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
 
 
 def read_source_file(folder: Path) -> tuple[HFFiles | None, list[str]]:
-    """What `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
+    """Returns what `SOURCE` says: the layout, None where it was another one than ours; and the names of copies."""
     fields = read_json(folder / SOURCE)
     return _files_from_json(fields), fields["copies"]
 
 
 def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | None = None) -> Source:
-    """A checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is read:
-    whoever has read it asks `Source.check` before anybody relies on it.
+    """Opens a checkpoint, imported or of a run, a folder of them, or a run. Its checksums are compared while it is
+    read: whoever has read it asks `Source.check` before anybody relies on it.
 
     model: the Hugging Face folder with config.json and tokenizer, where a run's config.yaml does not tell. role: whose
     weights, in a checkpoint of `mrl ppo`; the actor's by default.
@@ -322,8 +324,8 @@ def open_checkpoint(path: str | Path, *, model: str | None = None, role: str | N
 
 
 def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) -> tuple[Path, str, str | None]:
-    """(the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None for a
-    lone model).
+    """Returns (the folder of the weights in a checkpoint, the backend that wrote them, the role that they are of: None
+    for a lone model).
     """
     inside, backend = folder, marker.backend
     if backend == atomic_checkpoint.ROLES:
@@ -403,8 +405,8 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going on is
-    soon another.
+    """Returns the whole checkpoint that `path` is, names (as `latest` does) or holds: the newest, which of a run going
+    on is soon another.
     """
     path = Path(path)
     if path.name == atomic_checkpoint.LATEST and path.is_file():
@@ -440,8 +442,8 @@ def checkpoint_folder(path: str | Path) -> Path:
 def _model_of(
     folder: Path, model: str | None, role: str | None, *, weights: bool = False
 ) -> tuple[Path, ModelConfig | None, str | None]:
-    """(Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights: of use
-    too.
+    """Returns (Hugging Face folder, the run's section about the model, chat template) of a run's checkpoint. weights:
+    of use too.
     """
     config, template = None, None
     file = folder.parent.parent / "config.yaml"
@@ -474,7 +476,7 @@ def _model_of(
 
 
 def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
-    """The layout of the Hugging Face folder that training started from, where it has the same tensors as the
+    """Returns the layout of the Hugging Face folder that training started from, where it has the same tensors as the
     checkpoint, and at most copies and layers that predict further tokens besides.
     """
     if (companions / SOURCE).is_file():

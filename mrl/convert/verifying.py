@@ -156,7 +156,7 @@ def compare(
 
 
 def _configs(a: Source, b: Source) -> list[str]:
-    """A line for each field of config.json that makes the same weights another model."""
+    """Returns a line for each field of config.json that makes the same weights another model."""
     fields = [architecture(source.family, source.hf_config) for source in (a, b)]
     if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
         for found in fields:
@@ -165,7 +165,7 @@ def _configs(a: Source, b: Source) -> list[str]:
 
 
 def _no_room(source: Source) -> str | None:
-    """Why logits cannot be computed on this machine: the model does not fit in its memory in fp32."""
+    """Returns why logits cannot be computed on this machine: the model does not fit in its memory in fp32."""
     needed = 4 * sum(math.prod(info.shape) for info in source.reader.tensors.values())
     free = psutil.virtual_memory().available
     if needed <= free:
@@ -180,7 +180,7 @@ def _name(source: Source) -> str:
 def _tensors(
     a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]
 ) -> tuple[list[str], int, list[str]]:
-    """(a line for each tensor that differs, bytes compared, names of those that are the same in a wider dtype)."""
+    """Returns (a line for each tensor that differs, bytes compared, names that are the same in a wider dtype)."""
     ours, theirs = _names(a), _names(b)
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
@@ -225,8 +225,8 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
 
 
 def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int, int]:
-    """(a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their bases,
-    unless it is one folder.
+    """Returns (a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their
+    bases, unless it is one folder.
     """
     ours, theirs = a.reader.adapter, b.reader.adapter
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
@@ -273,8 +273,8 @@ def _bits(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """A line with how many entries differ, and by how much at most; none where all bits are the same. dtype: compare
-    them in it.
+    """Returns a line with how many entries differ, and by how much at most; none where all bits are the same. dtype:
+    compare them in it.
     """
     count, largest = 0, 0.0
     rows = zip(blocks_of_rows(a, shape, 0, shape[0]), blocks_of_rows(b, shape, 0, shape[0]), strict=True)
@@ -303,8 +303,8 @@ def _logits(a: Source, b: Source, prompts: Sequence[str]) -> list[LogitsRow]:
 
 
 def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """(what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else seeded
-    tokens.
+    """Returns (what it is called, token ids) of each prompt: by the tokenizer that is with one of the models, else
+    seeded tokens.
     """
     vocabulary = a.hf_config["vocab_size"]
     most = min(PROMPT_TOKENS, *(source.hf_config["max_position_embeddings"] for source in (a, b)))
@@ -351,7 +351,7 @@ def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
 
 
 def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
-    """How two sets of logits compare. Those that are NaN, or the same infinity, on both sides do not differ."""
+    """Returns how two sets of logits compare. Those that are NaN, or the same infinity, on both sides do not differ."""
     parts = []
     for of_a, of_b in zip(a.split(ROWS), b.split(ROWS), strict=True):
         same = (of_a == of_b) | (of_a.isnan() & of_b.isnan())
@@ -374,7 +374,7 @@ def _row(name: str, a: Tensor, b: Tensor) -> LogitsRow:
 
 
 def table(found: Comparison, most: int = 20) -> str:
-    """A comparison as a person reads it."""
+    """Returns a comparison as a person reads it."""
     lines = [f"A  {found.a}", f"B  {found.b}", ""]
     same = found.tensors - len(found.differences)
     lines.append(f"tensors  {same} of {found.tensors} the same, bit for bit ({found.bytes} bytes compared)")

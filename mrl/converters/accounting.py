@@ -34,7 +34,7 @@ _WHY_EQUAL = {
 
 
 def follows_from_config(name: str) -> bool:
-    """Whether a tensor of a folder is a buffer that config.json decides, and that nobody reads."""
+    """Returns whether a tensor of a folder is a buffer that config.json decides, and that nobody reads."""
     return _BUFFERS.search(name) is not None
 
 
@@ -126,15 +126,15 @@ def check_model(
 
 
 def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
-    """What a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp` layers that
-    predict further tokens share with the model.
+    """Returns what a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp`
+    layers that predict further tokens share with the model.
     """
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | copies_in(hf_config, mtp)
 
 
 def equal_tensors(reader: WeightReader, a: str, b: str) -> bool:
-    """Whether two tensors are equal bit for bit, read a block of rows at a time."""
+    """Returns whether two tensors are equal bit for bit, read a block of rows at a time."""
     if reader.tensors[a].shape != reader.tensors[b].shape or reader.tensors[a].dtype != reader.tensors[b].dtype:
         return False
     rows = reader.tensors[a].shape[0]

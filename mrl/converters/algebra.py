@@ -57,27 +57,27 @@ class Cut:
 
 
 def replicated(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """The whole tensor on every rank."""
+    """Returns the whole tensor on every rank."""
     return [Piece(0, 0, 0, shapes[0][0])]
 
 
 def column(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """An equal block of output rows (dimension 0)."""
+    """Returns an equal block of output rows (dimension 0)."""
     return [Piece(0, 0, *cut.share(shapes[0][0], 0))]
 
 
 def row(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """An equal block of input columns (dimension 1)."""
+    """Returns an equal block of input columns (dimension 1)."""
     return [Piece(0, 1, *cut.share(shapes[0][1], 1))]
 
 
 def gate_up(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """This rank's rows of each tensor, one tensor after the other."""
+    """Returns this rank's rows of each tensor, one tensor after the other."""
     return [Piece(i, 0, *cut.share(shape[0], 0)) for i, shape in enumerate(shapes)]
 
 
 def qkv(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """The contiguous rows of this rank out of q, k and v interleaved per KV group."""
+    """Returns the contiguous rows of this rank out of q, k and v interleaved per KV group."""
     groups, heads = cut.sizes["groups"], cut.sizes["heads"]
     if heads % cut.degree or (groups % cut.degree and cut.degree % groups):
         raise ConfigError(
@@ -99,7 +99,7 @@ def qkv(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
 
 
 def vocab(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
-    """An equal block of the rows padded with zeros to `sizes["padded_vocab"]`."""
+    """Returns an equal block of the rows padded with zeros to `sizes["padded_vocab"]`."""
     rows = shapes[0][0]
     start, length = cut.share(cut.sizes["padded_vocab"], 0)
     real = min(max(rows - start, 0), length)

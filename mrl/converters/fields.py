@@ -100,7 +100,7 @@ LAYER_WINDOWS = frozenset(["sliding_window", "use_sliding_window", "max_window_l
 
 
 def harmless(value: Any) -> bool:
-    """A field that is off: None, False, 0, or empty."""
+    """Returns whether a field is off: None, False, 0, or empty."""
     return not value
 
 
@@ -242,7 +242,7 @@ ROPE_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "orig
 
 
 def rotary_percent(hf: dict[str, Any]) -> float:
-    """The part of each head that turns."""
+    """Returns the part of each head that turns."""
     return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
 
 

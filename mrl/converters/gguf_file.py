@@ -72,15 +72,15 @@ class Place:
 
 
 def package(path: Path) -> ModuleType:
-    """The package `gguf`; ConfigError where it is not installed."""
+    """Returns the package `gguf`; ConfigError where it is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"{path}: a GGUF file needs the package gguf; install it with pip install 'mrl[gguf]'")
     return importlib.import_module("gguf")
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of the file, checked against its size; ModelError where it is no GGUF file, damaged, or one part of
-    several.
+    """Returns the header of the file, checked against its size; ModelError where it is no GGUF file, damaged, or one
+    part of several.
     """
     header = read_header(path, keep=(TOKENS,))
     parts = header.metadata.get("split.count", 0)

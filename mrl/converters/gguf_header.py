@@ -31,7 +31,7 @@ class Header:
 
 
 def read_header(path: Path, *, keep: tuple[str, ...] = ()) -> Header:
-    """The header of the file; ModelError where it is no GGUF file, of a version that is not known, or damaged."""
+    """Returns the header of the file; ModelError where it is no GGUF file, damaged, or of an unknown version."""
     with path.open("rb") as stream:
         if stream.read(4) != MAGIC:
             raise ModelError(f"{path}: is no GGUF file; give one, or a Hugging Face model folder")
@@ -84,7 +84,7 @@ class _Values:
             raise self.damaged(f"has a text that is no UTF-8 ({error.reason})") from error
 
     def of_kind(self, kind: int, keep: bool) -> Any:
-        """A value; None for a list that is passed over."""
+        """Returns a value; None for a list that is passed over."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind == _STRING:

@@ -116,7 +116,7 @@ def _shape(file: GGUFFile, name: str) -> tuple[int, ...]:
 
 
 def _decimal(value: float) -> float:
-    """A single-precision number as a person wrote it: 1e-05, not 9.999999747378752e-06."""
+    """Returns a single-precision number as a person wrote it: 1e-05, not 9.999999747378752e-06."""
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
@@ -186,7 +186,7 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
 
 
 def llama3_factors(count: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
-    """[count] fp32: what llama.cpp divides each frequency by, for a `rope_scaling` of type llama3."""
+    """Returns [count] fp32: what llama.cpp divides each frequency by, for a `rope_scaling` of type llama3."""
     wavelengths = 2 * math.pi * theta ** (torch.arange(count, dtype=torch.float32) / count)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelengths
@@ -222,7 +222,7 @@ def _experts(file: GGUFFile, given: Mapping[str, Any], model_type: str) -> dict[
 
 
 def places_of(file: GGUFFile, hf_config: HFConfig) -> tuple[dict[str, Place], list[str]]:
-    """(where each Hugging Face tensor of the model lies that the file has, tensors of the file that are none)."""
+    """Returns (where each Hugging Face tensor of the model lies that the file has, its other tensors)."""
     family = FAMILIES[hf_config["model_type"]]
     places, used = {}, {ROPE_FREQS} if file.metadata["general.architecture"] == "llama" else set()
     for name, shape in expected_hf_names(family, hf_config).items():
@@ -245,7 +245,7 @@ def _turned(file: GGUFFile, name: str, hf_config: HFConfig) -> int | None:
 
 
 def stored_name(name: str) -> tuple[str, int | None]:
-    """(name in a GGUF file, number of the expert in it) of a Hugging Face tensor."""
+    """Returns (name in a GGUF file, number of the expert in it) of a Hugging Face tensor."""
     module, _, kind = name.rpartition(".")
     if module in _WHOLE:
         return f"{_WHOLE[module]}.{kind}", None

@@ -25,7 +25,7 @@ VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def reads_images(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model is one of VISION_LANGUAGE, which the fsdp engine gives images."""
+    """Returns whether a model is one of VISION_LANGUAGE, which the fsdp engine gives images."""
     return hf_config.get("model_type") in VISION_LANGUAGE
 
 
@@ -40,7 +40,7 @@ def pad_token_of(hf_config: dict[str, Any]) -> int | None:
 
 
 def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
-    """The config of the model folder `path`, with both spellings resolved; see `normalize`."""
+    """Returns the config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"{file}: no such file; a Hugging Face model folder has a config.json")

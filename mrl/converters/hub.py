@@ -57,8 +57,8 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
 
 
 def model_fingerprint(folder: str) -> dict[str, str]:
-    """What decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the tokenizer's
-    files, and of those of the processor of a model that reads images.
+    """Returns what decides how tokens and weights are used, as hashes: of config.json, but for notes in it, of the
+    tokenizer's files, and of those of the processor of a model that reads images.
     """
     config: dict[str, Any] = json.loads(pathlib.Path(folder, "config.json").read_text(encoding="utf-8"))
     told = {name: value for name, value in config.items() if name not in NOTES}
@@ -71,7 +71,7 @@ def model_fingerprint(folder: str) -> dict[str, str]:
 
 
 def _hash_of(folder: str, names: Sequence[str]) -> str:
-    """Of those of the files that are there."""
+    """Returns a hash of those of the files that are there."""
     files = hashlib.sha256()
     for name in names:
         path = pathlib.Path(folder, name)
@@ -99,7 +99,9 @@ def check_same_model(
 
 
 def _cached(hub_id: str, wanted: dict[str, list[str]]) -> str | None:
-    """The folder of a hub id in the cache, whatever it has: an earlier look at config.json alone makes one, too."""
+    """Returns the folder of a hub id in the cache, whatever it has: an earlier look at config.json alone makes one,
+    too.
+    """
     try:
         return huggingface_hub.snapshot_download(hub_id, local_files_only=True, **wanted)
     except (LocalEntryNotFoundError, ValueError):  # a ValueError: it is no id
@@ -107,7 +109,7 @@ def _cached(hub_id: str, wanted: dict[str, list[str]]) -> str | None:
 
 
 def _is_whole(folder: str, *, weights: bool, tokenizer: bool) -> bool:
-    """Whether a folder of the cache has what is needed; a download may have stopped between two files."""
+    """Returns whether a folder of the cache has what is needed; a download may have stopped between two files."""
     names = os.listdir(folder)
     if "config.json" not in names or (tokenizer and not any(n.startswith("tokenizer") for n in names)):
         return False

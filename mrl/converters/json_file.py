@@ -13,7 +13,9 @@ MOST_LEVELS = 64
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file; ModelError where it cannot be read, is no JSON, or nests deeper than MOST_LEVELS."""
+    """Returns the content of a JSON file; ModelError where it cannot be read, is no JSON, or nests deeper than
+    MOST_LEVELS.
+    """
     try:
         return parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -21,7 +23,7 @@ def read_json(file: Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text; ValueError where it is none, or nests deeper than MOST_LEVELS."""
+    """Returns the value of a JSON text; ValueError where it is none, or nests deeper than MOST_LEVELS."""
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text)  # of bytes it would guess the encoding
     except RecursionError:
@@ -35,13 +37,13 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _inside(outer: dict | list) -> list[Any]:
-    """The lists and objects that a list or object holds."""
+    """Returns the lists and objects that a list or object holds."""
     held = outer.values() if isinstance(outer, dict) else outer
     return [inner for inner in held if isinstance(inner, dict | list)]
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value for a message: its first characters, where it is a long one."""
+    """Returns a value for a message: its first characters, where it is a long one."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of more digits than Python writes, or lists inside lists

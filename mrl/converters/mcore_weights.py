@@ -48,7 +48,7 @@ _NOT_WEIGHTS = re.compile(r"^optimizer\.|\._extra_state(/|$)|^common_state(/|$)"
 def whole_rules(
     family: Family, hf_config: HFConfig, *, spec: str = "local", head: str = "lm", mtp: int = 0
 ) -> dict[str, Rule]:
-    """The rule of every parameter of the model on a single rank, by mcore name, in model order.
+    """Returns the rule of every parameter of the model on a single rank, by mcore name, in model order.
 
     mtp: how many layers that predict further tokens are among them.
     """
@@ -82,8 +82,8 @@ def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it is made
-    of.
+    """Returns the dtype of every tensor of the checkpoint by key: one that holds exactly each of the `tensors` that it
+    is made of.
 
     tensors: of a model, by the names of its files.
     """
@@ -97,7 +97,7 @@ def stored_dtypes(rules: Iterable[Rule], family: Family, tensors: Mapping[str, T
 
 
 def file_name(family: Family, name: str) -> str:
-    """What files call the tensor that the tables call `name`, alone or stacked with those of other experts."""
+    """Returns what files call the tensor that the tables call `name`, alone or stacked with those of other experts."""
     place = place_of(family, name)
     return name if place is None else place.stored
 
@@ -107,7 +107,8 @@ BLOCK_ENTRIES = 2**19
 
 
 def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
-    """The whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in order.
+    """Yields the whole mcore parameter of a rule of a single rank, as blocks of rows of about `BLOCK_ENTRIES`, in
+    order.
 
     The same rows as `rule.load(read)`, without holding them at once.
     """
@@ -248,7 +249,7 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
 
 
 def is_imported(path: str | Path) -> bool:
-    """Whether `path` is a whole folder of `mrl convert import`, which a model may start from."""
+    """Returns whether `path` is a whole folder of `mrl convert import`, which a model may start from."""
     folder = Path(path)
     return all((folder / name).exists() for name in (MARKER, FOLDER, "config.json"))
 
@@ -264,8 +265,8 @@ def read_description(path: str | Path) -> dict:
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
-    """What `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those the
-    family reads.
+    """Returns what `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those
+    the family reads.
     """
     more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
     found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}

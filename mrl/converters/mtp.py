@@ -19,23 +19,23 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def announced(hf_config: HFConfig) -> int:
-    """How many such layers config.json says there are. What transformers saves says so and has none."""
+    """Returns how many such layers config.json says there are. What transformers saves says so and has none."""
     return hf_config.get(COUNT) or 0
 
 
 def tensors_in(names: Iterable[str], hf_config: HFConfig) -> list[str]:
-    """Those of `names` that are of a layer past the last."""
+    """Returns those of `names` that are of a layer past the last."""
     layers = range(hf_config["num_hidden_layers"], hf_config["num_hidden_layers"] + announced(hf_config))
     return [name for name in names if (found := _LAYER.match(name)) and int(found[1]) in layers]
 
 
 def layers_in(names: Iterable[str], hf_config: HFConfig) -> int:
-    """How many such layers a folder with tensors of these names has: those that config.json announces, or none."""
+    """Returns how many such layers a folder with tensors of these names has: as config.json announces, or none."""
     return announced(hf_config) if tensors_in(names, hf_config) else 0
 
 
 def copies_in(hf_config: HFConfig, layers: int) -> dict[str, str]:
-    """What `layers` such layers may hold of other tensors again: its name, and theirs."""
+    """Returns what `layers` such layers may hold of other tensors again: its name, and theirs."""
     head = EMBEDDING if hf_config["tie_word_embeddings"] else LM_HEAD
     own = [f"model.layers.{hf_config['num_hidden_layers'] + i}." for i in range(layers)]
     return {

@@ -44,7 +44,7 @@ def _read_mxfp4(blocks: Slice, scales: Slice, region: Region) -> Tensor:
 
 
 def dequantised_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[..., B, 16] and [..., B], uint8, as bf16 [..., 32 * B]. Exact: two bits of mantissa, and a power of 2."""
+    """Returns [..., B, 16] and [..., B], uint8, as bf16 [..., 32 * B]. Exact: two bits of mantissa, a power of 2."""
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).long()
     values = torch.ldexp(_FP4[pairs], (scales.int() - 127)[..., None, None])
     return values.flatten(-3).bfloat16()

@@ -238,7 +238,7 @@ def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None
 
 
 def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
-    """(field, value, range) of what the table knows of a config.json."""
+    """Yields (field, value, range) of what the table knows of a config.json."""
     family = FAMILIES.get(config["model_type"])
     for name, value in config.items() if family is not None else ():
         if name in _ROPE_FIELDS:
@@ -256,7 +256,7 @@ def _check(name: str, value: Any, allowed: Range, where: str) -> None:
 
 
 def as_markdown() -> str:
-    """The tables as docs/families.md shows them."""
+    """Returns the tables as docs/families.md shows them."""
     lines = ["| field of config.json | what it may hold |", "|---|---|"]
     grouped: dict[str, list[str]] = {}
     for name, allowed in [*FIELDS.items(), *((f"rope_parameters.{name}", of) for name, of in ROPE.items())]:

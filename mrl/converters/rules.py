@@ -44,7 +44,9 @@ class ChunkPlan:
 
 
 def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
-    """The plan of each (pp_rank, chunk), in pipeline order: virtual stage `v * pp + p` is chunk `v` of rank `p`."""
+    """Returns the plan of each (pp_rank, chunk), in pipeline order: virtual stage `v * pp + p` is chunk `v` of rank
+    `p`.
+    """
     stages = stage_layers(num_layers, pp, vpp)
     return {
         (s % pp, s // pp): ChunkPlan(tuple(layers), s == 0, s == len(stages) - 1) for s, layers in enumerate(stages)
@@ -77,7 +79,7 @@ class Rule:
     buffer: bool = False
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What the shard of `rank` of the axis is made of, in order."""
+        """Returns what the shard of `rank` of the axis is made of, in order."""
         cut = Cut(self.axis or "tp", rank, self.degree, self.sizes, self.hf[0])
         return KINDS[self.kind](self.hf_shapes, cut)
 
@@ -89,7 +91,7 @@ class Rule:
         return tuple(size)
 
     def load(self, read: Callable[[str], Any]) -> Tensor:
-        """This rank's shard, in the dtype of the file.
+        """Returns this rank's shard, in the dtype of the file.
 
         `read(hf_name)` gives what can be sliced on its first two dimensions: a tensor, or safetensors'
         lazy slice, of which only this shard's entries are then read. May alias memory of `read`.
@@ -97,7 +99,7 @@ class Rule:
         return self.assemble(read, self.rank)
 
     def assemble(self, read: Callable[[str], Any], rank: int) -> Tensor:
-        """The shard of `rank` of the axis, as in `load`."""
+        """Returns the shard of `rank` of the axis, as in `load`."""
         parts = []
         for piece in self.pieces(rank):
             span = slice(piece.start, piece.start + piece.length)
@@ -128,7 +130,7 @@ class Rule:
 def _chunk_entries(
     family: Family, config: HFConfig, chunk: ChunkPlan, head: str
 ) -> Iterator[tuple[Entry, int | None, int | None]]:
-    """(entry, local layer, global layer) of a chunk, in model order."""
+    """Yields (entry, local layer, global layer) of a chunk, in model order."""
     if head not in ("lm", "value"):
         raise ValueError(f"head {head!r} is neither 'lm' nor 'value'")
     if chunk.has_embedding:
@@ -161,7 +163,7 @@ def param_map(
     head: str = "lm",
     vocab_multiple: int = 1,
 ) -> dict[str, Rule]:
-    """The rule of every parameter of a model chunk at `coords`, by mcore name, in model order.
+    """Returns the rule of every parameter of a model chunk at `coords`, by mcore name, in model order.
 
     spec: "local" or "te", the naming of the layer spec. head: "lm", or "value" for a head of one output
     (`score.weight`), which is never tied. vocab_multiple: as in `padded_vocab`.
@@ -243,7 +245,7 @@ def export_order(
     head: str = "lm",
     vocab_multiple: int = 1,
 ) -> Iterator[Owned]:
-    """Every parameter of the whole model once, in the same order on every rank; tied copies are left out.
+    """Yields every parameter of the whole model once, in the same order on every rank; tied copies are left out.
 
     chunks: the plan of each (pp_rank, chunk), as from `chunk_plans`. The experts of all EP ranks are in it.
     """
@@ -269,7 +271,7 @@ def export_order(
 
 
 def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:
-    """Every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
+    """Returns every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
 
     mtp: how many layers that predict further tokens are among them, without what these hold of other tensors again.
     """
@@ -287,7 +289,7 @@ def buffer_names(family: Family, hf_config: HFConfig, *, mtp: int = 0) -> set[st
 
 
 def value_head_config(hf_config: HFConfig) -> dict[str, Any]:
-    """What changes in config.json when the LM head gave way to a value head: one label, and nothing is tied.
+    """Returns what changes in config.json when the LM head gave way to a value head: one label, and nothing is tied.
 
     Nothing where it is that of a sequence classifier of one label, whose label has a name of its own.
     """

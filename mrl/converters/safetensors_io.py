@@ -65,7 +65,7 @@ class TensorInfo:
 
 
 def read_header_text(file: Path) -> str:
-    """The JSON at the start of a safetensors file; ModelError where it is none."""
+    """Returns the JSON at the start of a safetensors file; ModelError where it is none."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -85,7 +85,7 @@ def read_header_text(file: Path) -> str:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; ModelError when the file is truncated or is not one."""
+    """Returns the tensors of one safetensors file; ModelError when the file is truncated or is not one."""
     size, text = file.stat().st_size, read_header_text(file)
     length = len(text.encode())
     try:
@@ -119,7 +119,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """The index's map from tensor to shard."""
+    """Returns the index's map from tensor to shard."""
     try:
         weight_map = parse_json(file.read_bytes())["weight_map"]
         shards = set(weight_map.values())
@@ -137,13 +137,13 @@ def tensor_bytes(info: TensorInfo) -> int:
 
 
 def some(names: list[str], limit: int = 3) -> str:
-    """A list for a message: the first few, and how many more."""
+    """Returns a list for a message: the first few, and how many more."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def listed(groups: Mapping[str, list[str]]) -> list[str]:
-    """Of each group that has any: how many, what they are, and the first few: `2 missing (a, b)`."""
+    """Returns those of each group that has any: how many, what they are, and the first few: `2 missing (a, b)`."""
     return [f"{len(names)} {what} ({some(names)})" for what, names in groups.items() if names]
 
 
@@ -258,7 +258,9 @@ def parse_size(size: int | str, key: str = "max_shard_size") -> int:
 
 
 def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
-    """What config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any model."""
+    """Returns what config.json calls the dtype of a model: that of most entries. A few tensors may be fp32 in any
+    model.
+    """
     entries: dict[str, int] = {}
     for info in tensors.values():
         entries[info.dtype] = entries.get(info.dtype, 0) + math.prod(info.shape)
@@ -266,7 +268,7 @@ def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """What `HFWriter` is told, for tensors that all have one dtype."""
+    """Returns what `HFWriter` is told, for tensors that all have one dtype."""
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
@@ -310,14 +312,14 @@ def lay_out(
 
 
 def _entries(header: str) -> dict[str, Any]:
-    """What the text of a header says of each tensor, as `lay_out` writes it."""
+    """Returns what the text of a header says of each tensor, as `lay_out` writes it."""
     found = parse_json(header).items()
     told = ("dtype", "shape", "data_offsets")
     return {name: {key: entry[key] for key in told} for name, entry in found if name != "__metadata__"}
 
 
 def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
+    """Returns the tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
     groups: list[dict[str, TensorInfo]] = [{}]
     filled = 0
     for name, info in tensors.items():

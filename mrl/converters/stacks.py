@@ -43,7 +43,7 @@ def _patterns(stacks: tuple[Stack, ...]) -> list[tuple[re.Pattern[str], Stack, i
 
 
 def place_of(family: Family, name: str) -> Place | None:
-    """Where the tensor that the tables call `name` is stacked; None where files hold it by itself."""
+    """Returns where the tensor that the tables call `name` is stacked; None where files hold it by itself."""
     for pattern, stack, part in _patterns(family.stacks):
         if found := pattern.fullmatch(name):
             return Place(stack, stack.stored.format(l=found["l"]), int(found["e"]), part)
@@ -62,7 +62,7 @@ def interleaved_rows(family: Family, stored: str) -> int:
 
 
 def stored_shapes(family: Family, shapes: dict[str, Shape]) -> dict[str, Shape]:
-    """The tensors of a folder, from those of the tables, in the same order."""
+    """Returns the tensors of a folder, from those of the tables, in the same order."""
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
         place = place_of(family, name)
@@ -118,7 +118,7 @@ class StackReader:
 
 
 def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int, int], str], shape: Shape) -> LazySlice:
-    """The stored tensor of `shape` as a lazy slice: the way back from `reading`.
+    """Returns the stored tensor of `shape` as a lazy slice: the way back from `reading`.
 
     names: what the tables call part `part` of `expert`, by (expert, part). read: gives slices under these names.
     """
@@ -142,7 +142,9 @@ def stacking(read: Callable[[str], Any], stack: Stack, names: Mapping[tuple[int,
 
 
 def restacked(pairs: Iterable[tuple[str, Tensor]], family: Family, hf_config: HFConfig) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last part."""
+    """Yields (stored name, tensor) from (the tables' name, tensor) in any order; a stored tensor comes with its last
+    part.
+    """
     waiting: dict[str, dict[tuple[int, int], Tensor]] = {}
     for name, tensor in pairs:
         place = place_of(family, name)

@@ -33,8 +33,8 @@ def hf_to_mcore(
     head: str = "lm",
     vocab_multiple: int = 1,
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """(model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in any
-    order.
+    """Yields (model chunk, mcore name, shard) of every parameter of `rank`, from the whole model's (HF name, tensor) in
+    any order.
 
     hf_config: of `read_hf_config`. spec: "local" or "te", the naming of the layer spec. A shard has new memory, the
     dtype and the device of its tensors. Passed over are `lm_head.weight` of a tied model and, as config.json announces
@@ -88,7 +88,8 @@ def mcore_to_hf(
     head: str = "lm",
     vocab_multiple: int = 1,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any order.
+    """Yields (HF name, tensor) of the whole model, from (rank, model chunk, mcore name, shard) of the ranks, in any
+    order.
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the
     first one counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model,
@@ -109,7 +110,7 @@ def _merged(
     hf_config: HFConfig,
     options: dict[str, Any],
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name of the tables, tensor) as `mcore_to_hf` says."""
+    """Yields (name of the tables, tensor) as `mcore_to_hf` says."""
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     owned = {
         (o.pp_rank, o.chunk, o.ep_rank, o.rule.mcore): o.rule
@@ -156,7 +157,9 @@ def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missin
 
 
 def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
-    """The entries of `tensor` that `rule` takes, in order, one after the other along the dimension that it cuts."""
+    """Returns the entries of `tensor` that `rule` takes, in order, one after the other along the dimension that it
+    cuts.
+    """
     parts = [
         tensor.narrow(piece.dim, piece.start, piece.length)
         for piece in rule.pieces(rule.rank)
@@ -184,7 +187,7 @@ def _assemble(rule: Rule, held: dict[str, Tensor]) -> Tensor:
 
 
 def _copies(family: Family, hf_config: HFConfig, layout: ParallelDims, plans: dict, options: dict) -> set[tuple]:
-    """(pp_rank, chunk, name) of second copies of tied embeddings."""
+    """Returns (pp_rank, chunk, name) of second copies of tied embeddings."""
     return {
         (pp_rank, chunk, name)
         for (pp_rank, chunk), plan in plans.items()

@@ -37,7 +37,7 @@ class Entry:
         return "{e}" in self.mcore
 
     def name(self, spec: str) -> str:
-        """The mcore name pattern under `spec`, "local" or "te"."""
+        """Returns the mcore name pattern under `spec`, "local" or "te"."""
         if spec not in ("local", "te"):
             raise ValueError(f"spec {spec!r} is neither 'local' nor 'te'")
         return self.te if spec == "te" and self.te else self.mcore
@@ -93,7 +93,7 @@ class Family:
     mtp: tuple[Entry, ...] = ()
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
-        """What global layer number `layer` holds in a model with this config."""
+        """Returns what global layer number `layer` holds in a model with this config."""
         entries = self.layer + (self.sparse if self.is_sparse(config, layer) else self.dense)
         return tuple(
             entry
@@ -103,8 +103,8 @@ class Family:
         )
 
     def mtp_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
-        """What global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first such
-        layer.
+        """Returns what global layer number `layer`, past the last, holds; `{l}` of the mcore side counts from the first
+        such layer.
         """
         return self.mtp + tuple(
             dataclasses.replace(
@@ -117,7 +117,9 @@ class Family:
 
 
 def sizes_of(config: HFConfig, padded: int) -> dict[str, int]:
-    """The numbers that shapes are written in, from a config of `read_hf_config`; `padded` is the padded vocabulary."""
+    """Returns the numbers that shapes are written in, from a config of `read_hf_config`; `padded` is the padded
+    vocabulary.
+    """
     head_dim, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     return {
         "one": 1,
@@ -170,7 +172,7 @@ ATTENTION = (
 
 
 def where(key: str, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The same entries, which exist where the config key is true."""
+    """Returns the same entries, which exist where the config key is true."""
     return tuple(dataclasses.replace(entry, needs=key) for entry in entries)
 
 
@@ -182,7 +184,7 @@ def qkv_bias(needs: str | None = None) -> tuple[Entry, ...]:
 
 
 def proj_bias(needs: str | None = None) -> tuple[Entry, ...]:
-    """A bias on the attention's output projection."""
+    """Returns a bias on the attention's output projection."""
     hf = ((_HF + "self_attn.o_proj.bias", ("hidden",)),)
     return (Entry(_MCORE + "self_attention.linear_proj.bias", hf, "replicated", needs=needs),)
 
@@ -236,7 +238,7 @@ LATENT_ATTENTION = (
 
 
 def mlp_norm(*, sparse: bool) -> tuple[Entry, ...]:
-    """The norm before the MLP; transformer-engine fuses it into a dense layer's linear_fc1."""
+    """Returns the norm before the MLP; transformer-engine fuses it into a dense layer's linear_fc1."""
     fused = None if sparse else _MCORE + "mlp.linear_fc1.layer_norm_weight"
     hf = ((_HF + "post_attention_layernorm.weight", ("hidden",)),)
     return (Entry(_MCORE + "pre_mlp_layernorm.weight", hf, "replicated", te=fused),)
@@ -293,7 +295,7 @@ def sparse_mlp(block: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
 
 
 def shared_mlp(block: str) -> tuple[Entry, ...]:
-    """The expert of every token, HF names `{block}.{gate|up|down}_proj`; the family's sizes have `shared_ffn`."""
+    """Returns the expert of every token, HF names `{block}.{gate|up|down}_proj`; its sizes have `shared_ffn`."""
     shared, hf = _MCORE + "mlp.shared_experts.", _HF + block
     return (
         Entry(

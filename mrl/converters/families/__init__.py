@@ -20,7 +20,7 @@ FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for modul
 
 
 def family_for(hf_config: HFConfig) -> Family:
-    """The family of a model; ModelError when it is not supported."""
+    """Returns the family of a model; ModelError when it is not supported."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(

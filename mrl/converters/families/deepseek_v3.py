@@ -41,7 +41,7 @@ def sizes(hf: HFConfig) -> dict[str, int]:
 
 
 def scale(hf: dict[str, Any]) -> float:
-    """Of the products of queries and keys: YaRN's `mscale_all_dim` makes it larger, twice."""
+    """Returns the scale of the products of queries and keys: YaRN's `mscale_all_dim` makes it larger, twice."""
     scaling = hf["rope_scaling"] or {}
     all_dim, factor = scaling.get("mscale_all_dim") or 0, scaling.get("factor") or 1.0
     larger = 0.1 * all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
