@@ -387,21 +387,9 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     copies = _copies(names, reader, hf_config, head)
     skipped = [] if imported else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
-        inside,
-        backend,
-        what,
-        reader,
-        hf_config,
-        family,
-        head,
-        companions,
-        files,
-        copies,
-        template,
-        skipped_tensors=skipped,
-        notes=notes,
-        adapters=held,
-    )
+        inside, backend, what, reader, hf_config, family, head, companions, files, copies, template,
+        skipped_tensors=skipped, notes=notes, adapters=held,
+    )  # fmt: skip
 
 
 def checkpoint_folder(path: str | Path) -> Path:

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
 Read here and not by the package `gguf`, whose reader keeps an array object for every string: of a vocabulary of 150,000
-tokens that is 13 s and 0.5 GB. Format: github.com/ggml-org/ggml, docs/gguf.md.
+tokens that is 11 s and 0.5 GB (gguf 0.19), here 0.2 s. Format: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 from __future__ import annotations
