@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.filesize import decimal
 
@@ -25,7 +25,8 @@ class ProgressBar:
     def __init__(self, verb: str, stream: TextIO | None = None) -> None:
         self.verb, self.stream = verb, stream or sys.stderr
         self.total = self.done = 0
-        self._lock, self._bar = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._bar: Any = None  # rich's, on a terminal
 
     def __call__(self, total: int) -> Callable[[int], None]:
         self.total, self.done, self._begun = total, 0, time.monotonic()
@@ -35,9 +36,10 @@ class ProgressBar:
             from rich.console import Console
 
             columns = progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn()
-            self._bar = progress.Progress(*columns, console=Console(file=self.stream), transient=True)
-            self._task = self._bar.add_task("", total=total)
-            self._bar.start()
+            bar = progress.Progress(*columns, console=Console(file=self.stream), transient=True)
+            self._task = bar.add_task("", total=total)
+            bar.start()
+            self._bar = bar
         return self._advance
 
     def _advance(self, count: int) -> None:
