@@ -37,7 +37,7 @@ _LAYERS = {"full_attention", "sliding_attention"}
 
 
 def completed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of `raw` with those that it leaves out, in the spelling of transformers 5; None where it is not plain."""
+    """Returns `raw` with the fields that it leaves out, as transformers 5 spells them; None where it is not plain."""
     if raw["model_type"] not in _FAMILIES:
         return None
     said, defaults = _FAMILIES[raw["model_type"]]
