@@ -32,8 +32,10 @@ def engine_class(name: str) -> type[BaseEngine]:
         return _load(backends.entry_point(name))
     if taken:
         raise ConfigError(
-            f'engine.backend: value "{name}" is an engine of mrl, and {backends.package_of(taken[0])} registers it, too; '
-            "uninstall that package"
+            "engine.backend",
+            name,
+            f"is an engine of mrl, and {backends.package_of(taken[0])} registers it, too",
+            "uninstall that package",
         )
     package, prefix = ENGINES[name]
     return getattr(importlib.import_module(f"{package}.engine"), f"{prefix}Engine")
@@ -48,19 +50,19 @@ def checks_of(name: str) -> type[EngineChecks]:
 
 
 def _load(entry: metadata.EntryPoint) -> type[BaseEngine]:
-    where = f'engine.backend: value "{entry.name}" is {entry.value} of the package {backends.package_of(entry)}'
+
+    def refusal(why: str, fix: str) -> ConfigError:
+        of = f"is {entry.value} of the package {backends.package_of(entry)}"
+        return ConfigError("engine.backend", entry.name, f"{of}, {why}", fix)
+
     try:
         found: Any = entry.load()
     except Exception as error:  # the package's own code runs, and may raise anything
-        raise ConfigError(
-            f"{where}, which cannot be imported ({type(error).__name__}: {error}); mend or reinstall it"
-        ) from error
+        raise refusal(f"which cannot be imported ({type(error).__name__}: {error})", "mend or reinstall it") from error
     if not (isinstance(found, type) and issubclass(found, BaseEngine)):
-        raise ConfigError(
-            f"{where}, which is no subclass of mrl.engine.base.BaseEngine; register one (docs/backends.md)"
-        )
+        raise refusal("which is no subclass of mrl.engine.base.BaseEngine", "register one (docs/backends.md)")
     if found.__abstractmethods__:
-        raise ConfigError(f"{where}, which lacks the methods {', '.join(sorted(found.__abstractmethods__))}; add them")
+        raise refusal(f"which lacks the methods {', '.join(sorted(found.__abstractmethods__))}", "add them")
     if vars(found).get("backend") != entry.name:
-        raise ConfigError(f"{where}, whose `backend` is {getattr(found, 'backend', None)!r}; give both the same name")
+        raise refusal(f"whose `backend` is {getattr(found, 'backend', None)!r}", "give both the same name")
     return found

@@ -45,8 +45,13 @@ def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: boo
         return []
     if compiled:
         raise ConfigError(
-            f"engine.fsdp.compile: value true is not supported for model_type {hf.config.model_type!r} with model.dtype bfloat16, of "
-            f"which transformers keeps {next(iter(kept))} in fp32; set it to false, or model.dtype to float32"
+            "engine.fsdp.compile",
+            True,
+            (
+                f"is not supported for model_type {hf.config.model_type!r} with model.dtype bfloat16, of "
+                f"which transformers keeps {next(iter(kept))} in fp32"
+            ),
+            "set it to false, or model.dtype to float32",
         )
     ids, blocks = {id(p) for p in kept.values()}, {id(block) for block in blocks_of(hf)}
     return list(_outermost(hf, "", ids, blocks, hf.config.model_type))

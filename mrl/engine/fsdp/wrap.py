@@ -116,6 +116,8 @@ def _check_compiler() -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise ConfigError(
-            "engine.fsdp.compile: value true needs a C++ compiler, and there is none; install g++ or clang++ (or name one in "
-            "CXX), or set it to false"
+            "engine.fsdp.compile",
+            True,
+            "needs a C++ compiler, and there is none",
+            "install g++ or clang++ (or name one in CXX), or set it to false",
         ) from None

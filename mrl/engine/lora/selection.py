@@ -181,15 +181,20 @@ class Selection:
                 raise self._unknown("exclude_modules", entry)
         if not shapes:
             raise ConfigError(
-                f"model.lora.exclude_modules: value {_show(self.lora.exclude_modules)} leaves no adapter; exclude fewer modules"
+                "model.lora.exclude_modules", self.lora.exclude_modules, "leaves no adapter", "exclude fewer modules"
             )
         ends = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         output = model.get_output_embeddings()
         for name, module in ends.items():
             if module is output or isinstance(module.get_base_layer(), nn.Embedding) or name == "score":
                 raise ConfigError(
-                    f"model.lora.target_modules: value {_show(self.lora.target_modules)} takes in {name}; embeddings and output "
-                    f"layers get no adapter: name other modules, or keep {name} out by model.lora.exclude_modules"
+                    "model.lora.target_modules",
+                    self.lora.target_modules,
+                    f"takes in {name}",
+                    (
+                        f"embeddings and output layers get no adapter: name other modules, or keep {name} out by "
+                        "model.lora.exclude_modules"
+                    ),
                 )
 
     def _excluded_entries(self) -> tuple[str, ...]:
@@ -201,17 +206,24 @@ class Selection:
         text, targets = " ".join(str(error).split()), self.lora.target_modules
         if "does not work with lora_dropout" in text:
             return ConfigError(
-                f"model.lora.dropout: value {self.lora.dropout:g} does not work for the adapters of experts and routers, which act "
-                "on the weights; set it to 0, or name other modules in model.lora.target_modules"
+                "model.lora.dropout",
+                self.lora.dropout,
+                "does not work for the adapters of experts and routers, which act on the weights",
+                "set it to 0, or name other modules in model.lora.target_modules",
             )
         if "Cannot convert PEFT target(s)" in text:
             return ConfigError(
-                f"model.lora.target_modules: value {_show(targets)} names part of the experts' first layer, whose gate and up "
-                "projections are one parameter; name both or neither"
+                "model.lora.target_modules",
+                targets,
+                "names part of the experts' first layer, whose gate and up projections are one parameter",
+                "name both or neither",
             )
         if "is not supported" in text:
             return ConfigError(
-                f"model.lora.target_modules: value {_show(targets)} takes in a module that is no linear layer; name {self._some()}"
+                "model.lora.target_modules",
+                targets,
+                "takes in a module that is no linear layer",
+                f"name {self._some()}",
             )
         if isinstance(targets, str):
             lost = [] if any(re.fullmatch(targets, name) for name in self.names) else [targets]
@@ -220,8 +232,10 @@ class Selection:
         if lost:
             return self._unknown("target_modules", lost[0])
         return ConfigError(
-            f"model.lora.target_modules: value {_show(targets)} leaves no adapter with model.lora.exclude_modules "
-            f"{_show(self.lora.exclude_modules)}; name {self._some()}"
+            "model.lora.target_modules",
+            targets,
+            f"leaves no adapter with model.lora.exclude_modules {_show(self.lora.exclude_modules)}",
+            f"name {self._some()}",
         )
 
     def _unknown(self, key: str, entry: str) -> ConfigError:
@@ -230,14 +244,16 @@ class Selection:
             _is_end(entry, name) for name in names
         ):
             raise ConfigError(
-                f"model.lora.{key}: value {_show(entry)} is a regular expression on whole names, and matches none of {self.model}; "
-                f"for the modules whose names end so give a list: [{entry}]"
+                f"model.lora.{key}",
+                entry,
+                f"is a regular expression on whole names, and matches none of {self.model}",
+                f"for the modules whose names end so give a list: [{entry}]",
             )
         within = {name.rpartition(".")[0] for name in names}
         leaves = sorted({name.rpartition(".")[2] for name in names if name not in within})
         near = difflib.get_close_matches(entry.rpartition(".")[2], leaves, n=3)
         advice = f"did you mean {' or '.join(near)}?" if near else f"name {self._some()}"
-        return ConfigError(f"model.lora.{key}: value {_show(entry)} matches no module of {self.model}; {advice}")
+        return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", advice)
 
     def _some(self) -> str:
         """The ends of names of the model's linear layers, as far as they can be told from names."""
@@ -320,7 +336,7 @@ def _check_expression(key: str, value: str | tuple[str, ...] | None) -> None:
             re.compile(value)
         except re.error as error:
             raise ConfigError(
-                f"{key}: value {_show(value)} is no regular expression ({error}); give one, or a list of ends of names"
+                key, value, f"is no regular expression ({error})", "give one, or a list of ends of names"
             ) from None
 
 

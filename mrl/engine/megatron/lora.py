@@ -218,8 +218,10 @@ def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraCon
     experts = [name for name, shape in shapes.items() if shape.experts]
     if experts and spec == "te":
         raise ConfigError(
-            f"model.lora.target_modules: value {options.target_modules!r} takes in {experts[0]}; transformer-engine's grouped "
-            "experts get no adapters: name the modules of attention alone"
+            "model.lora.target_modules",
+            options.target_modules,
+            f"takes in {experts[0]}",
+            "transformer-engine's grouped experts get no adapters: name the modules of attention alone",
         )
 
 
