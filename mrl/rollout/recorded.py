@@ -25,7 +25,7 @@ class RecordedRollouts(TrajectorySource):
     def __init__(self, config: RolloutConfig, *, on_main: OnMain = lambda fn: fn()) -> None:
         if config.path is None:
             raise ConfigError(
-                "rollout.path", None, "leaves rollout.backend recorded nothing", "give a folder of samples"
+                "rollout.path", None, "leaves rollout.backend recorded nothing to replay", "give a folder of samples"
             )
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
         self._path: str | None = None  # of the file that the next round goes on with

@@ -191,7 +191,7 @@ def test_other_prompts_are_refused(saved, rows, template, message):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="rollout.path: is null"):
+    with pytest.raises(ConfigError, match="rollout.path: value null leaves rollout.backend recorded nothing to replay"):
         RecordedRollouts(config())
     with pytest.raises(ConfigError, match="rollout.path: .*none: there is no such folder; give the samples/ of a run"):
         RecordedRollouts(config(path=str(tmp_path / "none")))

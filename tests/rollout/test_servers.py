@@ -420,10 +420,10 @@ WRONG = {
 @pytest.mark.parametrize("mode", RIGHT)
 def test_only_raw_log_probs_at_the_temperature_are_taken(mode):
     for sampling in RIGHT[mode]:
-        refuse(sampling, mode, "it")
+        refuse(sampling, mode, "rollout.server.urls", "it")
     for sampling, expected in [*WRONG[mode], (SamplingParams(0.001), "0.001 is below")]:
         with pytest.raises(ConfigError, match=expected):
-            refuse(sampling, mode, "it")
+            refuse(sampling, mode, "rollout.server.urls", "it")
 
 
 def test_seeds_follow_from_keys_and_lengths():
