@@ -152,7 +152,7 @@ ENGINE = [
         "engine.offload", looks.on_host, [(DEFAULT, False), (["activations"], True)], SECOND, what="activations", on=FSDP,
     ),
     Row(
-        "engine.offload", steps, [(DEFAULT, [1]), (["activations"], Refusal("ConfigError", "engine.offload: value activations"))],
+        "engine.offload", steps, [(DEFAULT, [1]), (["activations"], Refusal("ConfigError", "engine.offload: value \"activations\""))],
         what="activations", on=MEGATRON,
     ),
     Row(

@@ -73,7 +73,7 @@ def value_heads_from_scratch(configs: Configs) -> list[list[float]]:
         scratch = dataclasses.replace(config, model=dataclasses.replace(config.model, init="random"))
         engine = make_dispatch({"critic": scratch}).engines["critic"]
         held = None
-        if hasattr(engine, "models"):
+        if engine.backend == "megatron":
             held = next(
                 (p.tolist() for n, p in engine.model.chunks[-1].named_parameters() if "output_layer" in n), None
             )

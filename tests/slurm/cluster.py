@@ -28,6 +28,7 @@ GRACE_S = 600
 
 _CONF = """\
 ClusterName=mrl
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctld_port}
 AuthType=auth/munge
@@ -99,8 +100,9 @@ class Cluster:
         root.chmod(0o755)
         (root / "munge").chmod(0o755)
         conf = _CONF.format(
-            host=host, ctld_port=ctld_port, root=root, nodes=nodes, timeout=NODE_TIMEOUT_S, grace=GRACE_S
-        )
+            host=host, ctld_port=ctld_port, root=root, nodes=nodes, timeout=NODE_TIMEOUT_S, grace=GRACE_S,
+            first_job=1 + os.getpid() % 60_000 * 1000,  # jobs name and sweep folders in /tmp, where other clusters' jobs have theirs
+        )  # fmt: skip
         (root / "slurm.conf").write_text(conf)
         for i in range(8):  # device files are only counted
             (root / f"gpu{i}").touch()
