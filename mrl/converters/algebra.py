@@ -1,12 +1,12 @@
 """How one mcore shard is made of slices of Hugging Face tensors: arithmetic on shapes, used in both directions.
 
 Every sharded weight is the concatenation, along one dimension, of slices of one or more HF tensors
-(`Piece`). Loading reads the pieces and concatenates them; merging copies each piece back to where it came
-from. A kind is therefore one function that lists the pieces of a rank's shard, and nothing else: the pieces
+(`Span`). Loading reads the spans and concatenates them; merging copies each span back to where it came
+from. A kind is therefore one function that lists the spans of a rank's shard, and nothing else: the spans
 of all ranks tile every HF tensor exactly once, so that split then merge is the identity.
 
 Layout of mcore weights (megatron-core 0.16.1 and 0.19.2, `core/transformer/{attention,mlp}.py`):
-`linear_qkv` interleaves `[q * (heads / groups), k, v]` per KV group and is cut into equal contiguous row
+`linear_qkv` interleaves `[q * (heads / groups), k, v]` per KV group and is split into equal contiguous row
 blocks, also when there are fewer groups than ranks (mcore gathers and slices in the forward). `linear_fc1`
 of a gated MLP holds `cat(gate, up)` of each rank's own rows.
 """
@@ -22,27 +22,24 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """`length` entries from `start` of dimension `dim` of HF tensor number `source`; zeros when `source` is None."""
+class Span:
+    """Contiguous entries of one dimension of a Hugging Face tensor."""
 
-    source: int | None
+    source: int | None  # which of the parameter's HF tensors; None: zeros
     dim: int
     start: int
     length: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """Which shard is asked for: part `rank` of `degree` along `axis` ("tp" or "etp"), of a model with these sizes.
+class Shard:
+    """The shard that is asked for: part `rank` of `degree` along `axis`."""
 
-    sizes: the model's numbers by name (`mrl.converters.table.sizes_of`). what: the tensor, for messages.
-    """
-
-    axis: str
+    axis: str  # "tp" or "etp"
     rank: int
     degree: int
-    sizes: Mapping[str, int]
-    what: str
+    sizes: Mapping[str, int]  # the model's numbers by name (`mrl.converters.table.sizes_of`)
+    what: str  # the tensor, for messages
 
     def share(self, n: int, dim: int) -> tuple[int, int]:
         """Start and length of this rank's equal share of `n` entries."""
@@ -56,58 +53,58 @@ class Cut:
         return self.rank * (n // self.degree), n // self.degree
 
 
-def replicated(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def replicated(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns the whole tensor on every rank."""
-    return [Piece(0, 0, 0, shapes[0][0])]
+    return [Span(0, 0, 0, shapes[0][0])]
 
 
-def column(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def column(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns an equal block of output rows (dimension 0)."""
-    return [Piece(0, 0, *cut.share(shapes[0][0], 0))]
+    return [Span(0, 0, *shard.share(shapes[0][0], 0))]
 
 
-def row(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def row(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns an equal block of input columns (dimension 1)."""
-    return [Piece(0, 1, *cut.share(shapes[0][1], 1))]
+    return [Span(0, 1, *shard.share(shapes[0][1], 1))]
 
 
-def gate_up(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def gate_up(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns this rank's rows of each tensor, one tensor after the other."""
-    return [Piece(i, 0, *cut.share(shape[0], 0)) for i, shape in enumerate(shapes)]
+    return [Span(i, 0, *shard.share(shape[0], 0)) for i, shape in enumerate(shapes)]
 
 
-def qkv(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def qkv(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns the contiguous rows of this rank out of q, k and v interleaved per KV group."""
-    groups, heads = cut.sizes["groups"], cut.sizes["heads"]
-    if heads % cut.degree or (groups % cut.degree and cut.degree % groups):
+    groups, heads = shard.sizes["groups"], shard.sizes["heads"]
+    if heads % shard.degree or (groups % shard.degree and shard.degree % groups):
         raise ConfigError(
             "engine.parallel.tp",
-            cut.degree,
+            shard.degree,
             f"does not fit the model's {heads} attention heads and {groups} KV heads",
             f"use a divisor of {heads} that divides {groups} or is a multiple of it",
         )
     per_group = [shape[0] // groups for shape in shapes]
-    first, length = cut.share(sum(per_group) * groups, 0)
-    pieces, at = [], 0
+    first, length = shard.share(sum(per_group) * groups, 0)
+    spans, at = [], 0
     for group in range(groups):
         for source, rows in enumerate(per_group):
             low, high = max(at, first), min(at + rows, first + length)
             if low < high:
-                pieces.append(Piece(source, 0, group * rows + low - at, high - low))
+                spans.append(Span(source, 0, group * rows + low - at, high - low))
             at += rows
-    return pieces
+    return spans
 
 
-def vocab(shapes: tuple[Shape, ...], cut: Cut) -> list[Piece]:
+def vocab(shapes: tuple[Shape, ...], shard: Shard) -> list[Span]:
     """Returns an equal block of the rows padded with zeros to `sizes["padded_vocab"]`."""
     rows = shapes[0][0]
-    start, length = cut.share(cut.sizes["padded_vocab"], 0)
+    start, length = shard.share(shard.sizes["padded_vocab"], 0)
     real = min(max(rows - start, 0), length)
-    pieces = [Piece(0, 0, start, real), Piece(None, 0, 0, length - real)]
-    return [piece for piece in pieces if piece.length]
+    spans = [Span(0, 0, start, real), Span(None, 0, 0, length - real)]
+    return [span for span in spans if span.length]
 
 
-KINDS: Mapping[str, Callable[[tuple[Shape, ...], Cut], list[Piece]]] = {
+KINDS: Mapping[str, Callable[[tuple[Shape, ...], Shard], list[Span]]] = {
     "replicated": replicated,
     "column": column,
     "row": row,

@@ -113,13 +113,13 @@ def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
     The same rows as `rule.load(read)`, without holding them at once.
     """
     assert rule.degree == 1, f"{rule.mcore}: rule of one of {rule.degree} shards"
-    for piece in rule.pieces(0):
-        assert piece.source is not None, f"{rule.mcore}: padding on a single rank"
-        shape = rule.hf_shapes[piece.source]
-        whole_rows = piece.dim == 0 or (piece.start, piece.length) == (0, shape[piece.dim])
+    for span in rule.spans(0):
+        assert span.source is not None, f"{rule.mcore}: padding on a single rank"
+        shape = rule.hf_shapes[span.source]
+        whole_rows = span.dim == 0 or (span.start, span.length) == (0, shape[span.dim])
         assert whole_rows, f"{rule.mcore}: not made of whole rows"
-        first, count = (piece.start, piece.length) if piece.dim == 0 else (0, shape[0])
-        yield from blocks_of_rows(read(rule.hf[piece.source]), shape, first, first + count)
+        first, count = (span.start, span.length) if span.dim == 0 else (0, shape[0])
+        yield from blocks_of_rows(read(rule.hf[span.source]), shape, first, first + count)
 
 
 def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
@@ -177,10 +177,10 @@ class McoreReader:
         for rule in self.rules.values():
             places: list[list[_Place]] = [[] for _ in rule.hf]
             at = 0
-            for piece in rule.pieces(0):
-                if piece.source is not None:
-                    places[piece.source].append(_Place(piece.dim, piece.start, piece.length, at))
-                at += piece.length
+            for span in rule.spans(0):
+                if span.source is not None:
+                    places[span.source].append(_Place(span.dim, span.start, span.length, at))
+                at += span.length
             dtype = NAMES[stored.tensors[stored_key(rule)].dtype]
             for name, shape, of_name in zip(rule.hf, rule.hf_shapes, places, strict=True):
                 shapes[name] = tuple(shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.converters.algebra import KINDS, Cut, Piece, Shape, padded_vocab
+from mrl.converters.algebra import KINDS, Shape, Shard, Span, padded_vocab
 from mrl.converters.stacks import stored_shapes
 from mrl.converters.table import (
     EMBEDDING,
@@ -78,16 +78,16 @@ class Rule:
     copy: bool = False
     buffer: bool = False
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def spans(self, rank: int) -> list[Span]:
         """Returns what the shard of `rank` of the axis is made of, in order."""
-        cut = Cut(self.axis or "tp", rank, self.degree, self.sizes, self.hf[0])
-        return KINDS[self.kind](self.hf_shapes, cut)
+        shard = Shard(self.axis or "tp", rank, self.degree, self.sizes, self.hf[0])
+        return KINDS[self.kind](self.hf_shapes, shard)
 
     def shape(self, rank: int | None = None) -> Shape:
         """Shape of the shard of `rank` (default: this rank's)."""
-        pieces = self.pieces(self.rank if rank is None else rank)
+        spans = self.spans(self.rank if rank is None else rank)
         size = list(self.hf_shapes[0])
-        size[pieces[0].dim] = sum(piece.length for piece in pieces)
+        size[spans[0].dim] = sum(span.length for span in spans)
         return tuple(size)
 
     def load(self, read: Callable[[str], Any]) -> Tensor:
@@ -101,13 +101,13 @@ class Rule:
     def assemble(self, read: Callable[[str], Any], rank: int) -> Tensor:
         """Returns the shard of `rank` of the axis, as in `load`."""
         parts = []
-        for piece in self.pieces(rank):
-            span = slice(piece.start, piece.start + piece.length)
-            if piece.source is None:
-                parts.append(read(self.hf[0])[0:1].new_zeros((piece.length, *self.hf_shapes[0][1:])))
+        for span in self.spans(rank):
+            entries = slice(span.start, span.start + span.length)
+            if span.source is None:
+                parts.append(read(self.hf[0])[0:1].new_zeros((span.length, *self.hf_shapes[0][1:])))
             else:
-                source = read(self.hf[piece.source])
-                parts.append(source[span] if piece.dim == 0 else source[:, span])
+                source = read(self.hf[span.source])
+                parts.append(source[entries] if span.dim == 0 else source[:, entries])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def merge(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -119,11 +119,11 @@ class Rule:
                 f"{self.mcore}: shard {rank} has shape {tuple(shard.shape)}, not {self.shape(rank)}"
             )
             at = 0
-            for piece in self.pieces(rank):
-                if piece.source is not None:
-                    part = shard.narrow(piece.dim, at, piece.length)
-                    whole[piece.source].narrow(piece.dim, piece.start, piece.length).copy_(part)
-                at += piece.length
+            for span in self.spans(rank):
+                if span.source is not None:
+                    part = shard.narrow(span.dim, at, span.length)
+                    whole[span.source].narrow(span.dim, span.start, span.length).copy_(part)
+                at += span.length
         return dict(zip(self.hf, whole, strict=True))
 
 

@@ -161,9 +161,9 @@ def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
     cuts.
     """
     parts = [
-        tensor.narrow(piece.dim, piece.start, piece.length)
-        for piece in rule.pieces(rule.rank)
-        if piece.source is not None and rule.hf[piece.source] == name
+        tensor.narrow(span.dim, span.start, span.length)
+        for span in rule.spans(rule.rank)
+        if span.source is not None and rule.hf[span.source] == name
     ]
     if not parts:  # this rank's rows are all padding
         return tensor[0:0].clone()
@@ -171,18 +171,18 @@ def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:
 
 
 def _dim(rule: Rule) -> int:
-    return rule.pieces(rule.rank)[0].dim
+    return rule.spans(rule.rank)[0].dim
 
 
 def _assemble(rule: Rule, held: dict[str, Tensor]) -> Tensor:
     at, parts = dict.fromkeys(held, 0), []
-    for piece in rule.pieces(rule.rank):
-        if piece.source is None:
-            parts.append(held[rule.hf[0]].new_zeros((piece.length, *rule.hf_shapes[0][1:])))
+    for span in rule.spans(rule.rank):
+        if span.source is None:
+            parts.append(held[rule.hf[0]].new_zeros((span.length, *rule.hf_shapes[0][1:])))
             continue
-        name = rule.hf[piece.source]
-        parts.append(held[name].narrow(piece.dim, at[name], piece.length))
-        at[name] += piece.length
+        name = rule.hf[span.source]
+        parts.append(held[name].narrow(span.dim, at[name], span.length))
+        at[name] += span.length
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
 
 

@@ -270,7 +270,7 @@ CONVERTERS = (
         ("group * rows + low - at, high - low", "group * rows, high - low"),
         ("real = min(max(rows - start, 0), length)", "real = min(rows, length)"),
         ("return -(-vocab_size // unit) * unit", "return vocab_size // unit * unit"),
-        ("Piece(0, 1, *cut.share(shapes[0][1], 1))", "Piece(0, 0, *cut.share(shapes[0][0], 1))"),
+        ("Span(0, 1, *shard.share(shapes[0][1], 1))", "Span(0, 0, *shard.share(shapes[0][0], 1))"),
         ("return self.rank * (n // self.degree)", "return (self.degree - 1 - self.rank) * (n // self.degree)"),
     ),
     *_of(

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
-from mrl.converters.algebra import Piece
+from mrl.converters.algebra import Span
 from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
@@ -34,13 +34,13 @@ Shapes = Mapping[str, AdapterShape]
 class AdapterRule(Rule):
     """A or B of one adapter, or of one expert's, as a rank holds it.
 
-    hf: its name for people. of: the adapter. tensor: "A" or "B". cuts: for each rank of `axis`, what of the whole it holds, in
-    order; nothing where a rank has no row of the matrix. turns: B's rows take turns in the file, as those of gate and up.
+    hf: its name for people. of: the adapter. tensor: "A" or "B". spans_of_ranks: for each rank of `axis`, what of the
+    whole it holds, in order; nothing where a rank has no row of the matrix. turns: B's rows take turns in the file, as those of gate and up.
     """
 
     of: AdapterShape
     tensor: str
-    cuts: tuple[tuple[Piece, ...], ...]
+    spans_of_ranks: tuple[tuple[Span, ...], ...]
     turns: int = 1
 
     @property
@@ -48,12 +48,12 @@ class AdapterRule(Rule):
         """The tensor of peft's file that holds it, perhaps with those of other experts."""
         return self.of.a_name if self.tensor == "A" else self.of.b_name
 
-    def pieces(self, rank: int) -> list[Piece]:
-        return list(self.cuts[rank])
+    def spans(self, rank: int) -> list[Span]:
+        return list(self.spans_of_ranks[rank])
 
     def shape(self, rank: int | None = None) -> tuple[int, int]:
-        size, pieces = list(self.hf_shapes[0]), self.cuts[self.rank if rank is None else rank]
-        size[pieces[0].dim if pieces else 0] = sum(piece.length for piece in pieces)
+        size, spans = list(self.hf_shapes[0]), self.spans_of_ranks[self.rank if rank is None else rank]
+        size[spans[0].dim if spans else 0] = sum(span.length for span in spans)
         return tuple(size)
 
     def assemble(self, read: Callable[[str], Tensor], rank: int) -> Tensor:
@@ -105,12 +105,12 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
     found = []
     for shape, sources in adapted(rule, shapes):
         rows = rule.hf_shapes[sources[0]][0]
-        divided = [_cuts(rule, rank, sources, rows) for rank in range(rule.degree)]
+        divided = [_spans(rule, rank, sources, rows) for rank in range(rule.degree)]
         whole_a, whole_b = (shape.rank, shape.in_features), (shape.out_features, shape.rank)
         split = {"replicated": None, "row": "A"}.get(rule.kind, "B")
         place = place_of(family, rule.hf[0])
         for tensor, size in (("A", whole_a), ("B", whole_b)):
-            cut = tensor == split and rule.degree > 1
+            is_split = tensor == split and rule.degree > 1
             expert = "" if rule.expert is None else f"[{rule.expert}]"
             found.append(
                 AdapterRule(
@@ -118,15 +118,15 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     hf=((shape.a_name if tensor == "A" else shape.b_name) + expert,),
                     hf_shapes=(size,),
                     kind="replicated",
-                    axis=rule.axis if cut else None,
-                    degree=rule.degree if cut else 1,
-                    rank=rule.rank if cut else 0,
+                    axis=rule.axis if is_split else None,
+                    degree=rule.degree if is_split else 1,
+                    rank=rule.rank if is_split else 0,
                     sizes=rule.sizes,
                     expert=rule.expert,
                     layer=rule.layer,
                     of=shape,
                     tensor=tensor,
-                    cuts=tuple(divided) if cut else ((Piece(0, 0, 0, size[0]),),),
+                    spans_of_ranks=tuple(divided) if is_split else ((Span(0, 0, 0, size[0]),),),
                     turns=1 if place is None or tensor == "A" else len(place.stack.parts),
                 )
             )
@@ -138,17 +138,17 @@ def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
     return f"{mcore.rpartition('.')[0]}.{lora.NAME}.{tensor}.{shape.name.rpartition('.')[2]}"
 
 
-def _cuts(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Piece, ...]:
+def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Span, ...]:
     """What `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours joined."""
-    found: list[Piece] = []
-    for piece in rule.pieces(rank):
-        if piece.source not in sources:
+    found: list[Span] = []
+    for span in rule.spans(rank):
+        if span.source not in sources:
             continue
-        start = piece.start + (sources.index(piece.source) * rows if piece.dim == 0 else 0)
+        start = span.start + (sources.index(span.source) * rows if span.dim == 0 else 0)
         if found and found[-1].start + found[-1].length == start:
-            found[-1] = dataclasses.replace(found[-1], length=found[-1].length + piece.length)
+            found[-1] = dataclasses.replace(found[-1], length=found[-1].length + span.length)
         else:
-            found.append(Piece(0, piece.dim, start, piece.length))
+            found.append(Span(0, span.dim, start, span.length))
     return tuple(found)
 
 
@@ -201,10 +201,10 @@ def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
         return ((0, b.of.out_features),)
     sources = [i for i, name in enumerate(rule.hf) if rule.expert is not None or name == f"{b.of.name}.weight"]
     blocks, at = [], 0
-    for piece in rule.pieces(rule.rank):
-        if piece.source in sources:
-            blocks.append((at, piece.length))
-        at += piece.length
+    for span in rule.spans(rule.rank):
+        if span.source in sources:
+            blocks.append((at, span.length))
+        at += span.length
     return tuple(blocks)
 
 
@@ -310,25 +310,25 @@ def restore(model: Model, loaded: Mapping[str, Tensor]) -> None:
 def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTensor | ShardedTensorFactory:
     if not isinstance(rule, AdapterRule):
         return ShardedTensor.from_rank_offsets(SCORE, parameter, replica_id=replica)
-    pieces, whole = rule.pieces(rule.rank), rule.hf_shapes[0]
+    spans, whole = rule.spans(rule.rank), rule.hf_shapes[0]
     if rule.expert is not None:
         whole = (rule.of.experts, *whole)
 
-    def part(key: str, data: Tensor, piece: Piece, replica_id: Any) -> ShardedTensor:
+    def part(key: str, data: Tensor, span: Span, replica_id: Any) -> ShardedTensor:
         offset = [0, 0]
-        offset[piece.dim] = piece.start
+        offset[span.dim] = span.start
         if rule.expert is not None:
             offset, data = [rule.expert, *offset], data[None]
-        # without a number of fragments: the ranks' pieces may differ in size
+        # without a number of fragments: the ranks' spans may differ in size
         return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, tuple(offset), None, replica_id)
 
-    if len(pieces) == 1 and rule.expert is None:
-        return part(rule.file_name, parameter, pieces[0], replica)
-    lengths, dim = [piece.length for piece in pieces], pieces[0].dim
+    if len(spans) == 1 and rule.expert is None:
+        return part(rule.file_name, parameter, spans[0], replica)
+    lengths, dim = [span.length for span in spans], spans[0].dim
 
     def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         parts = data.split(lengths, dim=dim)
-        return [part(key, p.contiguous(), piece, replica_id) for p, piece in zip(parts, pieces, strict=True)]
+        return [part(key, p.contiguous(), span, replica_id) for p, span in zip(parts, spans, strict=True)]
 
     def merge(loaded: list[Tensor]) -> Tensor:
         return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
