@@ -19,7 +19,7 @@ import fsspec.exceptions
 
 from mrl.engine import atomic_checkpoint
 from mrl.engine.atomic_checkpoint import BEST, LATEST, MARKER, PREFIX, Marker
-from mrl.errors import CheckpointError, ConfigError
+from mrl.errors import CheckpointError, ConfigError, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,9 @@ def probe(url: str) -> None:
         files.pipe_file(name, b"mrl")
         files.rm_file(name)
     except Exception as error:  # file systems have no common error
-        raise ConfigError(
-            f"checkpoint.remote: {url} cannot be written ({type(error).__name__}: {' '.join(str(error).split())}); give a URL "
-            "that this machine can write to, or null"
-        ) from error
+        why = f"cannot be written ({_reason(error)})"
+        fix = "give a URL that this machine can write to, or null"
+        raise ConfigError("checkpoint.remote", quoted(url), why, fix) from error
 
 
 def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
@@ -76,14 +75,16 @@ def _persist(write: Callable[[], T], failure: str, advice: str) -> T:
         try:
             return write()
         except FILE_SYSTEM_ERRORS as error:
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
             if pause_s is None:
-                raise CheckpointError(
-                    f"checkpoint.remote: {failure} ({what}; tried {len(PAUSES_S) + 1} times); {advice}"
-                ) from error
-            logger.warning("%s (%s); again in %g s", failure, what, pause_s)
+                why = f"{failure} ({_reason(error)}; tried {len(PAUSES_S) + 1} times)"
+                raise CheckpointError("checkpoint.remote", why=why, fix=advice) from error
+            logger.warning("%s (%s); again in %g s", failure, _reason(error), pause_s)
             time.sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> str:
@@ -149,9 +150,8 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         files, base = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise CheckpointError(
-            f"checkpoint.remote: {url} cannot be opened ({error}); use a URL that fsspec knows, as s3://bucket/folder"
-        ) from error
+        fix = "use a URL that fsspec knows, as s3://bucket/folder"
+        raise CheckpointError("checkpoint.remote", quoted(url), f"cannot be opened ({error})", fix) from error
     return files, base.rstrip("/")
 
 

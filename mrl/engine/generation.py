@@ -103,10 +103,10 @@ def check_room(requests: Sequence[GenerateRequest], cache_tokens: int) -> None:
         assert len(request.tokens), f"request {i} has no prompt"
         needed = len(request.tokens) + request.max_new_tokens
         if needed > cache_tokens:
-            raise ConfigError(
-                f"cache_tokens: {cache_tokens} is less than the {needed} tokens of request {i} ({len(request.tokens)} of its "
-                f"prompt and {request.max_new_tokens} new); set it to at least {needed}, or shorten the request"
-            )
+            parts = f"{len(request.tokens)} of its prompt and {request.max_new_tokens} new"
+            why = f"is less than the {needed} tokens of request {i} ({parts})"
+            fix = f"set it to at least {needed}, or shorten the request"
+            raise ConfigError("cache_tokens", cache_tokens, why, fix)
 
 
 DUMMY = Step(None, [], [[0]], [0], [], [])

@@ -60,17 +60,15 @@ def split_micro_batches(
     the longest one and it costs their number times that. No sequences give no micro-batches.
     """
     if (size is None) == (tokens is None):
-        raise ConfigError(f"engine.micro_batch: size {size} and tokens {tokens}; set exactly one of them")
+        raise ConfigError("engine.micro_batch", {"tokens": tokens, "size": size}, "is no one limit", "set exactly one")
     if not lengths:
         return []
     if size is not None:
         count = -(-len(lengths) // size)
         return balanced_shards(lengths, count) if packed else _even_runs(_by_length(lengths), count)
     if max(lengths) > tokens:
-        raise ConfigError(
-            f"engine.micro_batch.tokens: {tokens} is less than a sequence of {max(lengths)} tokens; "
-            f"use at least {max(lengths)} or shorten data.max_length"
-        )
+        fix = f"use at least {max(lengths)} or shorten data.max_length"
+        raise ConfigError("engine.micro_batch.tokens", tokens, f"is less than a sequence of {max(lengths)} tokens", fix)
     if packed:
         return [sorted(indices) for indices in best_fit_decreasing(lengths, tokens)]
     runs: list[list[int]] = []

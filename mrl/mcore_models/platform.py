@@ -19,7 +19,7 @@ def has_gpu() -> bool:
 def device_type(wanted: str = "auto") -> str:
     """ "cuda" or "cpu" for a value of engine.device. Raises ConfigError where there is no such device."""
     if wanted == "cuda" and not has_gpu():
-        raise ConfigError('engine.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+        raise ConfigError("engine.device", wanted, "needs a GPU, and torch sees none", "use auto or cpu")
     return wanted if wanted != "auto" else "cuda" if has_gpu() else "cpu"
 
 

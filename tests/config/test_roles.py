@@ -12,6 +12,7 @@ from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.roles import keys_of, role_configs, roles_of
 from mrl.errors import ConfigError, DataError, ModelError
+from mrl.mcore_models import platform
 from tests.config.test_load import PPO_BASE, merged
 
 FOLDERS = {role: f"/models/{role}" for role in ("actor", "critic", "reference", "reward")}
@@ -109,6 +110,14 @@ def test_what_an_engine_says_of_its_keys_is_said_of_the_roles():
         raise ConfigError("train.steps", 3, "is odd", "give 4")
     with pytest.raises(DataError, match="^rows.jsonl:3: bad"), keys_of(config, "actor"):
         raise DataError("rows.jsonl:3: bad; correct it")
+
+
+def test_a_device_that_is_not_there_is_that_of_the_role(monkeypatch):
+    monkeypatch.setattr(platform, "has_gpu", lambda: False)
+    config, _ = made(critic={"engine": {}})
+    message = r'^critic\.engine\.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu$'
+    with pytest.raises(ConfigError, match=message), keys_of(config, "critic"):
+        platform.device_type("cuda")
 
 
 def test_an_error_of_no_key_is_said_after_the_role():

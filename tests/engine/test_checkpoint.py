@@ -353,5 +353,5 @@ def test_a_half_copied_checkpoint_at_a_url_is_passed_over(tmp_path, caplog):
 
 def test_an_empty_or_unknown_url(tmp_path):
     assert checkpoint_remote.fetch(f"file://{tmp_path}/empty", str(tmp_path / "b")) is None
-    with pytest.raises(CheckpointError, match="checkpoint.remote: nosuch://x cannot be opened"):
+    with pytest.raises(CheckpointError, match="checkpoint.remote: value 'nosuch://x' cannot be opened"):
         checkpoint_remote.fetch("nosuch://x", str(tmp_path / "b"))

@@ -84,7 +84,7 @@ def test_what_cannot_be_kept_in_fp32_is_refused(tmp_path):
     """Sinks are parameters of attention, whose other weights are cast: FSDP gathers a module in one dtype."""
     tiny.config_of("flint").save_pretrained(tmp_path)
     config = bf16(str(tmp_path), model={"init": "random"}, optimizer=None)
-    message = r"model.dtype: value bfloat16 is not supported for model_type 'flint' .* \S+sinks in fp32 .*; set it to float32$"
+    message = r"model.dtype: value .bfloat16. is not supported for model_type 'flint' .* \S+sinks in fp32 .*; set it to float32$"
     with pytest.raises(ModelError, match=message):
         make_engine(config)
 

@@ -184,7 +184,7 @@ def test_rows_grow_and_the_shortest_wait(monkeypatch):
 
 def test_a_request_that_cannot_fit_names_the_value():
     check_room([GenerateRequest([1, 2], 3)], 5)
-    with pytest.raises(ConfigError, match="cache_tokens: 4 is less than the 5 tokens of request 1 .*at least 5"):
+    with pytest.raises(ConfigError, match="cache_tokens: value 4 is less than the 5 tokens of request 1 .*at least 5"):
         check_room([GenerateRequest([1], 3), GenerateRequest([1, 2], 3)], 4)
 
 

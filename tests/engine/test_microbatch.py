@@ -109,7 +109,7 @@ def test_a_rank_without_sequences_still_has_micro_batches():
 def test_a_sequence_over_the_budget_names_the_key():
     assert [token_budget(8, 9, trains=trains) for trains in (True, False)] == [8, 9]
     assert [token_budget(None, longest, trains=True) for longest in (9, 5000)] == [4096, 5000]
-    with pytest.raises(ConfigError, match=r"engine.micro_batch.tokens: 8 is less than a sequence of 9 tokens"):
+    with pytest.raises(ConfigError, match=r"engine.micro_batch.tokens: value 8 is less than a sequence of 9 tokens"):
         split_micro_batches([3, 9], tokens=8, packed=True)
 
 

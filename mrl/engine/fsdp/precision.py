@@ -71,9 +71,10 @@ def _outermost(
     own = {parameter: id(p) in kept for parameter, p in module.named_parameters(recurse=False)}
     if any(own.values()):
         parameter = next(parameter for parameter, is_kept in own.items() if is_kept)
-        raise ModelError(
-            f"model.dtype: value bfloat16 is not supported for model_type {model_type!r} on backend fsdp: transformers keeps "
-            f"{name}{parameter} in fp32 and not all of its module; set it to float32"
+        why = (
+            f"is not supported for model_type {model_type!r} on backend fsdp: transformers keeps {name}{parameter} in fp32 "
+            "and not all of its module"
         )
+        raise ModelError("model.dtype", "bfloat16", why, "set it to float32")
     for child_name, child in module.named_children():
         yield from _outermost(child, f"{name}{child_name}.", kept, blocks, model_type)

@@ -61,9 +61,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
         if platform.device_type(config.engine.device) != platform.device_type():
-            raise ConfigError(
-                'engine.device: value "cpu", but megatron uses the GPU that is visible; set CUDA_VISIBLE_DEVICES= too'
-            )
+            why = "does not keep megatron from the GPU that is visible"
+            raise ConfigError("engine.device", config.engine.device, why, "set CUDA_VISIBLE_DEVICES= too")
         collective.join_processes(platform.device_type())
         parallel = config.engine.parallel
         dims = ParallelDims(
