@@ -117,7 +117,9 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
         if source.adapters is None:
-            raise CheckpointError(f"--adapter: {source.folder} holds a whole model and no adapters; leave it out")
+            raise CheckpointError(
+                "--adapter", why=f"{source.folder} holds a whole model and no adapters", fix="leave it out"
+            )
         source.check()
         held, tensors = source.adapters, source.reader.adapter
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

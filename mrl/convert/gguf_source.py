@@ -25,7 +25,7 @@ from mrl.converters.json_file import read_json
 from mrl.converters.safetensors_io import DTYPES
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.data.tokenizer import load_tokenizer
-from mrl.errors import ModelError
+from mrl.errors import ModelError, quoted
 
 _SPLITS = (
     "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "gpt-2",
@@ -89,7 +89,7 @@ def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int)
     if given is not None:
         if not any((Path(given) / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(
-                f"--tokenizer: value {given!r} is no folder with a tokenizer; give a Hugging Face model folder"
+                "--tokenizer", quoted(given), "is no folder with a tokenizer", "give a Hugging Face model folder"
             )
         with tempfile.TemporaryDirectory() as all_files:
             copy_companions(given, all_files)
@@ -99,8 +99,10 @@ def _tokenizer(file: GGUFFile, folder: Path, given: str | None, vocab_size: int)
         largest = max(load_tokenizer(str(folder), trust_remote_code=False).get_vocab().values())
         if largest >= vocab_size:
             raise ModelError(
-                f"--tokenizer: value {given!r} has tokens up to {largest} and the model has {vocab_size}; give the "
-                "model's own"
+                "--tokenizer",
+                quoted(given),
+                f"has tokens up to {largest} and the model has {vocab_size}",
+                "give the model's own",
             )
         return f"tokenizer: of {given}"
     why = _made_by_transformers(file, folder)

@@ -8,7 +8,7 @@ from mrl.convert.adapters import base_of, is_adapter, merged_folder
 from mrl.convert.sources import ADAPTERS, Source, local_folder, open_checkpoint, open_hf
 from mrl.converters.mcore_weights import MARKER
 from mrl.converters.safetensors_io import main_dtype, some
-from mrl.errors import ModelError
+from mrl.errors import ModelError, quoted
 
 
 def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
@@ -19,7 +19,7 @@ def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str |
 
         return open_gguf(Path(path), tokenizer=tokenizer)
     if tokenizer is not None:
-        raise ModelError(f"--tokenizer: value {tokenizer!r} has no effect: {path} is no GGUF file; leave it out")
+        raise ModelError("--tokenizer", quoted(tokenizer), f"has no effect: {path} is no GGUF file", "leave it out")
     lone = sorted(file.name for file in Path(path).glob("*.gguf")) if not (Path(path) / "config.json").is_file() else []
     if lone:
         raise ModelError(f"{path}: is a folder of GGUF files ({some(lone)}); give the one to convert")

@@ -41,7 +41,7 @@ from mrl.engine import atomic_checkpoint
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.stored import FSDPReader
 from mrl.engine.stored_weights import mtp_tensors_of_folder, open_imported
-from mrl.errors import CheckpointError, ModelError
+from mrl.errors import CheckpointError, ModelError, quoted
 
 SOURCE = "source.json"
 """In a folder of `mrl convert import`, of the Hugging Face folder that it was made from: `files`, with names, dtypes
@@ -332,10 +332,10 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         roles = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["roles"]
         role = role or "actor"
         if role not in roles:
-            raise CheckpointError(f"--role: value {role!r} is not in {folder}, which has {', '.join(roles)}")
+            raise CheckpointError("--role", quoted(role), f"is not in {folder}, which has {', '.join(roles)}")
         inside, backend = folder / role, roles[role]
     elif role is not None:
-        raise CheckpointError(f"--role: value {role!r} has no effect: {folder} holds one model; leave it out")
+        raise CheckpointError("--role", quoted(role), f"has no effect: {folder} holds one model", "leave it out")
     if backend not in OWN:
         raise CheckpointError(
             f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; "
@@ -459,7 +459,7 @@ def _model_of(
     key = "--model" if model is not None else f"{file}: model.path"
     found = Path(model_folder(model or config.path, weights=weights, key=key))
     if not found.is_dir():
-        raise ModelError(f"{key}: value {model or config.path!r} is not a folder; give a Hugging Face model folder")
+        raise ModelError(key, quoted(model or config.path), "is not a folder", "give a Hugging Face model folder")
     return found, config, template
 
 

@@ -34,7 +34,7 @@ from mrl.converters.mcore_weights import (
 )
 from mrl.converters.safetensors_io import DTYPES, some, tensor_bytes
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
-from mrl.errors import DataError
+from mrl.errors import DataError, quoted
 
 PROMPTS = (
     "The capital of France is",
@@ -315,8 +315,9 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     if folder is None:
         if prompts:
             raise DataError(
-                f"--prompt: neither {a.companion_folder} nor {b.companion_folder} has a tokenizer; leave it out to "
-                "use seeded tokens"
+                "--prompt",
+                why=f"neither {a.companion_folder} nor {b.companion_folder} has a tokenizer",
+                fix="leave it out to use seeded tokens",
             )
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(vocabulary, (min(n, most),), generator=generator).tolist() for n in RANDOM_TOKENS]
@@ -327,7 +328,7 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
     named = [(text, tokenizer(text)["input_ids"][: None if prompts else most]) for text in prompts or PROMPTS]
     for text, ids in named:
         if not ids:
-            raise DataError(f"--prompt: value {text!r} has no tokens; give a longer one")
+            raise DataError("--prompt", quoted(text), "has no tokens", "give a longer one")
         if max(ids) >= vocabulary:
             raise DataError(
                 f"{folder}: its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}; get the "

@@ -93,8 +93,10 @@ def check_same_model(
     differing = [name for name, value in found.items() if saved is None or saved.get(name) != value]
     if differing:
         raise ConfigError(
-            f"{key}: value {now!r} is not the model of the checkpoint, whose {key} was {before!r}: "
-            f"{' and '.join(differing)} differ; put the model's own files there, or start anew with another output_dir"
+            key,
+            quoted(now),
+            f"is not the model of the checkpoint, whose {key} was {before!r}: {' and '.join(differing)} differ",
+            "put the model's own files there, or start anew with another output_dir",
         )
 
 

@@ -251,9 +251,7 @@ def parse_size(size: int | str, key: str = "max_shard_size") -> int:
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
     if count < 1:
-        raise ConfigError(
-            f"{key}: value {shown(size)} is not a size; write it as 5GB, 500MB, 1GiB, or as a number of bytes"
-        )
+        raise ConfigError(key, size, "is not a size", "write it as 5GB, 500MB, 1GiB, or as a number of bytes")
     return count
 
 

@@ -126,14 +126,14 @@ def _merged(
         key = next((key for key in keys if key in owned), None)
         if key is None:
             raise ModelError(
-                f"{name}: rank {rank} of {layout.describe()} has no such parameter in its model chunk {chunk}"
+                name, why=f"rank {rank} of {layout.describe()} has no such parameter in its model chunk {chunk}"
             )
         if key not in left:
             continue
         rule = owned[key]
         place = {"tp": at.tp_rank, "etp": at.etp_rank, None: 0}[rule.axis]
         if tuple(shard.shape) != rule.shape(place):
-            raise ModelError(f"{name}: of rank {rank} is {list(shard.shape)}, not {list(rule.shape(place))}")
+            raise ModelError(name, why=f"of rank {rank} is {list(shard.shape)}, not {list(rule.shape(place))}")
         held = waiting.setdefault(key, {})
         held.setdefault(place, shard)
         if len(held) == rule.degree:
@@ -149,11 +149,11 @@ def _merged(
 
 def _check(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], missing: set[str]) -> None:
     if name not in shapes:
-        raise ModelError(f"{name}: the model has no such tensor; give the config.json of the model that is sent")
+        raise ModelError(name, why="the model has no such tensor", fix="give the config.json of the model that is sent")
     if name not in missing:
-        raise ModelError(f"{name}: came twice")
+        raise ModelError(name, why="came twice")
     if tuple(tensor.shape) != tuple(shapes[name]):
-        raise ModelError(f"{name}: is {list(tensor.shape)}, not {list(shapes[name])} as config.json says")
+        raise ModelError(name, why=f"is {list(tensor.shape)}, not {list(shapes[name])} as config.json says")
 
 
 def _own_rows(rule: Rule, name: str, tensor: Tensor) -> Tensor:

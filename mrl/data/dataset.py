@@ -63,7 +63,7 @@ class RowDataset(abc.ABC, Generic[T]):
     ) -> None:
         path = config.train if part == "train" else config.eval
         if path is None:
-            raise DataError("data.eval: is null; name the rows to evaluate on")
+            raise DataError("data.eval", why="is null", fix="name the rows to evaluate on")
         self.config, self.path, self.part, self.vocab_size = config, path, part, vocab_size
         check_columns(config.columns)
         tokenizer = copy.deepcopy(tokenizer)  # a fast tokenizer must not be used by two threads at once
@@ -91,12 +91,11 @@ class RowDataset(abc.ABC, Generic[T]):
             with self._lock:
                 return self._make(index, self._row(index))
         except BadRow as e:
-            why = f"{self.where(index)}: {e}"
             if self.config.on_bad_row == "skip":
-                return Rejected("skipped", why)
-            raise DataError(why) from e
+                return Rejected("skipped", f"{self.where(index)}: {e}")
+            raise DataError(self.where(index), why=str(e)) from e
         except UserError as e:  # the template's or tokenizer's fault, or a row that is too long: not the row's to skip
-            raise type(e)(f"{self.where(index)}: {e}") from e
+            raise type(e)(self.where(index), why=str(e)) from e
 
     @abc.abstractmethod
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -122,7 +121,7 @@ class RowDataset(abc.ABC, Generic[T]):
         try:
             return form_of(row)
         except DataError as e:
-            raise DataError(f"{where}: {e}") from None
+            raise DataError(where, why=str(e)) from None
 
     def first_row(self) -> tuple[dict[str, Any], str]:
         """The first row that can be read, and its `file:line`. Raises DataError where there is none."""
@@ -131,9 +130,11 @@ class RowDataset(abc.ABC, Generic[T]):
                 return self._row(index), self.where(index)
             except BadRow as e:
                 if self.config.on_bad_row == "stop":
-                    raise DataError(f"{self.where(index)}: {e}") from e
+                    raise DataError(self.where(index), why=str(e)) from e
         raise DataError(
-            f"data.{self.part}: {self.path}: none of its {len(self)} rows can be read; check the first with head"
+            f"data.{self.part}",
+            why=f"{self.path}: none of its {len(self)} rows can be read",
+            fix="check the first with head",
         )
 
 
@@ -161,9 +162,11 @@ class SFTDataset(RowDataset[Example]):
         self._encoder = Encoder(tokenizer, config.loss_on)
         self.format = config.format if config.format != "auto" else self._detect(detect_format)
         if self.format == "messages" and tokenizer.chat_template is None:
-            raise DataError(f"data.{self.part}: {self.path}: {NO_TEMPLATE}")
+            raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
         if self.format in ("text", "tokenized") and config.loss_on == "last":
-            raise DataError(f"data.loss_on: 'last', but {self.format} rows have no turns; set assistant or all")
+            raise DataError(
+                "data.loss_on", why=f"'last', but {self.format} rows have no turns", fix="set assistant or all"
+            )
 
     def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
         content = parse_row(row, self.format)

@@ -117,8 +117,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
     for new in targets:
         if targets.count(new) > 1:
             raise DataError(
-                f"data.columns: renames {' and '.join(k for k, v in columns.items() if v == new)} both to {new!r}; "
-                "give each field its own name"
+                "data.columns",
+                why=f"renames {' and '.join(k for k, v in columns.items() if v == new)} both to {new!r}",
+                fix="give each field its own name",
             )
 
 

@@ -60,7 +60,7 @@ class Image:
 def require_pillow(path: str) -> None:
     """Raises ModelError where images cannot be read. path: of the model that wants them."""
     if importlib.util.find_spec("PIL") is None:
-        raise ModelError(f"model.path: {path} {NO_PILLOW}")
+        raise ModelError("model.path", why=f"{path} {NO_PILLOW}")
 
 
 def check_parts(content: list[Any], name: str) -> list[dict[str, Any]]:

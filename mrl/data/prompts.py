@@ -51,7 +51,7 @@ class PromptDataset(RowDataset[Prompt]):
         self._encoder = TurnEncoder(tokenizer, self.config.system)
         self.form = self._detect(detect_prompt_form)
         if self.form == "messages" and tokenizer.chat_template is None:
-            raise DataError(f"data.{self.part}: {self.path}: {NO_TEMPLATE}")
+            raise DataError(f"data.{self.part}", why=f"{self.path}: {NO_TEMPLATE}")
 
     def _make(self, index: int, row: dict[str, Any]) -> Prompt | Rejected:
         asked = parse_prompt(row, self.form)

@@ -82,8 +82,9 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
     elif files := _data_files(local, part):
         if split is not None and part == "train":
             raise DataError(
-                f"data.split: {split!r}, but data.{part} ({path}) is files, which have no splits; "
-                "remove data.split and name the files of that split"
+                "data.split",
+                why=f"{split!r}, but data.{part} ({path}) is files, which have no splits",
+                fix="remove data.split and name the files of that split",
             )
         sources = [open_file(file) for file in files]
         for source in sources:
@@ -92,7 +93,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
         sources = [_load_hub(path, split, part)]
     rows = Rows(sources)
     if not len(rows):
-        raise DataError(f"data.{part}: {path}: the data set is empty; at least one row is needed")
+        raise DataError(f"data.{part}", why=f"{path}: the data set is empty", fix="at least one row is needed")
     return rows
 
 
@@ -105,17 +106,21 @@ def _data_files(path: str, part: Part) -> list[str]:
         return _folder_files(path, part)
     if os.path.exists(path):
         if not path.endswith(SUFFIXES):
-            raise DataError(f"data.{part}: {path}: the suffix is not known; use {', '.join(SUFFIXES)}")
+            raise DataError(f"data.{part}", why=f"{path}: the suffix is not known", fix=f"use {', '.join(SUFFIXES)}")
         return [path]
     if glob.has_magic(path):
         found = sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
         if not found:
             raise DataError(
-                f"data.{part}: {path}: no file matches; a glob looks like data/*.jsonl or data/**/*.parquet"
+                f"data.{part}",
+                why=f"{path}: no file matches",
+                fix="a glob looks like data/*.jsonl or data/**/*.parquet",
             )
         if other := [f for f in found if not f.endswith(SUFFIXES)]:
             raise DataError(
-                f"data.{part}: {path}: matches {other[0]}, whose suffix is not known; use {', '.join(SUFFIXES)}"
+                f"data.{part}",
+                why=f"{path}: matches {other[0]}, whose suffix is not known",
+                fix=f"use {', '.join(SUFFIXES)}",
             )
         return found
     if (
@@ -123,7 +128,9 @@ def _data_files(path: str, part: Part) -> list[str]:
         or path.startswith(("/", ".", "~"))
         or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", path)
     ):
-        raise DataError(f"data.{part}: {path}: there is no such file or folder (from {os.getcwd()}); give {FORMS}")
+        raise DataError(
+            f"data.{part}", why=f"{path}: there is no such file or folder (from {os.getcwd()})", fix=f"give {FORMS}"
+        )
     return []
 
 
@@ -131,15 +138,17 @@ def _folder_files(path: str, part: Part) -> list[str]:
     names = sorted(n for n in os.listdir(path) if n.endswith(SUFFIXES) and not n.startswith("."))
     if not names:
         raise DataError(
-            f"data.{part}: {path}: the folder holds no data file ({', '.join(SUFFIXES)}) and no saved data set; "
-            f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl"
+            f"data.{part}",
+            why=f"{path}: the folder holds no data file ({', '.join(SUFFIXES)}) and no saved data set",
+            fix=f"for files in sub-folders give a glob, as {path.rstrip('/')}/**/*.jsonl",
         )
     training = [n for n in names if re.match(r"train\b|train_", n)]
     held_out = [n for n in names if re.match(r"(test|valid|validation|eval|dev|val)(\b|_)", n)]
     if training and held_out:
         raise DataError(
-            f"data.{part}: {path}: the folder holds several splits ({training[0]}, {held_out[0]}); "
-            f"name one file or give a glob, as {path.rstrip('/')}/train*"
+            f"data.{part}",
+            why=f"{path}: the folder holds several splits ({training[0]}, {held_out[0]})",
+            fix=f"name one file or give a glob, as {path.rstrip('/')}/train*",
         )
     return [os.path.join(path, n) for n in names]
 
@@ -208,7 +217,7 @@ def _load_saved(path: str, split: str | None, part: Part) -> DatasetRows:
         loaded = datasets.load_from_disk(path)
     except Exception as e:  # the library raises whatever its parsers raise; all of it means a damaged folder
         raise DataError(
-            f"data.{part}: {path}: the saved data set cannot be loaded ({one_line(e)}); save it again"
+            f"data.{part}", why=f"{path}: the saved data set cannot be loaded ({one_line(e)})", fix="save it again"
         ) from e
     return _choose_split(path, loaded, split, part)
 
@@ -219,8 +228,10 @@ def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
         loaded = datasets.load_dataset(name, configuration or None)
     except Exception as e:  # no network, no such id, a broken file: the library has no common error
         raise DataError(
-            f"data.{part}: {path}: is no file or folder here, and datasets cannot load it as a hub id "
-            f"({type(e).__name__}: {one_line(e)}); give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main"
+            f"data.{part}",
+            why=f"{path}: is no file or folder here, and datasets cannot load it as a hub id ({type(e).__name__}: "
+            f"{one_line(e)})",
+            fix=f"give {FORMS} that is cached or can be downloaded, as openai/gsm8k:main",
         ) from e
     return _choose_split(path, loaded, split, part)
 
@@ -232,7 +243,9 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> Data
     """
     if isinstance(loaded, datasets.Dataset):
         if split is not None and part == "train" and split != str(loaded.split):
-            raise DataError(f"data.split: {split!r}, but {path} holds a data set without splits; remove data.split")
+            raise DataError(
+                "data.split", why=f"{split!r}, but {path} holds a data set without splits", fix="remove data.split"
+            )
         return DatasetRows(path, loaded)
     wanted = (split,) if split is not None and part == "train" else DEFAULT_SPLITS[part]
     for name in wanted:
@@ -244,5 +257,6 @@ def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> Data
         else "save the split you mean with save_to_disk and give its folder"
     )
     raise DataError(
-        f"data.{part}: {path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}: {what_works}"
+        f"data.{part}",
+        why=f"{path}: has no split {' or '.join(wanted)}; it has {', '.join(map(str, loaded))}: {what_works}",
     )

@@ -75,7 +75,8 @@ class Report:
 
     def of_which_none_is_left(self, dataset: RowDataset[T]) -> DataError:
         return DataError(
-            f"data.{dataset.part}: {dataset.path}: none of its {len(dataset)} rows can be used; {self.notes[0]}"
+            f"data.{dataset.part}",
+            why=f"{dataset.path}: none of its {len(dataset)} rows can be used; {self.notes[0]}",
         )
 
 
@@ -193,13 +194,15 @@ class RowStream(Generic[T]):
             saved = state[name.removeprefix("data.")]
             if saved != now:
                 raise CheckpointError(
-                    f"{name}: is {now} and was {saved} when the checkpoint was saved, so the order of the rows would change; "
-                    f"set it to {saved}, or start a new run in another output_dir"
+                    name,
+                    why=f"is {now} and was {saved} when the checkpoint was saved, so the order of the rows would change",
+                    fix=f"set it to {saved}, or start a new run in another output_dir",
                 )
         if change := _data_change(state["data"], self._fingerprint):
             raise CheckpointError(
-                f"data.{self.dataset.part}: {change}; the position in the checkpoint means other rows now: "
-                "put the data back, or start a new run in another output_dir"
+                f"data.{self.dataset.part}",
+                why=f"{change}, and the position in the checkpoint means other rows now",
+                fix="put the data back, or start a new run in another output_dir",
             )
         self._progress = Progress(**{name: state[name] for name in fields})
         self.rows, self._notes = [], []

@@ -58,10 +58,10 @@ def read_chat_template(path: str) -> str:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(
-            f"data.chat_template: {path}: cannot be read ({one_line(e)}); give a file with a Jinja template"
+            "data.chat_template", why=f"{path}: cannot be read ({one_line(e)})", fix="give a file with a Jinja template"
         ) from e
     if not text.strip():
-        raise DataError(f"data.chat_template: {path}: is empty; give a file with a Jinja template")
+        raise DataError("data.chat_template", why=f"{path}: is empty", fix="give a file with a Jinja template")
     return text
 
 

@@ -27,7 +27,7 @@ class TurnEncoder:
         self._encoder = Encoder(tokenizer, "all")
         self.has_template, self.system = self._encoder.has_template, system
         if system is not None and not self.has_template:
-            raise DataError(f"data.system: {NO_TEMPLATE}")
+            raise DataError("data.system", why=NO_TEMPLATE)
 
     def prompt(self, asked: Chat | Question) -> list[int]:
         """The tokens of a prompt, with the generation prompt where there is a chat template."""
@@ -55,7 +55,7 @@ class TurnEncoder:
         if self.system is None:
             return messages
         if any(message["role"] == "system" for message in messages):
-            raise DataError("data.system: is set, and the row has a system message; remove one of the two")
+            raise DataError("data.system", why="is set, and the row has a system message", fix="remove one of the two")
         return [{"role": "system", "content": self.system}, *messages]
 
     def _after_a_turn(self, messages: list[dict[str, Any]], chat: Chat) -> list[int]:

@@ -25,7 +25,6 @@ from mrl.config.checks import (
     smallest_world,
 )
 from mrl.config.command import Config, Part, TrainingCommand
-from mrl.config.keys import show
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, quoted, unwritable
@@ -136,16 +135,17 @@ def choose_nproc(asked: int | None, *, device: str, gpus: int, needed: int, key:
     key: the section that `device` is from.
     """
     if device == "cuda" and gpus == 0:  # the engines say the same of a process that torchrun or srun started
-        raise ConfigError(f'{key}.device: value "cuda" needs a GPU, and torch sees none; use auto or cpu')
+        raise ConfigError(f"{key}.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
     if asked is None and not gpus and needed > MOST_PROCESSES:
         raise ConfigError(
-            f"{key}.parallel: the layout needs {needed} processes, and at most {MOST_PROCESSES} are started on one machine; give "
-            "smaller degrees, or start it with torchrun or srun on several"
+            f"{key}.parallel",
+            why=f"the layout needs {needed} processes, and at most {MOST_PROCESSES} are started on one machine",
+            fix="give smaller degrees, or start it with torchrun or srun on several",
         )
     if asked is None:
         return gpus or needed
     if gpus and asked > gpus:
-        raise ConfigError(f"--nproc: value {asked} is above the {gpus} GPUs of this machine; give at most {gpus}")
+        raise ConfigError("--nproc", asked, f"is above the {gpus} GPUs of this machine", f"give at most {gpus}")
     return asked
 
 
@@ -156,22 +156,24 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
         path = folder / "config.json"
         if not path.is_file() and (folder / "adapter_config.json").is_file():
             raise ModelError(
-                f"{key}.path: value {quoted(model.path)} is an adapter and no model; set model.lora.export to merged in the run that made "
-                "it, or make a model of its checkpoint with `mrl convert export`"
+                f"{key}.path",
+                quoted(model.path),
+                "is an adapter and no model",
+                "set model.lora.export to merged in the run that made it, or make a model of its checkpoint with "
+                "`mrl convert export`",
             )
         if not path.is_file():
             hf = folder / "hf"
-            of_run = f"; it is the folder of a run: give {hf}" if (hf / "config.json").is_file() else ""
-            raise ModelError(
-                f"{key}.path: value {quoted(model.path)} has no config.json{of_run or '; give a Hugging Face model folder'}"
-            )
+            is_run = (hf / "config.json").is_file()
+            fix = f"it is the folder of a run: give {hf}" if is_run else "give a Hugging Face model folder"
+            raise ModelError(f"{key}.path", quoted(model.path), "has no config.json", fix)
         _check_weights(model, folder, key)
         return _read_json(path)
     if os.path.exists(model.path):
-        raise ModelError(f"{key}.path: value {quoted(model.path)} is a file; give the folder that holds config.json")
+        raise ModelError(f"{key}.path", quoted(model.path), "is a file", "give the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or not model.path:
         raise ModelError(
-            f"{key}.path: value {quoted(model.path)} does not exist; give a Hugging Face model folder or a hub id"
+            f"{key}.path", quoted(model.path), "does not exist", "give a Hugging Face model folder or a hub id"
         )
     return _read_json(_from_hub(model.path, key))
 
@@ -179,10 +181,9 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
     imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
     if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{key}.path: value {quoted(model.path)} has no *.safetensors weights; save the model with save_pretrained"
-            + (f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else "")
-        )
+        scratch = f", or set {key}.init to random to train from scratch" if key in ("model", "actor.model") else ""
+        fix = f"save the model with save_pretrained{scratch}"
+        raise ModelError(f"{key}.path", quoted(model.path), "has no *.safetensors weights", fix)
 
 
 def _from_hub(hub_id: str, key: str) -> pathlib.Path:
@@ -199,8 +200,10 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
     except (OSError, ValueError, HTTPError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            f"{key}.path: value {quoted(hub_id)} is no folder here and cannot be read from the hub ({reason}); give a model "
-            "folder, or a hub id that is cached or can be downloaded"
+            f"{key}.path",
+            quoted(hub_id),
+            f"is no folder here and cannot be read from the hub ({reason})",
+            "give a model folder, or a hub id that is cached or can be downloaded",
         ) from None
 
 
@@ -218,10 +221,13 @@ def _check_data(data: RowsConfig) -> None:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if value is not None and _is_missing(value):
             raise DataError(
-                f"{key}: value {quoted(value)} does not exist; give a .jsonl or .parquet file, a folder or glob of them, or a hub id"
+                key,
+                quoted(value),
+                "does not exist",
+                "give a .jsonl or .parquet file, a folder or glob of them, or a hub id",
             )
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
-        raise DataError(f"data.chat_template: value {quoted(data.chat_template)} does not exist; give a Jinja file")
+        raise DataError("data.chat_template", quoted(data.chat_template), "does not exist", "give a Jinja file")
 
 
 def _check_rows(command: TrainingCommand, config: Config) -> None:
@@ -249,19 +255,21 @@ def _is_missing(path: str) -> bool:
 
 def _check_output_dir(output_dir: str) -> None:
     if not output_dir:
-        raise ConfigError('output_dir: value "" is empty; give a folder, as in runs/demo')
+        raise ConfigError("output_dir", "", "is empty", "give a folder, as in runs/demo")
     if not output_dir.isprintable():
         raise ConfigError(
-            f"output_dir: value {show(output_dir)} has a character that cannot be printed; give a folder, as in runs/demo"
+            "output_dir", output_dir, "has a character that cannot be printed", "give a folder, as in runs/demo"
         )
     folder = existing = pathlib.Path(output_dir).absolute()
     try:
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"output_dir: value {quoted(output_dir)} is a file; give a folder")
+            raise ConfigError("output_dir", quoted(output_dir), "is a file", "give a folder")
         if (held := _of_model(folder)) is not None:
             raise ConfigError(
-                f"output_dir: value {quoted(output_dir)} is the folder of a model (it holds {held}), whose files a run would be mixed "
-                "with; give a folder of its own, as in runs/demo"
+                "output_dir",
+                quoted(output_dir),
+                f"is the folder of a model (it holds {held}), whose files a run would be mixed with",
+                "give a folder of its own, as in runs/demo",
             )
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         os.rmdir(tempfile.mkdtemp(prefix=".mrl-", dir=existing))  # permissions alone do not tell: root has all of them
@@ -282,7 +290,7 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     resume, remote = checkpoint.resume, checkpoint.remote
     if resume not in ("auto", "never") and "://" not in resume and not os.path.isdir(resume):
         raise ConfigError(
-            f"checkpoint.resume: value {quoted(resume)} is no folder; give auto, never, or the folder of a checkpoint"
+            "checkpoint.resume", quoted(resume), "is no folder", "give auto, never, or the folder of a checkpoint"
         )
     if remote is None:
         return
@@ -292,5 +300,8 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
         fsspec.get_filesystem_class(fsspec.utils.get_protocol(remote))
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"checkpoint.remote: value {quoted(remote)} is of no known file system ({error}); give an fsspec URL, as in file:///backup"
+            "checkpoint.remote",
+            quoted(remote),
+            f"is of no known file system ({error})",
+            "give an fsspec URL, as in file:///backup",
         ) from None

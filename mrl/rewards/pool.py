@@ -156,7 +156,7 @@ class RewardPool:
             if ended := process.connection.poll(max(0.0, deadline - time.monotonic())):
                 reply = process.connection.recv()
         if isinstance(reply, NotReady):
-            raise ConfigError(reply.config_error)
+            raise reply.error
         if not isinstance(reply, Ready):
             raise self._not_loaded(process, ended)
         if self.kinds and self.kinds != reply.kinds:

@@ -57,7 +57,7 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class NotReady:
-    config_error: str
+    error: ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _load(reward: Reward, key: str, first: Sample | None) -> RewardCall:
         try:
             function.arguments([first], START)
         except ValueError as error:
-            raise ConfigError(f"{key}.function: {reward.function}: row {first.where}: {error}") from None
+            raise ConfigError(f"{key}.function", why=f"{reward.function}: row {first.where}: {error}") from None
     return function
 
 
@@ -241,7 +241,7 @@ def main(connection_fd: int, lifeline: int, begun_fd: int) -> None:
         try:
             functions = [_load(reward, key, setup.first) for key, reward in setup.rewards]
         except ConfigError as error:
-            connection.send(NotReady(str(error)))
+            connection.send(NotReady(error))
             return
         connection.send(Ready(tuple(Kind(is_async(f.function), f.scope, f.needs_tokens) for f in functions)))
         Worker(connection, mmap.mmap(begun_fd, NUMBER_BYTES), functions, setup.timeout_s).serve()

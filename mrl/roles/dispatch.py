@@ -123,7 +123,7 @@ class WorkerDispatch:
             except ModelError as error:
                 if role == "actor":
                     raise
-                raise ModelError(f"{role}.model.path: {error}") from None
+                raise ModelError(f"{role}.model.path", why=str(error)) from None
             if self.offload_idle:
                 engine.to("host")
 

@@ -65,7 +65,9 @@ class RewardModel:
         for trajectory, score in zip(trajectories, scores, strict=True):
             if not math.isfinite(score):
                 raise RewardError(
-                    f"reward.model: {_name(trajectory)}: the score is {score}; use a model whose weights are finite, or float32"
+                    "reward.model",
+                    why=f"{_name(trajectory)}: the score is {score}",
+                    fix="use a model whose weights are finite, or float32",
                 )
         return scores
 
@@ -103,7 +105,7 @@ class RewardModel:
             answers = [message["content"] for message in _answers(trajectory)]
             return self.encoder.encode(Text("".join([asked.plain, *answers]))).ids
         except DataError as error:
-            raise DataError(f"reward.model: {_name(trajectory)}: {error}") from error
+            raise DataError("reward.model", why=f"{_name(trajectory)}: {error}") from error
 
     def _conversation(self, trajectory: Trajectory) -> Chat:
         """All messages up to the policy's last, with the prompt's tools and template arguments."""

@@ -211,7 +211,7 @@ class Environments:
 
     def _error(self, call: _Call, advice: str) -> RewardError:
         where = self._prompts[call.number].where
-        return RewardError(f"{KEY}: {self._name}: row {where}: {call.method} {call.fault}; {advice}")
+        return RewardError(KEY, why=f"{self._name}: row {where}: {call.method} {call.fault}", fix=advice)
 
     def _checked(self, call: _Call, read: Callable[[Any], Any]) -> Any:
         try:

@@ -9,7 +9,7 @@ import threading
 import urllib.parse
 from typing import Any
 
-from mrl.errors import ConfigError, ServerError
+from mrl.errors import ConfigError, ServerError, quoted
 
 TRIES = 4
 """How often a request is sent at most. Again only where the server could not be reached, hung up, or said that it is
@@ -39,7 +39,7 @@ class Http:
         parts = urllib.parse.urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.username is None
         if not good:
-            raise ConfigError(f"rollout.server.urls: value {url!r} is not a server; write it as http://host:8000")
+            raise ConfigError("rollout.server.urls", quoted(url), "is not a server", "write it as http://host:8000")
         self.url = url.rstrip("/")
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
         self._open: set[http.client.HTTPConnection] = set()

@@ -78,8 +78,9 @@ class RecordedRollouts(TrajectorySource):
             name = os.path.basename(path)
             others = sorted(f for f in os.listdir(self._folder) if f.startswith(name.split("_")[0] + "_"))
             raise DataError(
-                f"rollout.path: {self._config.path}: has no {name}, which is needed before step {step}; it has "
-                f"{f'{len(others)} from {others[0]} to {others[-1]}' if others else 'none of that kind'}"
+                "rollout.path",
+                why=f"{self._config.path}: has no {name}, which is needed before step {step}; it has "
+                + (f"{len(others)} from {others[0]} to {others[-1]}" if others else "none of that kind"),
             )
         records = read_samples(path)
         for line, record in enumerate(records, start=1):

@@ -270,4 +270,4 @@ class Rollouts(TrajectorySource):
         return True
 
     def _error(self, conversation: _Conversation, what: str) -> RewardError:
-        return RewardError(f"{KEY}: {self._name}: row {conversation.prompt.where}: {what}")
+        return RewardError(KEY, why=f"{self._name}: row {conversation.prompt.where}: {what}")

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from mrl import cli
 from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
-from mrl.converters.json_file import shown
 from mrl.engine import atomic_checkpoint
+from mrl.errors import show
 from tests.convert import kit
 from tests.convert.test_refused import config, run
 
@@ -119,7 +119,7 @@ def test_sizes_of_files(imported, hf, tmp_path, size, files):
 def test_what_is_no_size(imported, tmp_path, size):
     code, said = run("export", imported, tmp_path / "out", "--max-shard-size", size)
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"mrl: --max-shard-size: value {shown(size)} is not a size; write it as 5GB, 500MB, 1GiB"), (
+    assert said.startswith(f"mrl: --max-shard-size: value {show(size)} is not a size; write it as 5GB, 500MB, 1GiB"), (
         said
     )
     assert not (tmp_path / "out").exists()

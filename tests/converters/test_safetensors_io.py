@@ -175,7 +175,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path):
 def test_sizes():
     assert (parse_size("5GB"), parse_size("20 mb"), parse_size(7)) == (5 * 10**9, 20 * 10**6, 7)
     assert (parse_size("1GiB"), parse_size("1.5gb"), parse_size("1234")) == (2**30, 1_500_000_000, 1234)
-    with pytest.raises(ConfigError, match="'5 apples' is not a size"):
+    with pytest.raises(ConfigError, match='"5 apples" is not a size'):
         parse_size("5 apples")
 
 

@@ -93,9 +93,9 @@ CASES = {
     "a container without an image": (("slurm.image: is missing",), render(*CPU, "--template", "container")),
     "a changed copy without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=copy_of("container"))),
     "what extends a template without an image": (("slurm.image: is missing, and the template my.sbatch",), render(*CPU, *TEMPLATE, edit=write("my.sbatch", "{% extends 'apptainer.sbatch' %}"))),
-    "an image that a copy does not use": (("slurm.image: value 'a.sif' is not used by the template my.sbatch",), render(*CPU, *TEMPLATE, "--image", "a.sif", edit=copy_of("bare"))),
-    "an image that servers do not use": (("slurm.image: value 'a.sif' is not used by the template hetero",), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--image", "a.sif")),
-    "an image that is not used": (("slurm.image: value 'a.sif' is not used",), render(*CPU, "--image", "a.sif")),
+    "an image that a copy does not use": (('slurm.image: value "a.sif" is not used by the template my.sbatch',), render(*CPU, *TEMPLATE, "--image", "a.sif", edit=copy_of("bare"))),
+    "an image that servers do not use": (('slurm.image: value "a.sif" is not used by the template hetero',), ppo(*CPU, *VLLM, "--template", "hetero", "--servers-nodes", "1", "--image", "a.sif")),
+    "an image that is not used": (('slurm.image: value "a.sif" is not used',), render(*CPU, "--image", "a.sif")),
     "a folder that cannot be mounted": (("output_dir", "has ':' in it"), render(*CPU, "--template", "container", "--image", "x", "output_dir=a:b")),
     "a mount that is none": (("slurm.mounts", "absolute paths"), render(*CPU, "--template", "container", "--image", "x", "--mounts", "data")),
     # Servers.

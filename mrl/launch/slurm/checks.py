@@ -11,8 +11,7 @@ from collections.abc import Collection, Sequence
 
 from mrl import metrics
 from mrl.config.command import Config, Part, Server, TrainingCommand
-from mrl.config.keys import show
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, quoted
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
 from mrl.launch.slurm.render import Reads, reads_of
@@ -33,7 +32,8 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
         layouts = preflight.check_layout(command, config, parts, options.world_size)
     except ConfigError as error:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
-        raise ConfigError(f"{error} ({nodes})") from None
+        # a package's engine may raise an error of one text, which has no key
+        raise ConfigError(error.key or error, error.value, error.why, f"{error.fix} ({nodes})") from None
     preflight.check_code(command, config)
     return [
         *_across_nodes(parts, layouts, options),
@@ -56,10 +56,15 @@ def check_template(config: Config, options: SlurmConfig, given: Collection[str] 
     ):
         if found := [c for c in value if c in refused]:
             raise ConfigError(
-                f"{name}: value {value!r} has {found[0]!r} in it, which the job's script cannot have there; give another folder"
+                name,
+                quoted(value),
+                f"has {found[0]!r} in it, which the job's script cannot have there",
+                "give another folder",
             )
     if "image" in reads.needs and options.image is None:
-        raise ConfigError(f"slurm.image: is missing, and the template {options.template} needs it; give --image")
+        raise ConfigError(
+            "slurm.image", why=f"is missing, and the template {options.template} needs it", fix="give --image"
+        )
     _check_unused(options, reads, given)
     if "server_command" in reads.needs or options.servers.nodes:
         _check_servers(server, options)
@@ -69,8 +74,10 @@ def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) ->
     for name in ("image", "mounts"):
         if getattr(options, name) and name not in reads.names:
             raise ConfigError(
-                f"slurm.{name}: value {getattr(options, name)!r} is not used by the template {options.template}; give --template "
-                "container or apptainer"
+                f"slurm.{name}",
+                getattr(options, name),
+                f"is not used by the template {options.template}",
+                "give --template container or apptainer",
             )
     if reads.names & {"servers", "server_command", "server_directives"}:
         return
@@ -78,43 +85,56 @@ def _check_unused(options: SlurmConfig, reads: Reads, given: Collection[str]) ->
         value = getattr(options.servers, field.name)
         if f"servers.{field.name}" in given or (field.name == "nodes" and value):
             raise ConfigError(
-                f"slurm.servers.{field.name}: value {show(value)} is not used by the template {options.template}; give --template hetero"
+                f"slurm.servers.{field.name}",
+                value,
+                f"is not used by the template {options.template}",
+                "give --template hetero",
             )
 
 
 def _check_servers(server: Server | None, options: SlurmConfig) -> None:
     if server is None:
         raise ConfigError(
-            f'slurm.template: value "{options.template}" starts inference servers, and this config asks for none; '
-            "use it for mrl ppo with rollout.backend vllm or sglang"
+            "slurm.template",
+            options.template,
+            "starts inference servers, and this config asks for none",
+            "use it for mrl ppo with rollout.backend vllm or sglang",
         )
     if not options.servers.nodes:
         raise ConfigError(
-            f"slurm.servers.nodes: value 0 leaves the template {options.template} without a server; give --servers-nodes"
+            "slurm.servers.nodes", 0, f"leaves the template {options.template} without a server", "give --servers-nodes"
         )
     if options.array is not None:
         raise ConfigError(
-            f'slurm.array: value "{options.array}" cannot be of a heterogeneous job, says Slurm; submit one job a task'
+            "slurm.array", options.array, "cannot be of a heterogeneous job, says Slurm", "submit one job a task"
         )
 
 
 def _check_devices(asked: set[str], options: SlurmConfig) -> None:
     if "cuda" in asked and not options.gpus_per_node:
         raise ConfigError(
-            f"slurm.gpus_per_node: value {options.gpus_per_node or 0} gives no GPU to engine.device cuda; give --gpus-per-node"
+            "slurm.gpus_per_node",
+            options.gpus_per_node or 0,
+            "gives no GPU to engine.device cuda",
+            "give --gpus-per-node",
         )
     if asked == {"cpu"} and options.gpus_per_node:
         raise ConfigError(
-            f"slurm.gpus_per_node: value {options.gpus_per_node} asks for GPUs that engine.device cpu does not use; give "
-            "--gpus-per-node 0 and --processes-per-node"
+            "slurm.gpus_per_node",
+            options.gpus_per_node,
+            "asks for GPUs that engine.device cpu does not use",
+            "give --gpus-per-node 0 and --processes-per-node",
         )
 
 
 def _check_restarts(config: Config, options: SlurmConfig) -> None:
     if config.checkpoint.resume == "never" and options.max_restarts:
         raise ConfigError(
-            f'checkpoint.resume: value "never" refuses what an earlier start of the job has saved, and the job may start again '
-            f"{options.max_restarts} times; set it to auto, or give --max-restarts 0"
+            "checkpoint.resume",
+            "never",
+            "refuses what an earlier start of the job has saved, and the job may start again "
+            f"{options.max_restarts} times",
+            "set it to auto, or give --max-restarts 0",
         )
 
 
