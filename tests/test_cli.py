@@ -19,7 +19,7 @@ from mrl.config.load import dump_config, from_dict, load_config
 from mrl.config.ppo import PPOConfig
 from mrl.errors import DataError, Stopped
 from mrl.launch import local, start
-from tests.bad_input.kit import Workspace
+from tests.bad_input.mistakes import Workspace
 from tests.tiers import slow_but
 
 HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mrl.algorithms import advantages as adv
 from mrl.algorithms.ragged import from_trained_columns, last_trained, sum_per_sequence, to_tokens, trained_columns
-from tests.algorithms.kit import Ragged, close, examples, flat, groups, ragged
+from tests.algorithms.sequences import Ragged, close, examples, flat, groups, ragged
 
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from mrl.algorithms.aggregation import DENOMINATORS, token_weights
-from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.sequences import close, examples, flat, ragged
 
 LONGEST = 11
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algorithms.correction import Correction, importance_weights
-from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.sequences import close, examples, flat, ragged
 
 CORRECTIONS = [
     Correction(mode, level, cap, floor)

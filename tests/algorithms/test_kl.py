@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algorithms.kl import KL_ESTIMATORS, KLController, kl_estimate, sequence_kl
-from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.sequences import close, examples, flat, ragged
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5)
 

@@ -23,7 +23,7 @@ from mrl.algorithms.losses import ActorLoss, CriticLoss
 from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip
 from mrl.batch import Batch, make_batch
 from tests.algorithms import test_aggregation, test_correction, test_kl, test_policy, test_value
-from tests.algorithms.kit import Ragged, close, examples, flat, ragged
+from tests.algorithms.sequences import Ragged, close, examples, flat, ragged
 
 ROWS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "entropy")
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mrl.algorithms.policy import OBJECTIVES, RATIOS, Clip, clipped_surrogate, largest_ratio
-from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.sequences import close, examples, flat, ragged
 
 CLIPS = st.sampled_from([Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.1, 0.5, 3.0), Clip(0.3, 0.2, 1.5), Clip(1.0, 4.0)])
 

@@ -14,9 +14,9 @@ from mrl.algorithms import recipes
 from mrl.algorithms.advantages import Rollout
 from mrl.config.ppo import ALGORITHMS
 from mrl.errors import ConfigError
-from tests.algorithms.kit import close, examples, flat, ragged
+from tests.algorithms.sequences import close, examples, flat, ragged
 from tests.algorithms.test_advantages import put_back, returns_oracle
-from tests.trainers.kit import REPO
+from tests.trainers.tiny_runs import REPO
 
 NAMES = ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "dapo", "gspo", "cispo"]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
-from tests.algorithms.kit import close, examples, flat, groups, ragged
+from tests.algorithms.sequences import close, examples, flat, groups, ragged
 
 
 @examples

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mrl.algorithms.value import explained_variance, value_loss
-from tests.algorithms.kit import close, examples, flat
+from tests.algorithms.sequences import close, examples, flat
 
 NUMBERS = st.floats(-2, 2)
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 
 from tests.bad_input import model_cases
-from tests.bad_input.kit import Case, Workspace
+from tests.bad_input.mistakes import Case, Workspace
 
 STEP = "earlier/checkpoints/step_00000001"
 RESUME = (f"checkpoint.resume={STEP}",)

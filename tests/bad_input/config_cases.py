@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bad_input.kit import MOE, Case, set_config, set_model
+from tests.bad_input.mistakes import MOE, Case, set_config, set_model
 
 CASES = [
     # The file itself.

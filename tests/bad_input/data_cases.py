@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tests.bad_input.kit import Case, Workspace, chat
+from tests.bad_input.mistakes import Case, Workspace, chat
 
 GOOD = chat("1+1=", "2")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.bad_input.kit import Case, Workspace
+from tests.bad_input.mistakes import Case, Workspace
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bad_input.kit import MOE, Case, set_model, set_other_model
+from tests.bad_input.mistakes import MOE, Case, set_model, set_other_model
 
 CASES = [
     # Keys.

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bad_input import checkpoint_cases, config_cases, data_cases, model_cases, ppo_cases
-from tests.bad_input.kit import Case, WarmMrl, Workspace, check, run_mrl
+from tests.bad_input.mistakes import Case, WarmMrl, Workspace, check, run_mrl
 from tests.tiers import slow_but
-from tests.trainers.kit import make_inputs
+from tests.trainers.tiny_runs import make_inputs
 
 COUNT_GPUS = ("no gpu", "heads of fsdp")
 """Where megatron has been imported without a GPU, torch counts one: these need a process of their own."""

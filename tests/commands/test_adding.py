@@ -16,7 +16,7 @@ import sys
 import pytest
 import yaml
 
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 PACKAGE = pathlib.Path(__file__).parent / "external" / "mrl_unlearn"
 FILES = ["__init__.py", "loss.py", "record.py", "trainer.py"]
@@ -40,20 +40,25 @@ def site(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("inputs")
-    kit.make_inputs(folder)
+    tiny_runs.make_inputs(folder)
     return folder
 
 
 @pytest.fixture
 def mrl(site, inputs, tmp_path):
     """`mrl WORD...` beside a config.yaml, as a process of its own."""
-    config = kit.make_config(inputs, tmp_path / "run", train={"steps": 1}, forget={"floor": -6})
+    config = tiny_runs.make_config(inputs, tmp_path / "run", train={"steps": 1}, forget={"floor": -6})
     config["optimizer"] = {"lr": 1e-2, "schedule": "constant"}
-    kit.write_config(tmp_path / "config.yaml", config)
+    tiny_runs.write_config(tmp_path / "config.yaml", config)
 
     def run(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k not in ("RANK", "WORLD_SIZE")}
-        env |= {"PYTHONPATH": f"{kit.REPO}{os.pathsep}{site}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environ}
+        env |= {
+            "PYTHONPATH": f"{tiny_runs.REPO}{os.pathsep}{site}",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            **environ,
+        }
         command = [sys.executable, "-m", "mrl", *map(str, words)]
         return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
@@ -62,7 +67,7 @@ def mrl(site, inputs, tmp_path):
 
 def test_it_touches_its_own_files_alone():
     assert sorted(path.name for path in PACKAGE.glob("*.py")) == FILES
-    naming = [path for path in (kit.REPO / "mrl").rglob("*.py") if "unlearn" in path.read_text(encoding="utf-8")]
+    naming = [path for path in (tiny_runs.REPO / "mrl").rglob("*.py") if "unlearn" in path.read_text(encoding="utf-8")]
     assert not naming, "no part of mrl knows it by name"
 
 
@@ -73,9 +78,9 @@ def test_no_part_of_mrl_asks_which_command_trains():
         r"commands|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|ppo_checks|recipes|roles|checks)"
     )
     found = [
-        f"{path.relative_to(kit.REPO)}: {line.strip()}"
-        for path in sorted((kit.REPO / "mrl").rglob("*.py"))
-        if not re.match(rooms, path.relative_to(kit.REPO / "mrl").as_posix())
+        f"{path.relative_to(tiny_runs.REPO)}: {line.strip()}"
+        for path in sorted((tiny_runs.REPO / "mrl").rglob("*.py"))
+        if not re.match(rooms, path.relative_to(tiny_runs.REPO / "mrl").as_posix())
         for line in path.read_text(encoding="utf-8").splitlines()
         if re.search(r"""["'](sft|ppo)["']|isinstance\(\w+, (SFT|PPO)Config\)|PPOConfig\b""", line)
     ]

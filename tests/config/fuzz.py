@@ -38,8 +38,8 @@ from mrl.data.batches import BatchSource
 from mrl.data.dataset import SFTDataset
 from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.errors import UserError
-from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
-from tests.trainers.kit import load_example
+from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, Workspace
+from tests.trainers.tiny_runs import load_example
 
 LIMIT_S, LIMIT_CHARACTERS = 5.0, 400
 FILES = {"sft": "config.yaml", "ppo": "ppo.yaml"}

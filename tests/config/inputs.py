@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine import tiny
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -40,7 +40,7 @@ def make(folder: pathlib.Path) -> None:
 
 def make_models(folder: pathlib.Path) -> None:
     """dense, with weights and with others; four layers; experts; dropout; an output layer of zeros; code of its own."""
-    tokenizer = kit.load_example("arithmetic/make_data.py").make_tokenizer()
+    tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
 
     def model(name: str, family: str = "qwen3", **options: Any) -> None:
         tiny.make_model(str(folder / name), family, vocab=len(tokenizer), **options)
@@ -73,7 +73,7 @@ def make_rows(folder: pathlib.Path) -> None:
         (folder / name).write_text("".join(line + "\n" for line in lines))
 
     def sums(first: int, count: int) -> list[dict[str, Any]]:
-        return [kit.chat([first + i] * (1 + i % 3)) for i in range(count)]
+        return [tiny_runs.chat([first + i] * (1 + i % 3)) for i in range(count)]
 
     def tokens(count: int) -> dict[str, Any]:
         return {"input_ids": list(range(3, 3 + count))}
@@ -85,10 +85,10 @@ def make_rows(folder: pathlib.Path) -> None:
     write("even.jsonl", [tokens(17)] * 4)
     write("uneven.jsonl", [tokens(count) for count in (17, 5, 12, 9)])
     write("columns.jsonl", [{"question": "1+1=", "answer": "2"}] * 4)
-    two_turns = [*kit.chat([1])["messages"], *kit.chat([2])["messages"]]
+    two_turns = [*tiny_runs.chat([1])["messages"], *tiny_runs.chat([2])["messages"]]
     write("turns.jsonl", [{"messages": two_turns}] * 4)
     every_form = {
-        **kit.chat([11]), "prompt": "2", "completion": "22", "instruction": "3", "output": "33", "text": "44",
+        **tiny_runs.chat([11]), "prompt": "2", "completion": "22", "instruction": "3", "output": "33", "text": "44",
         "input_ids": [11, 11, 11],
     }  # fmt: skip
     write("forms.jsonl", [every_form] * 4)

@@ -28,9 +28,9 @@ from mrl.trainers import ppo
 from mrl.trainers.rl import show
 from tests.config.reach import DEFAULT, Run, Terminal, surroundings
 from tests.engine import tiny
-from tests.resume.rl import kit
+from tests.resume.rl import rl_runs
 from tests.trainers.cases import before
-from tests.trainers.kit import load_example
+from tests.trainers.tiny_runs import load_example
 
 Look = Callable[[Run], Any]
 
@@ -94,7 +94,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def make(folder: pathlib.Path) -> pathlib.Path:
     """Those of tests/resume/rl, a reward model, rows in other forms and with faults, an environment, more rewards."""
-    kit.make_inputs(folder)
+    rl_runs.make_inputs(folder)
     tokenizer = load_example("arithmetic/make_data.py").make_tokenizer()
     tiny.make_model(str(folder / "judge"), "qwen3", vocab=len(tokenizer), head="value")
     tokenizer.save_pretrained(folder / "judge")

@@ -13,7 +13,7 @@ from mrl.engine.megatron.checks import check_counts, check_text_alone
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import choose_nproc
 from mrl.parallel import ParallelDims
-from tests.bad_input.kit import MODEL, MOE
+from tests.bad_input.mistakes import MODEL, MOE
 from tests.config.test_load import base
 
 

@@ -16,7 +16,7 @@ from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
 from mrl.errors import LONGEST, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
-from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
+from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, Workspace
 from tests.config import fuzz
 
 EXTREMES = [0, 1, -1, 2**31, -(2**31), 2**63 - 1, 10**18, 10**22, -(10**22), 10**400, 0.0, 5e-324, 1e300, -1e300, math.inf, -math.inf, math.nan]  # fmt: skip

@@ -22,7 +22,7 @@ from mrl.errors import ConfigError
 from tests.config import looks, reach_ppo
 from tests.config.reach import DEFAULT, Refusal, Row, Runs, nested
 from tests.config.reach_ppo import BASE, named_is_the_best, noted, same, sampled, shown
-from tests.trainers.kit import REPO
+from tests.trainers.tiny_runs import REPO
 
 TWICE, THREE = {"train.steps": 2}, {"train.steps": 3}
 AGAIN = {"algorithm.epochs": 2, "train.steps": 2}  # the second step is made off policy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.engine import harness
 
 
@@ -20,7 +20,7 @@ def hf(tmp_path_factory):
     def get(family="llama", **options):
         key = (family, str(sorted(options.items())))
         if key not in made:
-            made[key] = kit.make_hf(tmp_path_factory.mktemp(family) / "hf", family, **options)
+            made[key] = hf_folders.make_hf(tmp_path_factory.mktemp(family) / "hf", family, **options)
         return made[key]
 
     return get

@@ -23,7 +23,7 @@ from mrl.convert import exporting, workspace
 from mrl.convert.opening import open_any
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.trainers import kit as sft_kit
+from tests.trainers import tiny_runs
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 STACKED = dataclasses.replace(LORA, target_modules=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
@@ -58,8 +58,8 @@ def same(a, b):
 def config_of_a_run(path, base, dtype, lora, **data):
     """What `mrl sft` leaves beside the checkpoints in `path`."""
     model = {"path": base, "dtype": dtype, "lora": dataclasses.asdict(lora)}
-    config = sft_kit.make_config(pathlib.Path(path), path, model=model, data=data)
-    sft_kit.write_config(pathlib.Path(path, "config.yaml"), config)
+    config = tiny_runs.make_config(pathlib.Path(path), path, model=model, data=data)
+    tiny_runs.write_config(pathlib.Path(path, "config.yaml"), config)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
 from mrl.engine import atomic_checkpoint
 from mrl.errors import show
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.test_refused import config, run
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_sizes_of_files(imported, hf, tmp_path, size, files):
     assert done.exit_code == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == files
     assert (tmp_path / "out/model.safetensors.index.json").is_file() == (files > 1)
-    assert kit.differences(hf("llama", shard="30KB"), tmp_path / "out") == []
+    assert hf_folders.differences(hf("llama", shard="30KB"), tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_result_is_compared_with_the_checkpoint_that_it_is_of(imported, tmp_pa
     checkpoints, newer = tmp_path / "run/checkpoints", tmp_path / "newer"
     shutil.copytree(imported, checkpoints / "step_00000001")
     (checkpoints / "latest").write_text("step_00000001\n")
-    import_hf(kit.make_hf(tmp_path / "other", "llama", shard="30KB", seed=5), newer)
+    import_hf(hf_folders.make_hf(tmp_path / "other", "llama", shard="30KB", seed=5), newer)
     from mrl.convert import exporting
 
     real = exporting.export_hf

@@ -12,10 +12,10 @@ import pytest
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.engine import atomic_checkpoint
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.test_refused import run
 
-NAMES = sorted(kit.COMPANIONS)
+NAMES = sorted(hf_folders.COMPANIONS)
 TEMPLATE = "additional_chat_templates/tool.jinja"
 
 
@@ -23,7 +23,7 @@ TEMPLATE = "additional_chat_templates/tool.jinja"
 def source(hf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("source") / "hf"
     shutil.copytree(hf("llama", shard="30KB"), folder)
-    kit.add_companions(folder)
+    hf_folders.add_companions(folder)
     (folder / TEMPLATE).parent.mkdir()
     (folder / TEMPLATE).write_text("{{ tools }}")
     return folder
@@ -124,7 +124,7 @@ def test_links_are_followed_to_their_files(source, tmp_path):
         (tmp_path / "hf" / file.name).symlink_to(os.path.join("../real", file.name))
     import_hf(tmp_path / "hf", tmp_path / "mcore")
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    assert kit.files_of(tmp_path / "back") == kit.files_of(source)
+    assert hf_folders.files_of(tmp_path / "back") == hf_folders.files_of(source)
     assert not any(path.is_symlink() for path in (tmp_path / "back").rglob("*"))
 
 

@@ -27,7 +27,7 @@ from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.converters.gguf_file import read_gguf
 from mrl.errors import ModelError
-from tests.convert import gguf_files, kit
+from tests.convert import gguf_files, hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run
 from tests.convert.test_verify import verify
@@ -68,7 +68,7 @@ def test_an_exact_file_is_the_model_that_it_was_made_from(made, tmp_path, family
     assert code == 0 and found["same"] and found["differences"] == [], found
     assert all(row["max_difference"] < 2e-5 for row in found["logits"])
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    assert kit.differences(source, tmp_path / "back") == []
+    assert hf_folders.differences(source, tmp_path / "back") == []
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert (
         not info["missing_keys"]
@@ -233,7 +233,7 @@ def test_an_import_that_was_interrupted_goes_on(made, tmp_path):
     now = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "mcore/mcore").glob("*.distcp")}
     assert sum(finished[name] == now[name] for name in finished) >= 3
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    assert kit.differences(source, tmp_path / "back") == []
+    assert hf_folders.differences(source, tmp_path / "back") == []
 
 
 QWEN2 = (

@@ -25,7 +25,7 @@ from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.engine.torch_dist.data_files import ItemFile
 from mrl.errors import ModelError
-from tests.convert import kit
+from tests.convert import hf_folders
 
 EVENTS = (
     (ItemFile, "write"),
@@ -107,14 +107,14 @@ def test_a_kill_leaves_nothing_that_looks_whole(hf, tmp_path, command, seed):
     kill_at = min(int((seed + random.Random(seed).random()) * share), events - 1)
     in_fork(lambda: convert(tmp_path / "out"), kill_at)
     if (tmp_path / "out").exists():  # killed after the rename: it is whole but for notes of its making
-        assert set(kit.files_of(tmp_path / "whole")) <= set(kit.files_of(tmp_path / "out"))
+        assert set(hf_folders.files_of(tmp_path / "whole")) <= set(hf_folders.files_of(tmp_path / "out"))
     else:
         assert {p.name for p in tmp_path.iterdir()} - {"whole", "mcore"} <= {".out.converting"}
         _, again = in_fork(lambda: convert(tmp_path / "out"))
         assert again <= blocks
         assert not (tmp_path / ".out.converting").exists()
-        assert kit.files_of(tmp_path / "out").keys() == kit.files_of(tmp_path / "whole").keys()
-    for name, content in kit.files_of(tmp_path / "whole").items():
+        assert hf_folders.files_of(tmp_path / "out").keys() == hf_folders.files_of(tmp_path / "whole").keys()
+    for name, content in hf_folders.files_of(tmp_path / "whole").items():
         if name.endswith((".distcp", ".safetensors", ".json")):
             assert (tmp_path / "out" / name).read_bytes() == content, name
 
@@ -132,7 +132,7 @@ def test_what_was_finished_is_not_written_again(hf, tmp_path, command):
     checked = tmp_path / "checked"
     (export_hf if command == "import" else import_hf)(tmp_path / "out", checked)
     if command == "import":
-        assert kit.differences(hf("qwen3_moe", shard="15KB"), checked) == []
+        assert hf_folders.differences(hf("qwen3_moe", shard="15KB"), checked) == []
 
 
 def test_another_source_begins_anew(hf, tmp_path):
@@ -142,7 +142,7 @@ def test_another_source_begins_anew(hf, tmp_path):
     assert any((tmp_path / ".out.converting/mcore").iterdir())
     import_hf(second, tmp_path / "out", file_bytes=8_000)
     export_hf(tmp_path / "out", tmp_path / "back")
-    assert kit.differences(second, tmp_path / "back") == []
+    assert hf_folders.differences(second, tmp_path / "back") == []
 
 
 def test_a_source_that_changes_meanwhile_gives_nothing(hf, tmp_path):

@@ -27,15 +27,15 @@ from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import ModelError
 from mrl.parallel import ParallelDims
 from mrl.trainers import ppo, sft
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run
 from tests.convert.test_verify import verify
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.engine.test_quantized import CASES
-from tests.trainers import kit as sft_kit
-from tests.trainers.rl import kit as rl_kit
+from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 EMBED, HEAD = "model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"
@@ -47,7 +47,7 @@ def folder(hf, tmp_path):
 
     def make(family="deepseek_v3", *, layers=1, copies=True, **options):
         shutil.copytree(hf(family, **options), tmp_path / "hf")
-        kit.add_mtp(tmp_path / "hf", layers=layers, copies=copies)
+        hf_folders.add_mtp(tmp_path / "hf", layers=layers, copies=copies)
         return tmp_path / "hf"
 
     return make
@@ -68,7 +68,7 @@ def test_the_files_come_back_byte_for_byte(folder, tmp_path, family, tied, dtype
     code, found = verify(source, tmp_path / "mcore", "--no-logits")
     assert code == 0 and found["same"], found
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    before, after = hf_folders.files_of(source), hf_folders.files_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == []
 
@@ -77,7 +77,7 @@ def test_files_of_another_size_hold_the_copies_too(folder, tmp_path):
     source = folder()
     import_hf(source, tmp_path / "mcore")
     export_hf(tmp_path / "mcore", tmp_path / "back", max_shard_size="15KB")
-    assert kit.differences(source, tmp_path / "back") == []
+    assert hf_folders.differences(source, tmp_path / "back") == []
 
 
 def test_megatrons_own_model_with_mtp_loads_an_import(folder, tmp_path):
@@ -115,8 +115,8 @@ def test_megatrons_own_model_with_mtp_loads_an_import(folder, tmp_path):
 def test_block_fp8(hf, tmp_path):
     """Every projection of the layer in blocks, as published; what is exported is plain, and has the copies."""
     quantise, fields, method, _ = CASES["deepseek_v3"]
-    source = kit.make_hf(tmp_path / "hf", "deepseek_v3", dtype="bfloat16", **fields)
-    kit.add_mtp(source)
+    source = hf_folders.make_hf(tmp_path / "hf", "deepseek_v3", dtype="bfloat16", **fields)
+    hf_folders.add_mtp(source)
     torch.manual_seed(0)
     stored, plain = quantise(load_folder(str(source)))
     for file in source.glob("model*"):
@@ -250,15 +250,15 @@ def train_and_tell(command: str, path: str) -> str:
 
 
 def test_a_run_says_so_once_at_its_start_and_at_its_export(tmp_path):
-    sft_kit.make_inputs(tmp_path)
+    tiny_runs.make_inputs(tmp_path)
     shape = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/model.safetensors").unlink()
-    kit.make_hf(tmp_path / "model", "deepseek_v3", vocab=shape["vocab_size"])
-    kit.add_mtp(tmp_path / "model")
-    config = sft_kit.make_config(
+    hf_folders.make_hf(tmp_path / "model", "deepseek_v3", vocab=shape["vocab_size"])
+    hf_folders.add_mtp(tmp_path / "model")
+    config = tiny_runs.make_config(
         tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron", "device": "cpu"}
     )
-    path = sft_kit.write_config(tmp_path / "c.yaml", config)
+    path = tiny_runs.write_config(tmp_path / "c.yaml", config)
     lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="sft", path=str(path)).splitlines()
     (first, last) = [line for line in lines if "predict further tokens" in line]
     assert "model.path: " in first and "(MTP: model.layers.2." in first and "what is exported has none" in first
@@ -266,19 +266,21 @@ def test_a_run_says_so_once_at_its_start_and_at_its_export(tmp_path):
     exported = json.loads((tmp_path / "run/hf/config.json").read_text())
     assert exported["num_nextn_predict_layers"] == 0
     export_hf(tmp_path / "run", tmp_path / "again")
-    assert kit.differences(tmp_path / "run/hf", tmp_path / "again") == []
+    assert hf_folders.differences(tmp_path / "run/hf", tmp_path / "again") == []
     assert json.loads((tmp_path / "again/config.json").read_text()) == exported
 
 
 def test_roles_of_a_ppo_run_share_the_line(tmp_path):
     """Actor, critic and reference start from one folder; a value head and its export have no such layers either."""
-    rl_kit.make_inputs(tmp_path)
+    tiny_policies.make_inputs(tmp_path)
     (tmp_path / "model/model.safetensors").unlink()
-    kit.make_hf(tmp_path / "model", "glm4_moe", vocab=rl_kit.VOCAB)
-    kit.add_mtp(tmp_path / "model")
-    engine = rl_kit.engine("megatron")
-    config = rl_kit.make_config(tmp_path, tmp_path / "run", "ppo", actor={"engine": engine}, critic={"engine": engine})
-    path = sft_kit.write_config(tmp_path / "c.yaml", config)
+    hf_folders.make_hf(tmp_path / "model", "glm4_moe", vocab=tiny_policies.VOCAB)
+    hf_folders.add_mtp(tmp_path / "model")
+    engine = tiny_policies.engine("megatron")
+    config = tiny_policies.make_config(
+        tmp_path, tmp_path / "run", "ppo", actor={"engine": engine}, critic={"engine": engine}
+    )
+    path = tiny_runs.write_config(tmp_path / "c.yaml", config)
     lines = run_case(1, "tests.convert.test_mtp:train_and_tell", command="ppo", path=str(path)).splitlines()
     (first, last) = [line for line in lines if "predict further tokens" in line]
     assert "actor.model.path: " in first and "num_nextn_predict_layers is 0 in config.json" in last

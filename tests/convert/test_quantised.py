@@ -15,7 +15,7 @@ from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.convert.opening import open_any
 from mrl.engine.lora.folder import adapters, read_adapter
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_verify import verify
 from tests.engine import tiny
@@ -27,7 +27,7 @@ from tests.engine.test_quantized import CASES
 def quantised(request, tmp_path):
     """(folder, what its tensors stand for), in bf16 where the folder is not quantised."""
     quantise, fields, method, _ = CASES[request.param]
-    folder = kit.make_hf(tmp_path / "hf", request.param, dtype="bfloat16", shard="1GB", **fields)
+    folder = hf_folders.make_hf(tmp_path / "hf", request.param, dtype="bfloat16", shard="1GB", **fields)
     torch.manual_seed(0)
     stored, plain = quantise(load_file(folder / "model.safetensors"))
     names = sorted(stored)

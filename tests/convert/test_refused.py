@@ -22,7 +22,7 @@ from mrl.convert.importing import import_hf
 from mrl.engine.torch_dist import reader as torch_dist_reader
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.engine.harness import run_case
 
 
@@ -201,7 +201,7 @@ def test_import_of_flipped_and_cut_headers_is_refused_or_right(hf, tmp_path):
         assert code == 0, said  # in what nothing follows from, such as total_size of the index
         assert i % 4 or file.suffix == ".json"
         assert run("export", out, tmp_path / f"back{i}")[0] == 0
-        assert kit.differences(source, tmp_path / f"back{i}") == []
+        assert hf_folders.differences(source, tmp_path / f"back{i}") == []
     assert refused > 0.9 * FLIPS
 
 
@@ -209,7 +209,7 @@ def test_a_pickle_that_is_allowed_gives_the_same_weights(source, hf, tmp_path):
     pickled(source)
     assert run("import", source, tmp_path / "out", "--allow-pickle")[0] == 0
     assert run("export", tmp_path / "out", tmp_path / "back")[0] == 0
-    assert kit.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
+    assert hf_folders.differences(hf("llama", shard="30KB"), tmp_path / "back") == []
 
 
 @pytest.mark.parametrize("file", [5, "../elsewhere.bin", "lost.bin", ["a"]], ids=str)

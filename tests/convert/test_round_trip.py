@@ -20,7 +20,7 @@ from mrl.convert.importing import import_hf
 from mrl.converters.families import FAMILIES
 from mrl.engine import atomic_checkpoint
 from mrl.engine.torch_dist.reader import TorchDistReader
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -84,13 +84,13 @@ def test_every_family_of_the_tables_is_here():
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_files_come_back_byte_for_byte(hf, tmp_path, family, tied, dtype):
     source = hf(family, tied=tied, dtype=dtype)
-    kit.add_companions(source)
+    hf_folders.add_companions(source)
     done = import_hf(source, tmp_path / "mcore", file_bytes=10_000)
     assert done.tensors == len(load_folder(str(source)))
     assert len(list((tmp_path / "mcore/mcore").glob("*.distcp"))) > 2
     atomic_checkpoint.verify(str(tmp_path / "mcore"))
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    before, after = hf_folders.files_of(source), hf_folders.files_of(tmp_path / "back")
     assert len([name for name in before if name.endswith(".safetensors")]) > 1
     assert before.keys() == after.keys()
     assert [name for name in before if before[name] != after[name]] == []
@@ -131,9 +131,9 @@ def test_headers_come_back_byte_for_byte(hf, tmp_path, name):
     index.write_bytes(index.read_bytes().replace(b"\n", b"\r\n"))
     import_hf(source, tmp_path / "mcore")
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    assert kit.files_of(source) == kit.files_of(tmp_path / "back")
+    assert hf_folders.files_of(source) == hf_folders.files_of(tmp_path / "back")
     export_hf(tmp_path / "mcore", tmp_path / "cut", max_shard_size="1GB")
-    assert kit.differences(source, tmp_path / "cut") == []
+    assert hf_folders.differences(source, tmp_path / "cut") == []
 
 
 def test_max_shard_size_and_a_single_file(hf, tmp_path):
@@ -143,27 +143,27 @@ def test_max_shard_size_and_a_single_file(hf, tmp_path):
     export_hf(tmp_path / "mcore", tmp_path / "many", max_shard_size="12KB")
     assert [p.name for p in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
-    assert kit.differences(source, tmp_path / "one") == kit.differences(source, tmp_path / "many") == []
+    assert hf_folders.differences(source, tmp_path / "one") == hf_folders.differences(source, tmp_path / "many") == []
 
 
 def test_tensors_of_several_dtypes_keep_theirs(hf, tmp_path):
     """q, k and v become one tensor in mcore; where they differ in dtype it has one that holds all of them exactly."""
     from safetensors.torch import load_file, save_file
 
-    source = kit.make_hf(tmp_path / "hf", "llama", dtype="bfloat16", shard="1GB")
+    source = hf_folders.make_hf(tmp_path / "hf", "llama", dtype="bfloat16", shard="1GB")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"] = weights["model.layers.1.self_attn.k_proj.weight"].float()
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     import_hf(source, tmp_path / "mcore")
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    assert kit.differences(source, tmp_path / "back") == []
+    assert hf_folders.differences(source, tmp_path / "back") == []
 
 
 def test_a_head_that_is_saved_though_it_is_tied(hf, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    source = kit.make_hf(tmp_path / "hf", "llama", tied=True, shard="1GB")
+    source = hf_folders.make_hf(tmp_path / "hf", "llama", tied=True, shard="1GB")
     weights = load_file(source / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, source / "model.safetensors", {"format": "pt"})
@@ -218,7 +218,7 @@ def test_checkpoints_of_every_layout_export(hf, tmp_path, family, tied, size, la
         saved, written = torch.load(tmp_path / name / "weights.pt"), load_folder(str(tmp_path / f"hf-{name}"))
         assert saved.keys() == written.keys()
         assert [n for n in saved if not torch.equal(saved[n], written[n])] == [], named[name]
-        assert kit.differences(source, tmp_path / f"hf-{name}") == []
+        assert hf_folders.differences(source, tmp_path / f"hf-{name}") == []
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -251,5 +251,5 @@ def test_a_value_model_comes_back_with_its_own_config(tmp_path, tied):
     (source / "config.json").write_text(json.dumps(config | {"id2label": {"0": "good"}, "label2id": {"good": 0}}))
     import_hf(source, tmp_path / "mcore")
     export_hf(tmp_path / "mcore", tmp_path / "back")
-    before, after = kit.files_of(source), kit.files_of(tmp_path / "back")
+    before, after = hf_folders.files_of(source), hf_folders.files_of(tmp_path / "back")
     assert before == after

@@ -16,12 +16,12 @@ from mrl.config.schema import SFTConfig
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import CheckpointError
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.cases import load_folder
 from tests.convert.test_refused import run as mrl_convert
 from tests.engine.harness import run_case
-from tests.trainers import kit as sft_kit
-from tests.trainers.rl import kit as rl_kit
+from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
 
 
 def train(command: str, path: str) -> None:
@@ -34,21 +34,21 @@ def train(command: str, path: str) -> None:
 
 @pytest.mark.parametrize(("size", "backend"), [(2, "megatron"), (1, "fsdp")])
 def test_sft_from_an_import(tmp_path, size, backend):
-    sft_kit.make_inputs(tmp_path)
+    tiny_runs.make_inputs(tmp_path)
     import_hf(tmp_path / "model", tmp_path / "mcore")
     engine = {"backend": backend, "device": "cpu", "parallel": {"tp": size}}
     for start in ("model", "mcore"):
-        config = sft_kit.make_config(
+        config = tiny_runs.make_config(
             tmp_path, tmp_path / f"from-{start}", engine=engine, train={"steps": 2},
             model={"path": str(tmp_path / start), "dtype": "bfloat16"},
         )  # fmt: skip
-        path = sft_kit.write_config(tmp_path / f"{start}.yaml", config)
+        path = tiny_runs.write_config(tmp_path / f"{start}.yaml", config)
         run_case(size, "tests.convert.test_runs:train", command="sft", path=str(path))
         export_hf(tmp_path / f"from-{start}", tmp_path / f"hf-{start}")
-        assert kit.differences(tmp_path / f"from-{start}/hf", tmp_path / f"hf-{start}") == []
+        assert hf_folders.differences(tmp_path / f"from-{start}/hf", tmp_path / f"hf-{start}") == []
     for other in ("hf-mcore", "from-mcore/hf"):
-        assert kit.differences(tmp_path / "hf-model", tmp_path / other) == []
-    before, after = kit.files_of(tmp_path / "from-model/hf"), kit.files_of(tmp_path / "hf-mcore")
+        assert hf_folders.differences(tmp_path / "hf-model", tmp_path / other) == []
+    before, after = hf_folders.files_of(tmp_path / "from-model/hf"), hf_folders.files_of(tmp_path / "hf-mcore")
     assert before.keys() == after.keys()
     assert [n for n in before if before[n] != after[n] and not n.endswith(".safetensors")] == []
     refuses_another_tokenizer(tmp_path, "from-model", None)
@@ -74,18 +74,18 @@ def refuses_another_tokenizer(folder: pathlib.Path, run: str, role: str | None) 
 
 
 def test_each_role_of_a_ppo_run(tmp_path):
-    rl_kit.make_inputs(tmp_path)
-    config = rl_kit.make_config(
+    tiny_policies.make_inputs(tmp_path)
+    config = tiny_policies.make_config(
         tmp_path,
         tmp_path / "run",
         "ppo",
-        actor={"engine": rl_kit.engine("megatron")},
-        critic={"engine": rl_kit.engine("fsdp")},
+        actor={"engine": tiny_policies.engine("megatron")},
+        critic={"engine": tiny_policies.engine("fsdp")},
     )
     (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(config))
     run_case(1, "tests.convert.test_runs:train", command="ppo", path=str(tmp_path / "ppo.yaml"))
     export_hf(tmp_path / "run", tmp_path / "actor")
-    assert kit.differences(tmp_path / "run/hf", tmp_path / "actor") == []
+    assert hf_folders.differences(tmp_path / "run/hf", tmp_path / "actor") == []
     export_hf(tmp_path / "run", tmp_path / "critic", role="critic")
     critic = load_folder(str(tmp_path / "critic"))
     assert critic["score.weight"].shape == (1, 32) and "lm_head.weight" not in critic
@@ -99,13 +99,13 @@ def test_each_role_of_a_ppo_run(tmp_path):
 
 
 def test_resume_says_that_an_import_has_no_optimizer(tmp_path):
-    sft_kit.make_inputs(tmp_path)
+    tiny_runs.make_inputs(tmp_path)
     import_hf(tmp_path / "model", tmp_path / "mcore")
-    config = sft_kit.make_config(
+    config = tiny_runs.make_config(
         tmp_path, tmp_path / "run", engine={"backend": "megatron", "device": "cpu"},
         checkpoint={"resume": str(tmp_path / "mcore")},
     )  # fmt: skip
-    path = sft_kit.write_config(tmp_path / "sft.yaml", config)
+    path = tiny_runs.write_config(tmp_path / "sft.yaml", config)
     with pytest.raises(
         AssertionError, match="holds weights alone, as `mrl convert import` makes it; name it in model.path"
     ):

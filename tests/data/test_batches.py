@@ -11,7 +11,7 @@ import torch
 from mrl.data.batches import BatchSource, Report, count_usable, eval_batches, may_leave_out, row_order, steps_for_epochs
 from mrl.data.dataset import Example, SFTDataset
 from mrl.errors import CheckpointError, DataError
-from tests.data import kit
+from tests.data import tiny_tokenizers
 
 WORDS = ["fox", "dog", "the quick brown fox", "hello there", "lazy", "4", "What is 2 + 2?", "over the lazy dog"]
 
@@ -21,13 +21,13 @@ def rows(n=8):
 
 
 def make(path, *, size=3, seed=0, shuffle=True, prefetch=True, **keys):
-    dataset = SFTDataset(kit.config(path, **keys), kit.make_tokenizer())
+    dataset = SFTDataset(tiny_tokenizers.config(path, **keys), tiny_tokenizers.make_tokenizer())
     return BatchSource(dataset, global_batch_size=size, seed=seed, shuffle=shuffle, prefetch=prefetch)
 
 
 @pytest.fixture
 def path(tmp_path):
-    return kit.write_jsonl(tmp_path / "a.jsonl", rows())
+    return tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", rows())
 
 
 def same(a, b):
@@ -56,7 +56,7 @@ def test_shuffle_false_keeps_the_order_of_the_file(path):
 
 def test_a_batch_holds_the_rows_tokens_and_its_denominators(path):
     source = make(path, shuffle=False)
-    batch, tokenizer = source.next(), kit.make_tokenizer()
+    batch, tokenizer = source.next(), tiny_tokenizers.make_tokenizer()
     texts = [tokenizer.decode(t.tolist()) for t in batch.labels.split(batch.lengths.tolist())]
     assert [t[-6:] for t in texts] == [" 0</s>", " 1</s>", " 2</s>"]
     assert batch.denominators == {"tokens": float(batch.num_tokens), "sequences": 3.0}
@@ -109,11 +109,11 @@ def test_a_peek_changes_nothing(path, prefetch):
 
 
 def changed_row(path):
-    kit.write_jsonl(path, [*rows(4), {"text": "doG 4"}, *rows()[5:]])
+    tiny_tokenizers.write_jsonl(path, [*rows(4), {"text": "doG 4"}, *rows()[5:]])
 
 
 def longer(path):
-    kit.write_jsonl(path, rows(9))
+    tiny_tokenizers.write_jsonl(path, rows(9))
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_trap_32_for_parquet_saved_data_sets_and_folders(tmp_path):
             make(str(new / name)).load_state_dict(state)
     folder = tmp_path / "folder"
     folder.mkdir()
-    kit.write_jsonl(folder / "a.jsonl", rows())
+    tiny_tokenizers.write_jsonl(folder / "a.jsonl", rows())
     state = make(str(folder)).state_dict()
-    kit.write_jsonl(folder / "b.jsonl", rows())
+    tiny_tokenizers.write_jsonl(folder / "b.jsonl", rows())
     with pytest.raises(CheckpointError, match="has 2 files and had 1"):
         make(str(folder)).load_state_dict(state)
 
@@ -166,7 +166,7 @@ def test_trap_32_for_parquet_saved_data_sets_and_folders(tmp_path):
 def test_moved_data_and_another_batch_size_go_on_at_the_same_row(path, tmp_path):
     source = make(path)
     source.next()
-    moved = kit.write_jsonl(tmp_path / "moved.jsonl", rows())
+    moved = tiny_tokenizers.write_jsonl(tmp_path / "moved.jsonl", rows())
     resumed = make(moved, size=2)
     resumed.load_state_dict(source.state_dict())
     resumed.next()
@@ -188,7 +188,7 @@ def mixed(tmp_path):
     lines = [r for r in rows()]
     lines[1], lines[6] = '{"text": 5}', "{oops"
     lines[2], lines[7] = {"text": "hello " * 20}, {"text": "fox " * 30}
-    return kit.write_jsonl(tmp_path / "mixed.jsonl", lines)
+    return tiny_tokenizers.write_jsonl(tmp_path / "mixed.jsonl", lines)
 
 
 def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
@@ -213,7 +213,7 @@ def test_skip_and_drop_are_counted_noted_and_resumed(mixed):
 @pytest.mark.parametrize("policy, kept", [("right", slice(0, 12)), ("left", slice(-12, None))])
 def test_truncation_cuts_the_end_it_names_and_is_counted(mixed, policy, kept):
     source = make(mixed, shuffle=False, on_bad_row="skip", truncation=policy, max_length=12, size=6)
-    dataset, tokenizer = source.dataset, kit.make_tokenizer()
+    dataset, tokenizer = source.dataset, tiny_tokenizers.make_tokenizer()
     whole = [*tokenizer("hello " * 20)["input_ids"], tokenizer.eos_token_id]
     cut = dataset.load(2)
     assert isinstance(cut, Example) and cut.truncated and cut.ids == whole[kept]
@@ -221,10 +221,14 @@ def test_truncation_cuts_the_end_it_names_and_is_counted(mixed, policy, kept):
 
 
 def test_a_row_of_exactly_max_length_is_whole(tmp_path):
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5] * 6}])
-    assert not SFTDataset(kit.config(path, max_length=6), kit.make_tokenizer()).load(0).truncated
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [5] * 6}])
+    assert (
+        not SFTDataset(tiny_tokenizers.config(path, max_length=6), tiny_tokenizers.make_tokenizer()).load(0).truncated
+    )
     with pytest.raises(DataError, match="a.jsonl:1: the row has 6 tokens and data.max_length is 5"):
-        SFTDataset(kit.config(path, max_length=5, on_bad_row="skip"), kit.make_tokenizer()).load(0)
+        SFTDataset(
+            tiny_tokenizers.config(path, max_length=5, on_bad_row="skip"), tiny_tokenizers.make_tokenizer()
+        ).load(0)
 
 
 def test_stop_stops_at_the_batch_that_holds_the_row_not_one_before(mixed):
@@ -235,7 +239,7 @@ def test_stop_stops_at_the_batch_that_holds_the_row_not_one_before(mixed):
 
 
 def test_when_no_row_can_be_used_it_says_so_instead_of_looking_forever(tmp_path):
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"text": 1}, {"text": 2}])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"text": 1}, {"text": 2}])
     source = make(path, on_bad_row="skip")
     message = r"data.train: .*a.jsonl: none of its 2 rows can be used; skipped: .*a.jsonl:\d: text is \d; give a string"
     with pytest.raises(DataError, match=message):
@@ -245,7 +249,10 @@ def test_when_no_row_can_be_used_it_says_so_instead_of_looking_forever(tmp_path)
 
 
 def test_eval_batches_give_every_usable_row_once_in_order(mixed):
-    dataset = SFTDataset(kit.config(mixed, on_bad_row="skip", truncation="right", max_length=12), kit.make_tokenizer())
+    dataset = SFTDataset(
+        tiny_tokenizers.config(mixed, on_bad_row="skip", truncation="right", max_length=12),
+        tiny_tokenizers.make_tokenizer(),
+    )
     report = Report()
     batches = list(eval_batches(dataset, 4, report))
     assert [b.num_sequences for b in batches] == [4, 2]
@@ -254,11 +261,11 @@ def test_eval_batches_give_every_usable_row_once_in_order(mixed):
 
 
 def test_eval_while_the_thread_works_changes_nothing(tmp_path):
-    conversations = [{"messages": kit.turns("hello", w, "fox", w)} for w in WORDS]
-    path = kit.write_jsonl(tmp_path / "chat.jsonl", conversations)
-    tokenizer = kit.make_tokenizer(kit.CHATML_MARKED)
-    source = BatchSource(SFTDataset(kit.config(path), tokenizer), global_batch_size=8, seed=0)
-    held_out = SFTDataset(kit.config(path), tokenizer)
+    conversations = [{"messages": tiny_tokenizers.turns("hello", w, "fox", w)} for w in WORDS]
+    path = tiny_tokenizers.write_jsonl(tmp_path / "chat.jsonl", conversations)
+    tokenizer = tiny_tokenizers.make_tokenizer(tiny_tokenizers.CHATML_MARKED)
+    source = BatchSource(SFTDataset(tiny_tokenizers.config(path), tokenizer), global_batch_size=8, seed=0)
+    held_out = SFTDataset(tiny_tokenizers.config(path), tokenizer)
     expected = next(eval_batches(held_out, 8))
     for _ in range(20):
         source.next()
@@ -275,11 +282,15 @@ def test_ranks_that_build_the_same_batch_agree(mixed):
 
 def test_usable_rows_are_counted_without_touching_the_counts_of_the_run(tmp_path):
     long, bad = {"text": "fox " * 40}, {"words": "fox"}
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [*rows(4), long, bad, long])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [*rows(4), long, bad, long])
     source = make(path, max_length=32, truncation="drop", on_bad_row="skip", format="text")
     assert count_usable(source.dataset) == (4, {"skipped": 1, "dropped": 2, "truncated": 0})
     assert set(source.counts.values()) == {0}
     with pytest.raises(DataError, match="none of its 7 rows"):
         count_usable(make(path, max_length=2, truncation="drop", on_bad_row="skip", format="text").dataset)
-    assert not may_leave_out(kit.config(path)) and not may_leave_out(kit.config(path, truncation="right"))
-    assert may_leave_out(kit.config(path, truncation="drop")) and may_leave_out(kit.config(path, on_bad_row="skip"))
+    assert not may_leave_out(tiny_tokenizers.config(path)) and not may_leave_out(
+        tiny_tokenizers.config(path, truncation="right")
+    )
+    assert may_leave_out(tiny_tokenizers.config(path, truncation="drop")) and may_leave_out(
+        tiny_tokenizers.config(path, on_bad_row="skip")
+    )

@@ -10,23 +10,23 @@ from mrl.data.dataset import Rejected
 from mrl.data.prompts import PromptDataset, PromptSource, first_prompts
 from mrl.data.stream import Report
 from mrl.errors import CheckpointError, DataError
-from tests.data import kit
-from tests.data.kit import turns
+from tests.data import tiny_tokenizers
+from tests.data.tiny_tokenizers import turns
 
 USER = {"role": "user", "content": "hello"}
 TOOLS = [{"type": "function", "function": {"name": "fox"}}]
 
 
-def make(path, template=kit.CHATML, *, part="train", bos=False, vocab_size=None, **keys):
+def make(path, template=tiny_tokenizers.CHATML, *, part="train", bos=False, vocab_size=None, **keys):
     config = PromptsConfig(**{"train": str(path), **keys})
-    return PromptDataset(config, kit.make_tokenizer(template, bos=bos), part=part, vocab_size=vocab_size)
+    return PromptDataset(config, tiny_tokenizers.make_tokenizer(template, bos=bos), part=part, vocab_size=vocab_size)
 
 
-def of_row(tmp_path, row, template=kit.CHATML, *, bos=False, **keys):
+def of_row(tmp_path, row, template=tiny_tokenizers.CHATML, *, bos=False, **keys):
     """(the prompt, its tokens in words)"""
-    dataset = make(kit.write_jsonl(tmp_path / "a.jsonl", [row]), template, bos=bos, **keys)
+    dataset = make(tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row]), template, bos=bos, **keys)
     prompt = dataset.load(0)
-    return prompt, kit.make_tokenizer(template).decode(prompt.tokens)
+    return prompt, tiny_tokenizers.make_tokenizer(template).decode(prompt.tokens)
 
 
 ASKED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
@@ -72,8 +72,8 @@ def test_fields_are_renamed_first_and_rewards_get_the_renamed_row(tmp_path):
 @pytest.mark.parametrize("row", [{"prompt": "hello"}, {"prompt": [USER]}])
 def test_tools_and_template_arguments_of_the_row(tmp_path, row):
     row = {**row, "tools": TOOLS, "chat_template_kwargs": {"loud": 5}}
-    assert of_row(tmp_path, row, kit.WITH_TOOLS)[1] == "TOOLS fox <|im_end|>\nLOUD5" + ASKED
-    assert of_row(tmp_path, {**row, "tools": json.dumps(TOOLS)}, kit.WITH_TOOLS)[1].startswith("TOOLS fox")
+    assert of_row(tmp_path, row, tiny_tokenizers.WITH_TOOLS)[1] == "TOOLS fox <|im_end|>\nLOUD5" + ASKED
+    assert of_row(tmp_path, {**row, "tools": json.dumps(TOOLS)}, tiny_tokenizers.WITH_TOOLS)[1].startswith("TOOLS fox")
 
 
 def test_a_system_message_in_front(tmp_path):
@@ -111,7 +111,7 @@ def test_a_chat_template_from_a_file(tmp_path):
     ],
 )  # fmt: skip
 def test_bad_rows(tmp_path, row, wrong, works):
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}, row])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}, row])
     with pytest.raises(DataError) as error:
         make(path).load(1)
     message = str(error.value)
@@ -121,7 +121,7 @@ def test_bad_rows(tmp_path, row, wrong, works):
 
 def test_messages_with_nothing_to_ask(tmp_path):
     bad = [turns("hello", "fox")[1:], [*turns("hello", "fox"), {"role": "assistant", "content": "dog"}]]
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"messages": m} for m in bad])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"messages": m} for m in bad])
     for index, wrong in ((0, "nothing before the assistant turn"), (1, "no user turn after an assistant turn")):
         with pytest.raises(DataError, match=f"a.jsonl:{index + 1}: messages has {wrong}; let what the model"):
             make(path).load(index)
@@ -136,21 +136,21 @@ def test_messages_with_nothing_to_ask(tmp_path):
 )  # fmt: skip
 def test_a_first_row_without_one_prompt(tmp_path, row, message):
     with pytest.raises(DataError, match=message):
-        make(kit.write_jsonl(tmp_path / "a.jsonl", [row]), on_bad_row="skip")
+        make(tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [row]), on_bad_row="skip")
 
 
 def test_messages_need_a_chat_template(tmp_path):
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER]}])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER]}])
     with pytest.raises(DataError, match=r"data.train: .*a.jsonl: the tokenizer has no chat template"):
         make(path, None)
-    path = kit.write_jsonl(tmp_path / "b.jsonl", [{"prompt": [USER]}])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "b.jsonl", [{"prompt": [USER]}])
     with pytest.raises(DataError, match=r"b.jsonl:1: the tokenizer has no chat template"):
         make(path, None, on_bad_row="skip").load(0)
 
 
 def test_a_prompt_of_no_tokens_and_a_foreign_tokenizer(tmp_path):
     (tmp_path / "empty.jinja").write_text("{# says nothing #}")
-    path = kit.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}])
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hello"}])
     with pytest.raises(DataError, match="a.jsonl:1: gives a prompt of no tokens"):
         make(path, chat_template=str(tmp_path / "empty.jinja")).load(0)
     with pytest.raises(DataError, match="a.jsonl:1: the tokenizer gives token .* vocab_size 5"):
@@ -167,7 +167,7 @@ def mixed(tmp_path):
     """Rows 1 and 4 are bad; row 2 is longer than 24 tokens."""
     rows = [{"prompt": f"fox {i}"} for i in range(6)]
     rows[1], rows[2], rows[4] = {"prompt": 5}, {"prompt": "fox " * 40}, "{oops"
-    return kit.write_jsonl(tmp_path / "mixed.jsonl", rows)
+    return tiny_tokenizers.write_jsonl(tmp_path / "mixed.jsonl", rows)
 
 
 def test_long_prompts(mixed):
@@ -215,7 +215,7 @@ def test_trap_32_changed_prompts_are_refused(mixed):
     state = PromptSource(make(mixed, **SKIPS), seed=1).state_dict()
     with pytest.raises(CheckpointError, match="seed: is 2 and was 1"):
         PromptSource(make(mixed, **SKIPS), seed=2).load_state_dict(state)
-    kit.write_jsonl(mixed, [{"prompt": "fox"}])
+    tiny_tokenizers.write_jsonl(mixed, [{"prompt": "fox"}])
     with pytest.raises(CheckpointError, match="data.train: .*mixed.jsonl has 1 rows and had 6"):
         PromptSource(make(mixed), seed=1).load_state_dict(state)
 

@@ -15,7 +15,7 @@ from mrl.data.dataset import SFTDataset
 from mrl.data.files import open_file
 from mrl.data.rows import open_rows
 from mrl.errors import DataError
-from tests.data import kit
+from tests.data import tiny_tokenizers
 
 ROWS = [{"text": f"row {i} é"} for i in range(7)]
 
@@ -63,8 +63,8 @@ def test_every_kind_gives_the_same_rows_in_any_order(tmp_path, kind):
 
 
 def test_a_folder_and_a_glob_give_the_files_in_order_and_other_files_are_left_alone(tmp_path):
-    kit.write_jsonl(tmp_path / "b.jsonl", ROWS[3:])
-    kit.write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
+    tiny_tokenizers.write_jsonl(tmp_path / "b.jsonl", ROWS[3:])
+    tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", ROWS[:3])
     (tmp_path / "README.md").write_text("about")
     for path in (tmp_path, tmp_path / "*.jsonl"):
         found, places = read(path)
@@ -74,7 +74,7 @@ def test_a_folder_and_a_glob_give_the_files_in_order_and_other_files_are_left_al
 def test_many_files_hold_few_handles(tmp_path, monkeypatch):
     monkeypatch.setattr("mrl.data.rows.OPEN_FILES", 3)
     for i in range(20):
-        kit.write_jsonl(tmp_path / f"{i:02}.jsonl", [{"text": str(i)}])
+        tiny_tokenizers.write_jsonl(tmp_path / f"{i:02}.jsonl", [{"text": str(i)}])
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     rows = open_rows(str(tmp_path), split=None, part="train")
     assert [rows[i]["text"] for i in range(20)] == [str(i) for i in range(20)]
@@ -123,7 +123,10 @@ def test_a_million_rows_take_a_few_bytes_each(tmp_path):
 
 
 def test_a_row_of_parquet_has_no_null_fields(tmp_path):
-    rows = [{"messages": kit.turns("a", "b")}, {"messages": [{"role": "user", "content": "c", "tool_calls": "x"}]}]
+    rows = [
+        {"messages": tiny_tokenizers.turns("a", "b")},
+        {"messages": [{"role": "user", "content": "c", "tool_calls": "x"}]},
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet")[0] == rows
 
@@ -154,10 +157,10 @@ def test_a_copy_is_made_once(tmp_path, monkeypatch):
 
 
 def test_a_file_that_changes_under_its_index_is_an_error(tmp_path):
-    path = kit.write_jsonl(tmp_path / "a.jsonl", ROWS)
-    dataset = SFTDataset(kit.config(path), kit.make_tokenizer())
+    path = tiny_tokenizers.write_jsonl(tmp_path / "a.jsonl", ROWS)
+    dataset = SFTDataset(tiny_tokenizers.config(path), tiny_tokenizers.make_tokenizer())
     dataset.load(0)
-    kit.write_jsonl(path, ROWS[1:])
+    tiny_tokenizers.write_jsonl(path, ROWS[1:])
     with pytest.raises(DataError, match=r"a.jsonl:2: the file changed while it was in use"):
         dataset.load(1)
 
@@ -185,7 +188,7 @@ def test_a_hub_id_goes_to_datasets_with_its_configuration(monkeypatch):
 
 
 def test_eval_reads_the_evaluation_rows(tmp_path):
-    train = kit.write_jsonl(tmp_path / "train.jsonl", ROWS)
-    held_out = kit.write_jsonl(tmp_path / "eval.jsonl", ROWS[:2])
-    dataset = SFTDataset(kit.config(train, eval=held_out), kit.make_tokenizer(), part="eval")
+    train = tiny_tokenizers.write_jsonl(tmp_path / "train.jsonl", ROWS)
+    held_out = tiny_tokenizers.write_jsonl(tmp_path / "eval.jsonl", ROWS[:2])
+    dataset = SFTDataset(tiny_tokenizers.config(train, eval=held_out), tiny_tokenizers.make_tokenizer(), part="eval")
     assert len(dataset) == 2 and dataset.where(1) == f"{held_out}:2"

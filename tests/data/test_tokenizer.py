@@ -4,7 +4,7 @@ import pytest
 
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, ModelError
-from tests.data.kit import CHATML, make_tokenizer, turns
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer, turns
 
 
 @pytest.fixture

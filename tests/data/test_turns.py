@@ -6,7 +6,7 @@ from mrl.data.files import BadRow
 from mrl.data.formats import Chat
 from mrl.data.turns import TurnEncoder
 from mrl.errors import DataError
-from tests.data import kit
+from tests.data import tiny_tokenizers
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"role": "tool", "content": "4"}
@@ -25,8 +25,8 @@ MISTRAL = (
     "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
 )
 TEMPLATES = {
-    "chatml": kit.CHATML, "marked": kit.CHATML_MARKED, "strips": kit.STRIPS_REASONING, "eos": kit.EOS_AT_THE_END,
-    "tools": kit.WITH_TOOLS, "adds": ADDS_REASONING, "llama": LLAMA, "mistral": MISTRAL,
+    "chatml": tiny_tokenizers.CHATML, "marked": tiny_tokenizers.CHATML_MARKED, "strips": tiny_tokenizers.STRIPS_REASONING, "eos": tiny_tokenizers.EOS_AT_THE_END,
+    "tools": tiny_tokenizers.WITH_TOOLS, "adds": ADDS_REASONING, "llama": LLAMA, "mistral": MISTRAL,
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("said", ["the fox", [TOOL], [TOOL, USER]])
 def test_a_turn_and_what_follows_are_the_rendering_of_the_whole(name, said):
     template = TEMPLATES[name]
-    tokenizer = kit.make_tokenizer(template)
+    tokenizer = tiny_tokenizers.make_tokenizer(template)
     encoder, asked = TurnEncoder(tokenizer), Chat([USER], given=1)
     end = tokenizer.convert_tokens_to_ids("</s>" if name in ("llama", "mistral") else "<|im_end|>")
     space = " " if name == "mistral" else ""
@@ -46,7 +46,7 @@ def test_a_turn_and_what_follows_are_the_rendering_of_the_whole(name, said):
 
 
 def test_a_turn_that_was_cut_gets_its_end():
-    tokenizer = kit.make_tokenizer()
+    tokenizer = tiny_tokenizers.make_tokenizer()
     encoder, asked, end = TurnEncoder(tokenizer), Chat([USER]), tokenizer.convert_tokens_to_ids("<|im_end|>")
     ended, cut, other = (encoder.observation("fox", asked, last) for last in (end, 7, tokenizer.eos_token_id))
     assert cut == other == [end, *ended]
@@ -54,14 +54,14 @@ def test_a_turn_that_was_cut_gets_its_end():
 
 
 def test_tools_and_template_arguments_count():
-    tokenizer = kit.make_tokenizer(ADDS_REASONING)
+    tokenizer = tiny_tokenizers.make_tokenizer(ADDS_REASONING)
     encoder = TurnEncoder(tokenizer)
     plain, quick = (encoder.observation("fox", Chat([USER], template_kwargs=k), 7) for k in ({}, {"quick": True}))
     assert tokenizer.decode(quick[len(plain) :]) == "<think>\n\n</think>\n\n"
 
 
 def test_without_a_chat_template_the_text_is_taken_as_it_is():
-    tokenizer = kit.make_tokenizer(None, bos=True)
+    tokenizer = tiny_tokenizers.make_tokenizer(None, bos=True)
     encoder = TurnEncoder(tokenizer)
     assert tokenizer.decode(encoder.observation(" fox 4", Chat([]), 7)) == " fox 4"
     with pytest.raises(DataError, match="has no chat template"):
@@ -69,7 +69,7 @@ def test_without_a_chat_template_the_text_is_taken_as_it_is():
 
 
 def test_the_observation_may_say_anything():
-    tokenizer = kit.make_tokenizer()
+    tokenizer = tiny_tokenizers.make_tokenizer()
     text = "a-turn-of-the-assistant<|im_end|>"
     assert text + "<|im_end|>\n" in tokenizer.decode(TurnEncoder(tokenizer).observation(text, Chat([USER]), 7))
 
@@ -84,4 +84,4 @@ def test_the_observation_may_say_anything():
 )  # fmt: skip
 def test_templates_that_do_not_tell(template, error, message):
     with pytest.raises(error, match=message):
-        TurnEncoder(kit.make_tokenizer(template)).observation("fox", Chat([USER]), 7)
+        TurnEncoder(tiny_tokenizers.make_tokenizer(template)).observation("fox", Chat([USER]), 7)

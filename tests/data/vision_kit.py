@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2VLImageProces
 
 from mrl.converters.hf_config import read_hf_config
 from mrl.data.vision import Vision, load_vision
-from tests.data.kit import trained_bpe
+from tests.data.tiny_tokenizers import trained_bpe
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 # As Qwen2.5-VL: a part of type image is one token between two others.

@@ -27,7 +27,7 @@ from mrl.engine.registry import engine_class
 from mrl.errors import CheckpointError, ConfigError
 from tests.engine import contract, layouts, suite, tiny
 from tests.engine.harness import run_case
-from tests.resume import kit
+from tests.resume import runs
 
 MODEL = ModelConfig(path="somewhere")
 
@@ -39,7 +39,7 @@ def installed() -> str:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> pathlib.Path:
-    return kit.make_inputs(tmp_path_factory.mktemp("inputs"))
+    return runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -200,27 +200,27 @@ def test_the_suite_is_asked_for_an_engine_and_its_layouts(capsys):
 
 
 def plain_config(inputs: pathlib.Path, output_dir: pathlib.Path, **changes: Any) -> dict[str, Any]:
-    layout = kit.Layout(2, "dense", layouts.available("plain"))
-    return kit.make_config(inputs, output_dir, layout, **{"train": {"steps": 4, "eval_every": None}, **changes})
+    layout = runs.Layout(2, "dense", layouts.available("plain"))
+    return runs.make_config(inputs, output_dir, layout, **{"train": {"steps": 4, "eval_every": None}, **changes})
 
 
 def test_a_run_resumes_bitwise_and_says_who_can_read_its_checkpoints(inputs, tmp_path):
     """Dropout is on. A run that a signal stops in step 2 and that goes on is the run that was not stopped."""
     whole, stopped = (plain_config(inputs, tmp_path / name) for name in ("whole", "stopped"))
-    kit.finish(whole, 2)
-    kit.stop_after(stopped, 2, 2)
-    kit.finish(stopped, 2)
-    kit.assert_same_steps(*(pathlib.Path(c["output_dir"]) for c in (whole, stopped)))
-    a, b = (kit.exported(tmp_path / name) for name in ("whole", "stopped"))
-    kit.assert_same_state(a, b, "export")
-    assert json.loads((kit.newest(tmp_path / "whole") / "COMPLETE").read_text())["backend"] == "plain"
+    runs.finish(whole, 2)
+    runs.stop_after(stopped, 2, 2)
+    runs.finish(stopped, 2)
+    runs.assert_same_steps(*(pathlib.Path(c["output_dir"]) for c in (whole, stopped)))
+    a, b = (runs.exported(tmp_path / name) for name in ("whole", "stopped"))
+    runs.assert_same_state(a, b, "export")
+    assert json.loads((runs.newest(tmp_path / "whole") / "COMPLETE").read_text())["backend"] == "plain"
 
-    saved = str(kit.newest(tmp_path / "whole"))
+    saved = str(runs.newest(tmp_path / "whole"))
     changed = plain_config(inputs, tmp_path / "whole", engine={"backend": "fsdp"}, train={"steps": 5})
-    ended, message, _ = kit.train(changed, 2)
+    ended, message, _ = runs.train(changed, 2)
     assert ended == "ConfigError" and message.startswith('engine.backend: value "fsdp" is not the "plain" that the')
     elsewhere = plain_config(inputs, tmp_path / "new", engine={"backend": "fsdp"}, checkpoint={"resume": saved})
-    ended, message, _ = kit.train(elsewhere, 2)
+    ended, message, _ = runs.train(elsewhere, 2)
     assert ended in ("ConfigError", "CheckpointError") and "plain" in message, message
     with pytest.raises(
         CheckpointError, match="was saved by the engine 'plain' of another package, whose files only that"
@@ -249,7 +249,7 @@ def test_where_the_package_is_not_installed(inputs, tmp_path, installed):
 
 def command(installed: str, *args: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": f"{kit.REPO}{os.pathsep}{installed}", "HF_HUB_OFFLINE": "1"}
+    env |= {"PYTHONPATH": f"{runs.REPO}{os.pathsep}{installed}", "HF_HUB_OFFLINE": "1"}
     return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True)
 
 

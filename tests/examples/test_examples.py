@@ -19,9 +19,9 @@ from mrl.config.command import command_of_data
 from mrl.config.load import load_config, read_yaml
 from mrl.metrics import read
 from tests.engine import harness
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
-CONFIGS = sorted((kit.REPO / "examples").rglob("*.yaml"))
+CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,7 +37,7 @@ def test_configs_load(path):
 
 
 def engine_loop(backend: str, tp: int = 1) -> list[float]:
-    return kit.load_example("engine_loop.py").main(backend, tp)
+    return tiny_runs.load_example("engine_loop.py").main(backend, tp)
 
 
 def test_the_engine_program_gives_the_same_losses_on_either_engine_and_layout():
@@ -52,7 +52,7 @@ def test_the_engine_program_gives_the_same_losses_on_either_engine_and_layout():
 
 
 def rl_loop(backend: str, tp: int = 1) -> list[float]:
-    return kit.load_example("rl_loop.py").main(backend, tp)
+    return tiny_runs.load_example("rl_loop.py").main(backend, tp)
 
 
 def test_the_reinforcement_program_learns_to_count():
@@ -68,7 +68,7 @@ def test_the_reinforcement_program_samples_the_same_on_either_engine_and_layout(
 
 
 def test_the_loss_of_the_reinforcement_program_is_grpo():
-    example = kit.load_example("rl_loop.py")
+    example = tiny_runs.load_example("rl_loop.py")
     torch.manual_seed(0)
     batch = make_batch([[1, 2, 3, 4], [5, 6], [7, 8, 9]], [[0, 0, 1, 1], [0, 1], [0, 1, 1]])
     names = ("old_log_probs", "ref_log_probs", "advantages")
@@ -82,7 +82,7 @@ def test_the_loss_of_the_reinforcement_program_is_grpo():
 
 
 def test_arithmetic_problems_are_seeded_and_held_out(tmp_path):
-    example = kit.load_example("arithmetic/make_data.py")
+    example = tiny_runs.load_example("arithmetic/make_data.py")
     for name in ("a", "b"):
         example.make(tmp_path / name, seed=3)
     rows = {name: (tmp_path / "a" / f"{name}.jsonl").read_text().splitlines() for name in ("train", "eval")}
@@ -93,7 +93,7 @@ def test_arithmetic_problems_are_seeded_and_held_out(tmp_path):
 
 
 def test_arithmetic_tokenizer_marks_the_answer():
-    tokenizer = kit.load_example("arithmetic/make_data.py").make_tokenizer()
+    tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
     chat = [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "82"}]
     encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     trained = [i for i, m in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if m]
@@ -108,11 +108,11 @@ def test_arithmetic_tokenizer_marks_the_answer():
 @pytest.mark.nightly
 def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
     """The command line, two processes, Megatron, evaluation, checkpoint, export, and the words at the end."""
-    os.symlink(kit.REPO / "examples", tmp_path / "examples")
+    os.symlink(tiny_runs.REPO / "examples", tmp_path / "examples")
     short = ["train.steps=10", "train.eval_every=5", "optimizer.warmup_steps=2", "checkpoint.every=5"]
     done = subprocess.run(
         [sys.executable, "examples/arithmetic/quickstart.py", "--sft-only", *short], cwd=tmp_path, capture_output=True, text=True,
-        timeout=300, env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
+        timeout=300, env=os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"exact match: 0\.\d% before, \d\.\d% \(\+- \d\.\d%\) of 1,000 problems after", done.stdout)
@@ -125,10 +125,10 @@ def test_the_quickstart_in_ten_steps_at_tp2(tmp_path):
 
 def learns(folder: pathlib.Path, *arguments: str) -> str:
     """What a program of the example prints, whose last line on exact match has 30 points more after than before."""
-    os.symlink(kit.REPO / "examples", folder / "examples")
+    os.symlink(tiny_runs.REPO / "examples", folder / "examples")
     done = subprocess.run(
         [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=1200,
-        env=os.environ | {"PYTHONPATH": str(kit.REPO), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(tiny_runs.REPO), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     line = [line for line in done.stdout.splitlines() if ": exact match" in line][-1]
@@ -150,5 +150,5 @@ def test_ppo_of_the_quickstart_learns_to_add_from_the_same_model(tmp_path):
 
 
 def test_next_commands_name_files_that_exist():
-    text = (kit.REPO / "examples" / "arithmetic" / "quickstart.py").read_text()
-    assert "examples/gsm8k/README.md" in text and pathlib.Path(kit.REPO, "examples/gsm8k/README.md").exists()
+    text = (tiny_runs.REPO / "examples" / "arithmetic" / "quickstart.py").read_text()
+    assert "examples/gsm8k/README.md" in text and pathlib.Path(tiny_runs.REPO, "examples/gsm8k/README.md").exists()

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from mrl import cli
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 FAMILY = '''\
 """Seed-OSS: Llama's names with biases on q, k and v."""
@@ -69,7 +69,7 @@ CONFIG = {
 def tree(tmp_path) -> Path:
     """A copy of what is imported, without anything that a run leaves."""
     for name in ("mrl", "tests", "examples"):
-        shutil.copytree(kit.REPO / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(tiny_runs.REPO / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "tree"
 
 
@@ -78,17 +78,17 @@ def inputs(tmp_path) -> Path:
     """A folder with a model, prompts, a reward function in a file of its own, and the config of a run on them."""
     folder = tmp_path / "inputs"
     folder.mkdir()
-    kit.make_inputs(folder)
+    tiny_runs.make_inputs(folder)
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "weight": 1}\n' * 4)
     (folder / "my_rewards.py").write_text(REWARD)
-    kit.write_config(folder / "grpo.yaml", CONFIG)
+    tiny_runs.write_config(folder / "grpo.yaml", CONFIG)
     return folder
 
 
 def touched(tree: Path) -> list[str]:
     """The files of the copy that are new or other than the tree's."""
     files = [p.relative_to(tree) for p in tree.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
-    same, other, new = filecmp.cmpfiles(tree, kit.REPO, files, shallow=False)
+    same, other, new = filecmp.cmpfiles(tree, tiny_runs.REPO, files, shallow=False)
     assert len(same) > 200
     return sorted(str(name) for name in (*other, *new))
 
@@ -101,7 +101,7 @@ def insert(file: Path, line: str, after: str) -> None:
     file.write_text(text[:end] + line + text[end:], encoding="utf-8")
 
 
-def run(*arguments: str, folder: Path, tree: Path = kit.REPO) -> str:
+def run(*arguments: str, folder: Path, tree: Path = tiny_runs.REPO) -> str:
     """What Python prints, with `tree` on its import path; fails with it where it fails."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
@@ -133,7 +133,7 @@ def test_an_algorithm_is_one_file(tree, inputs):
 def test_a_new_algorithm_trains(tree, inputs):
     insert(tree / "mrl/config/recipes.py", RECIPE, "ROWS")
     run("-m", "mrl", "ppo", "grpo.yaml", "algorithm.name=mine", folder=inputs, tree=tree)
-    [row] = kit.steps(inputs / "run")
+    [row] = tiny_runs.steps(inputs / "run")
     assert row["reward/brevity/mean"] > 0 and "actor/loss" in row
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 BUILT_FROM = ("mrl", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 ON_CPUS = ("--gpus-per-node", "0", "--processes-per-node", "2")
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory) -> Path:
     build = pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
-        source = kit.REPO / name
+        source = tiny_runs.REPO / name
         copy = shutil.copytree if source.is_dir() else shutil.copy2
         copy(source, tree / name, **({"ignore": shutil.ignore_patterns("__pycache__")} if source.is_dir() else {}))
     environment = os.environ | {"PYTHONPATH": str(Path(build.__file__).parents[1])}
@@ -63,7 +63,7 @@ def binaries(wheel, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_every_file_of_the_package_is_in_the_wheel(wheel):
-    files = {p.relative_to(kit.REPO).as_posix() for p in (kit.REPO / "mrl").rglob("*") if p.is_file()}
+    files = {p.relative_to(tiny_runs.REPO).as_posix() for p in (tiny_runs.REPO / "mrl").rglob("*") if p.is_file()}
     files = {name for name in files if "__pycache__" not in name}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("mrl/")}
@@ -72,20 +72,20 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
 
 @pytest.mark.slow
 def test_a_run_from_elsewhere(binaries, tmp_path):
-    kit.make_inputs(tmp_path)
-    config = kit.make_config(tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron"})
-    kit.write_config(tmp_path / "sft.yaml", config)
+    tiny_runs.make_inputs(tmp_path)
+    config = tiny_runs.make_config(tmp_path, tmp_path / "run", train={"steps": 2}, engine={"backend": "megatron"})
+    tiny_runs.write_config(tmp_path / "sft.yaml", config)
     where = run(binaries / "python", "-c", "import mrl; print(mrl.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(binaries.parent)
     run(binaries / "mrl", "sft", "sft.yaml", folder=tmp_path)
-    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2]
+    assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2]
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_a_job_script_from_elsewhere(binaries, tmp_path):
     """Its templates are data of the package."""
-    kit.make_inputs(tmp_path)
-    kit.write_config(tmp_path / "sft.yaml", kit.make_config(tmp_path, tmp_path / "run"))
+    tiny_runs.make_inputs(tmp_path)
+    tiny_runs.write_config(tmp_path / "sft.yaml", tiny_runs.make_config(tmp_path, tmp_path / "run"))
     script = run(binaries / "mrl", "slurm", "render", "sft", "sft.yaml", "--time", "1:00:00", *ON_CPUS, folder=tmp_path)
     assert script.startswith("#!") and "#SBATCH --time=1:00:00" in script

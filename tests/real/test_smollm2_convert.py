@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from mrl.converters import family_for, hf_to_mcore, mcore_to_hf, read_hf_config
 from mrl.parallel import ParallelDims
-from tests.convert import kit
+from tests.convert import hf_folders
 from tests.convert.test_refused import run
 from tests.convert.test_verify import verify
 from tests.converters.mbridge_oracle import bridge_for, merged, shards_of
@@ -37,7 +37,7 @@ def imported(smollm2: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_every_file_comes_back_byte_for_byte(smollm2: pathlib.Path, imported: pathlib.Path, tmp_path: pathlib.Path):  # noqa: F811
     code, said = run("export", imported, tmp_path / "back")
     assert code == 0, said
-    before, after = kit.files_of(smollm2), kit.files_of(tmp_path / "back")
+    before, after = hf_folders.files_of(smollm2), hf_folders.files_of(tmp_path / "back")
     assert before.keys() == after.keys() and {"model.safetensors", "tokenizer.json"} <= before.keys()
     assert [name for name in before if before[name] != after[name]] == []
 

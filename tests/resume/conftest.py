@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine import harness
-from tests.resume import kit
+from tests.resume import runs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,7 +14,7 @@ def worlds():
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
-    return kit.make_inputs(tmp_path_factory.mktemp("inputs"))
+    return runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def unharmed(inputs, tmp_path_factory):
 
     def of(name):
         if name not in made:
-            run = kit.new_run(tmp_path_factory.mktemp("unharmed"), inputs, kit.LAYOUTS[name])
+            run = runs.new_run(tmp_path_factory.mktemp("unharmed"), inputs, runs.LAYOUTS[name])
             run.to_the_end()
             made[name] = run.output
         return made[name]

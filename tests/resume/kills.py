@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import psutil
 
-from tests.resume.kit import TIMEOUT_S, Run
+from tests.resume.runs import TIMEOUT_S, Run
 
 POLL_S = 0.0002
 PLACES = ("start-up", "step", "save", "marker", "rename", "delete", "export")

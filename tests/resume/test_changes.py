@@ -8,16 +8,16 @@ import pytest
 
 from mrl.config.load import from_dict
 from mrl.engine.schedule import learning_rate
-from tests.resume import kit
+from tests.resume import runs
 
-LAYOUT = kit.Layout(1, "plain")
+LAYOUT = runs.Layout(1, "plain")
 
 
 @pytest.fixture(scope="module")
 def stopped(inputs, tmp_path_factory):
     """A run of twelve steps that was stopped after four; the rows are in a folder of its own."""
     folder = tmp_path_factory.mktemp("stopped")
-    kit.stop_after(config_of(inputs, folder / "run"), 1, 4)
+    runs.stop_after(config_of(inputs, folder / "run"), 1, 4)
     return folder / "run"
 
 
@@ -28,7 +28,7 @@ def copy(stopped, tmp_path):
 
 
 def config_of(inputs, output_dir, **changes):
-    return kit.make_config(inputs, output_dir, LAYOUT, **changes)
+    return runs.make_config(inputs, output_dir, LAYOUT, **changes)
 
 
 BREAKING = {
@@ -54,9 +54,9 @@ def test_a_change_that_breaks_the_run_is_refused_with_both_values(inputs, stoppe
     section, _, name = key.rpartition(".")
     change = {section: {name: value}} if section else {name: value}
     files = sorted(p.as_posix() for p in stopped.rglob("*"))
-    for output, resume in ((stopped, "auto"), (tmp_path / "new", str(kit.newest(stopped)))):
+    for output, resume in ((stopped, "auto"), (tmp_path / "new", str(runs.newest(stopped)))):
         config = config_of(inputs, output, checkpoint={"resume": resume}, **change)
-        ended, message, _ = kit.train(config, 1)
+        ended, message, _ = runs.train(config, 1)
         assert ended in ("ConfigError", "CheckpointError"), (ended, message)
         shown = [value if isinstance(value, str) else json.dumps(value), before.strip('"')]
         assert name in message and all(words in message for words in shown), message
@@ -67,39 +67,39 @@ def test_other_changes_are_said_with_both_values_and_work(inputs, copy):
     config = config_of(
         inputs, copy, engine={"recompute": "full", "micro_batch": {"size": 1}}, train={"eval_every": 4}, checkpoint={"keep": 3}
     )  # fmt: skip
-    said = kit.finish(config, 1)
+    said = runs.finish(config, 1)
     for note in (
         'engine.recompute: "none" at the save, "full" now', "engine.micro_batch.size: 2 at the save, 1 now",
         "train.eval_every: 5 at the save, 4 now", "checkpoint.keep: 2 at the save, 3 now", "output_dir: ",
     ):  # fmt: skip
         assert f"changed since the checkpoint: {note}" in said, said
     assert said.count("changed since the checkpoint") == 5
-    assert len(kit.steps(copy)) == kit.STEPS
+    assert len(runs.steps(copy)) == runs.STEPS
 
 
 def test_trap_23_a_longer_run_follows_the_schedule_of_its_new_length(inputs, copy):
     """Rates before the change stay as they were made; those after are the new schedule's at the same step."""
     longer = config_of(inputs, copy, train={"steps": 16})
-    said = kit.finish(longer, 1)
+    said = runs.finish(longer, 1)
     assert "train.steps: 12 at the save, 16 now (the learning-rate schedule follows the new length)" in said
     optimizer = from_dict(longer).optimizer
     expected = [learning_rate(i, optimizer=optimizer, total_steps=12 if i < 4 else 16) for i in range(16)]
-    assert [row["train/lr"] for row in kit.steps(copy)] == expected
+    assert [row["train/lr"] for row in runs.steps(copy)] == expected
 
 
 def test_a_finished_run_extended_is_the_longer_run(inputs, tmp_path):
     """With a constant rate, bit by bit; the old export gives way to the new one."""
     constant = {"schedule": "constant"}
     short = config_of(inputs, tmp_path / "run", train={"steps": 3, "eval_every": None}, optimizer=constant)
-    kit.finish(short, 1)
+    runs.finish(short, 1)
     long = config_of(inputs, tmp_path / "run", train={"steps": 6, "eval_every": None}, optimizer=constant)
-    kit.finish(long, 1)
+    runs.finish(long, 1)
     once = config_of(inputs, tmp_path / "once", train={"steps": 6, "eval_every": None}, optimizer=constant)
-    kit.finish(once, 1)
-    last = [row for row in kit.steps(tmp_path / "run") if row["step"] != 3]  # evaluated at its first end too
-    assert last == [row for row in kit.steps(tmp_path / "once") if row["step"] != 3]
-    ours, theirs = kit.exported(tmp_path / "run"), kit.exported(tmp_path / "once")
-    kit.assert_same_state(ours, theirs, "export")
+    runs.finish(once, 1)
+    last = [row for row in runs.steps(tmp_path / "run") if row["step"] != 3]  # evaluated at its first end too
+    assert last == [row for row in runs.steps(tmp_path / "once") if row["step"] != 3]
+    ours, theirs = runs.exported(tmp_path / "run"), runs.exported(tmp_path / "once")
+    runs.assert_same_state(ours, theirs, "export")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_trap_32_other_data_under_an_old_position_is_refused(inputs, tmp_path, e
     lines = pathlib.Path(inputs, "train.jsonl").read_text().splitlines(keepends=True)
     data.write_text("".join(lines))
     config = config_of(inputs, tmp_path / "run", data={"train": str(data)})
-    kit.stop_after(config, 1, 3)
+    runs.stop_after(config, 1, 3)
     data.write_text("".join(edit(lines)))
-    ended, message, _ = kit.train(config, 1)
+    ended, message, _ = runs.train(config, 1)
     assert ended == "CheckpointError" and message.startswith(f"data.train: {data} has ") and says in message, message
-    assert len(kit.steps(tmp_path / "run")) == 3
+    assert len(runs.steps(tmp_path / "run")) == 3

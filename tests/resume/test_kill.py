@@ -8,7 +8,7 @@ the data (trap 32), all experts on all ranks (trap 33). The processes of a kill 
 
 import pytest
 
-from tests.resume import kit
+from tests.resume import runs
 from tests.resume.kills import PLACES, Moment, kill_at, moments
 
 QUICK = {
@@ -20,7 +20,7 @@ SEEDED = {"tp1": 4, "tp2": 4, "pp2 tied": 3, "dp2": 3, "ep2": 3, "fsdp dp2": 3}
 
 def kill_and_compare(folder, inputs, unharmed, name, chosen):
     """The moments one after another in one run, then to the end."""
-    run = kit.new_run(folder, inputs, kit.LAYOUTS[name])
+    run = runs.new_run(folder, inputs, runs.LAYOUTS[name])
     ends = []
     for moment in chosen:
         ends.append(kill_at(run, moment))
@@ -28,7 +28,7 @@ def kill_and_compare(folder, inputs, unharmed, name, chosen):
     assert "missed" not in ends, list(zip(chosen, ends, strict=True))
     said = run.to_the_end()
     assert "resuming from" in said or "but not its export; exporting" in said
-    kit.assert_same_run(run.output, unharmed(name))
+    runs.assert_same_run(run.output, unharmed(name))
     assert not (run.output / ".tmp-hf").exists()
     return ends
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.engine.harness import run_case
 from tests.engine.tiny import relative_l2
-from tests.resume import kit
-from tests.resume.kit import Layout
+from tests.resume import runs
+from tests.resume.runs import Layout
 
 DENSE = {
     "tp2": Layout(2, "plain", parallel={"tp": 2}),
@@ -42,8 +42,8 @@ def whole(inputs, tmp_path_factory):
     def of(layout):
         key = (layout.model, layout.backend)
         if key not in made:
-            config = kit.make_config(inputs, tmp_path_factory.mktemp("whole"), layout)
-            kit.finish(config, layout.world)
+            config = runs.make_config(inputs, tmp_path_factory.mktemp("whole"), layout)
+            runs.finish(config, layout.world)
             made[key] = pathlib.Path(config["output_dir"])
         return made[key]
 
@@ -63,24 +63,24 @@ def whole(inputs, tmp_path_factory):
 def test_goes_on_in_another_layout(inputs, whole, tmp_path, chain):
     """Traps 23 and 32: rates, tokens and rows are exactly those of the run that stayed in the last layout."""
     for leg, layout in enumerate(chain[:-1], start=1):
-        kit.stop_after(kit.make_config(inputs, tmp_path, layout), layout.world, 3 * leg)
-    said = kit.finish(kit.make_config(inputs, tmp_path, chain[-1]), chain[-1].world)
+        runs.stop_after(runs.make_config(inputs, tmp_path, layout), layout.world, 3 * leg)
+    said = runs.finish(runs.make_config(inputs, tmp_path, chain[-1]), chain[-1].world)
     assert f"after step {3 * (len(chain) - 1)}" in said
     stayed = whole(chain[-1])
-    for ours, theirs in zip(kit.steps(tmp_path), kit.steps(stayed), strict=True):
+    for ours, theirs in zip(runs.steps(tmp_path), runs.steps(stayed), strict=True):
         for name in ("step", "train/lr", "train/tokens"):
             assert ours[name] == theirs[name]
         for name, tolerance in (("train/loss", 1e-6), ("train/grad_norm", 1e-5), ("eval/loss", 1e-6)):
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=tolerance), (ours["step"], name)
-    weights = kit.exported(stayed)
-    for name, tensor in kit.exported(tmp_path).items():
+    weights = runs.exported(stayed)
+    for name, tensor in runs.exported(tmp_path).items():
         assert relative_l2(tensor, weights[name]) < 1e-4, name
 
 
 def resaved(checkpoint, inputs, layout, folder):
     """The checkpoint read in a layout and saved again, without a step."""
-    config = kit.make_config(inputs, folder, layout)
+    config = runs.make_config(inputs, folder, layout)
     return run_case(layout.world, "tests.resume.cases:resave", config=config, checkpoint=str(checkpoint))
 
 
@@ -101,16 +101,16 @@ def test_optimizer_state_is_restored_bit_for_bit(inputs, tmp_path, saved_in, oth
     What a layout saved, another reads and saves again: not a bit changes. That the first save is right: master weights
     are the parameters, and moments those of one process within rounding. Trap 33: experts of every rank are in it.
     """
-    config = kit.make_config(inputs, tmp_path / "run", saved_in)
-    kit.stop_after(config, saved_in.world, 3)
-    checkpoint = kit.newest(tmp_path / "run")
-    saved = kit.sharded_tensors(checkpoint)
+    config = runs.make_config(inputs, tmp_path / "run", saved_in)
+    runs.stop_after(config, saved_in.world, 3)
+    checkpoint = runs.newest(tmp_path / "run")
+    saved = runs.sharded_tensors(checkpoint)
     for number, layout in enumerate(others):
         again = resaved(checkpoint, inputs, layout, tmp_path / str(number))
-        assert_same_but_for_padding(kit.sharded_tensors(pathlib.Path(again)), saved)
+        assert_same_but_for_padding(runs.sharded_tensors(pathlib.Path(again)), saved)
     alone = Layout(1, saved_in.model, saved_in.backend)
-    kit.stop_after(kit.make_config(inputs, tmp_path / "alone", alone), 1, 3)
-    expected = kit.sharded_tensors(kit.newest(tmp_path / "alone"))
+    runs.stop_after(runs.make_config(inputs, tmp_path / "alone", alone), 1, 3)
+    expected = runs.sharded_tensors(runs.newest(tmp_path / "alone"))
     assert saved.keys() == expected.keys() and sum("exp_avg_sq" in name for name in saved) > 10
     for name, tensor in expected.items():
         assert relative_l2(unpadded(saved[name], tensor), tensor) < 1e-4, name
@@ -126,13 +126,13 @@ def unpadded(tensor, like):
 def assert_same_but_for_padding(ours, theirs):
     rows = {name: min(ours[name].shape[0], theirs[name].shape[0]) for name in theirs if theirs[name].ndim}
     cut = [{name: t[: rows[name]] if t.ndim else t for name, t in state.items()} for state in (ours, theirs)]
-    kit.assert_same_state(*cut, "tensors of the checkpoint")
+    runs.assert_same_state(*cut, "tensors of the checkpoint")
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp dp2"])
 def test_goes_on_from_the_checkpoint_of_another_device(inputs, tmp_path, layout):
     """The generators of a GPU mean nothing to a CPU, nor the other way round; the host's are the same everywhere."""
-    config = kit.make_config(inputs, tmp_path / "run", DENSE[layout])
-    kit.stop_after(config, 2, 2)
-    saved = str(kit.newest(tmp_path / "run"))
+    config = runs.make_config(inputs, tmp_path / "run", DENSE[layout])
+    runs.stop_after(config, 2, 2)
+    saved = str(runs.newest(tmp_path / "run"))
     assert run_case(2, "tests.resume.cases:load_of_another_device", config=config, checkpoint=saved)

@@ -12,11 +12,11 @@ import pytest
 
 from mrl.engine.atomic_checkpoint import SMALL_BYTES
 from tests.engine import tiny
-from tests.resume import kit
+from tests.resume import runs
 from tests.resume.cases import remark
-from tests.trainers.kit import load_example
+from tests.trainers.tiny_runs import load_example
 
-LAYOUTS = {"megatron": kit.Layout(2, "wide", parallel={"pp": 2}), "fsdp": kit.Layout(2, "wide", "fsdp")}
+LAYOUTS = {"megatron": runs.Layout(2, "wide", parallel={"pp": 2}), "fsdp": runs.Layout(2, "wide", "fsdp")}
 STEP = "step_00000002"
 
 
@@ -28,7 +28,7 @@ def stopped(inputs, tmp_path_factory):
     def of(backend):
         if backend not in made:
             config = config_of(inputs, tmp_path_factory.mktemp(backend), backend)
-            kit.stop_after(config, 2, 2)
+            runs.stop_after(config, 2, 2)
             made[backend] = pathlib.Path(config["output_dir"])
         return made[backend]
 
@@ -36,7 +36,7 @@ def stopped(inputs, tmp_path_factory):
 
 
 def config_of(inputs, output_dir, backend, **changes):
-    return kit.make_config(inputs, output_dir, LAYOUTS[backend], train={"steps": 4, "eval_every": None}, **changes)
+    return runs.make_config(inputs, output_dir, LAYOUTS[backend], train={"steps": 4, "eval_every": None}, **changes)
 
 
 def snapshot(folder):
@@ -127,7 +127,7 @@ def test_another_architecture_is_named(inputs, stopped, tmp_path, backend, field
 
 def refused(config, *says):
     """One message with all the words, on every rank; no folder, no metrics, nothing."""
-    ended, message, _ = kit.train(config, 2)
+    ended, message, _ = runs.train(config, 2)
     assert ended in ("CheckpointError", "DamagedCheckpoint", "ConfigError"), (ended, message)
     assert all(words in message for words in says), message
     assert "\n" not in message and not pathlib.Path(config["output_dir"]).exists()
@@ -137,21 +137,21 @@ def test_latest_that_points_nowhere_is_not_read(inputs, stopped, tmp_path):
     """`latest` is for people: auto looks at the checkpoints themselves, and the next save puts it right."""
     shutil.copytree(stopped("megatron"), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000099\n")
-    said = kit.finish(config_of(inputs, tmp_path / "run", "megatron"), 2)
+    said = runs.finish(config_of(inputs, tmp_path / "run", "megatron"), 2)
     assert f"resuming from {tmp_path / 'run' / 'checkpoints' / STEP}, after step 2" in said
-    assert kit.newest(tmp_path / "run").name == "step_00000004"
+    assert runs.newest(tmp_path / "run").name == "step_00000004"
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_in_shard])
 def test_auto_passes_over_a_damaged_one_and_says_so(inputs, stopped, tmp_path, damage):
     """The newest whole one is taken, and the run that goes on from it is the same run."""
     config = config_of(inputs, tmp_path / "run", "fsdp", checkpoint={"keep": 3})
-    kit.stop_after(config, 2, 3)
-    damage(kit.newest(tmp_path / "run"))
-    assert f"{STEP}, after step 2" in kit.finish(config, 2)
+    runs.stop_after(config, 2, 3)
+    damage(runs.newest(tmp_path / "run"))
+    assert f"{STEP}, after step 2" in runs.finish(config, 2)
     once = config_of(inputs, tmp_path / "once", "fsdp")
-    kit.finish(once, 2)
-    kit.assert_same_result(tmp_path / "run", tmp_path / "once")
+    runs.finish(once, 2)
+    runs.assert_same_result(tmp_path / "run", tmp_path / "once")
 
 
 def test_auto_refuses_where_every_one_is_damaged_inside(inputs, stopped, tmp_path):
@@ -160,7 +160,7 @@ def test_auto_refuses_where_every_one_is_damaged_inside(inputs, stopped, tmp_pat
     for path in checkpoints.glob("step_*"):
         flip_in_shard(path)
     before = snapshot(tmp_path / "run")
-    ended, message, _ = kit.train(config_of(inputs, tmp_path / "run", "fsdp"), 2)
+    ended, message, _ = runs.train(config_of(inputs, tmp_path / "run", "fsdp"), 2)
     assert ended == "CheckpointError" and f"no checkpoint in {checkpoints} is whole" in message, message
     assert all(str(path) in message for path in checkpoints.glob("step_*")) and snapshot(tmp_path / "run") == before
 
@@ -188,7 +188,7 @@ CLI = {
 )
 def test_exit_code_2_and_one_line(inputs, stopped, tmp_path, name):
     damage, override, says = CLI[name]
-    run = kit.new_run(tmp_path, inputs, LAYOUTS["megatron"])
+    run = runs.new_run(tmp_path, inputs, LAYOUTS["megatron"])
     run.config = config_of(inputs, run.output, "megatron")
     source = run.output if "truncated" not in name else tmp_path / "other"
     shutil.copytree(stopped("megatron"), source)

@@ -13,7 +13,7 @@ import pytest
 from mrl import metrics
 from mrl.config.load import read_yaml
 from tests.engine.harness import run_case
-from tests.resume import kit
+from tests.resume import runs
 
 SAVED = pathlib.Path(__file__).parent / "saved"
 
@@ -26,8 +26,8 @@ def folder(tmp_path):
 
 def assert_goes_on(output):
     """Steps 1 and 2 stand as they were, and 3 and 4 have the earlier numbers."""
-    rows = kit.steps(output)
-    assert rows[:2] == kit.steps(SAVED / output.name)
+    rows = runs.steps(output)
+    assert rows[:2] == runs.steps(SAVED / output.name)
     for row, before in zip(rows[2:], metrics.read(SAVED / output.name / "after.jsonl"), strict=True):
         numbers = {name: value for name, value in before.items() if name in row}
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-6)
@@ -37,18 +37,18 @@ def assert_goes_on(output):
 def test_fine_tuning(folder):
     config = read_yaml(folder / "sft" / "config.yaml")
     config["model"]["path"], config["data"]["train"] = str(folder / "model"), str(folder / "rows.jsonl")
-    saved = kit.newest(folder / "sft")
+    saved = runs.newest(folder / "sft")
     again = run_case(2, "tests.resume.cases:resave", config=config | {"output_dir": str(folder)}, checkpoint=str(saved))
-    kit.assert_same_state(kit.sharded_tensors(saved), kit.sharded_tensors(pathlib.Path(again)), "tensors")
-    kit.assert_same_state(kit.small_state(saved), kit.small_state(pathlib.Path(again)), "state")
-    kit.finish(config | {"output_dir": str(folder / "sft")}, 2)
+    runs.assert_same_state(runs.sharded_tensors(saved), runs.sharded_tensors(pathlib.Path(again)), "tensors")
+    runs.assert_same_state(runs.small_state(saved), runs.small_state(pathlib.Path(again)), "state")
+    runs.finish(config | {"output_dir": str(folder / "sft")}, 2)
     assert_goes_on(folder / "sft")
 
 
 @pytest.mark.slow
 def test_reinforcement_learning(folder):
     """By the command of its config.yaml, from the folder that its paths are of."""
-    run = kit.Run(folder, read_yaml(folder / "ppo" / "config.yaml"), 2, "ppo")
+    run = runs.Run(folder, read_yaml(folder / "ppo" / "config.yaml"), 2, "ppo")
     run.to_the_end()
     assert_goes_on(folder / "ppo")
-    assert kit.rollouts(folder / "ppo").items() >= kit.rollouts(SAVED / "ppo").items()
+    assert runs.rollouts(folder / "ppo").items() >= runs.rollouts(SAVED / "ppo").items()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.resume import kit
+from tests.resume import runs
 from tests.resume.kills import are_gone, processes, wait_for
 
 ONLY_ON_SIGNALS = {"every": None}
@@ -42,10 +42,10 @@ def start_and_signal(run, signum, to, *, after_steps):
 def stop(run, signum, to, *, after_steps):
     """As start_and_signal, for a signal that saves. Returns the step that was made last."""
     code, err = start_and_signal(run, signum, to, after_steps=after_steps)
-    made = len(kit.steps(run.output))
+    made = len(runs.steps(run.output))
     assert code == 75 and len(err.splitlines()) == 1 and signum.name in err, f"exit code {code}\n{err}"
-    assert f"after step {made} of {kit.STEPS}" in err and after_steps <= made < kit.STEPS
-    assert kit.newest(run.output).name == f"step_{made:08d}"
+    assert f"after step {made} of {runs.STEPS}" in err and after_steps <= made < runs.STEPS
+    assert runs.newest(run.output).name == f"step_{made:08d}"
     assert not (run.output / "hf").exists()
     return made
 
@@ -61,21 +61,21 @@ def stop(run, signum, to, *, after_steps):
 )
 def test_a_stopped_run_goes_on_bitwise(inputs, unharmed, tmp_path, name, signals):
     """Nothing but the signal saves here: what the run goes on from is what the signal saved."""
-    run = kit.new_run(tmp_path, inputs, kit.LAYOUTS[name], checkpoint=ONLY_ON_SIGNALS)
+    run = runs.new_run(tmp_path, inputs, runs.LAYOUTS[name], checkpoint=ONLY_ON_SIGNALS)
     made = 0
     for signum, to in signals:
         made = stop(run, signum, to, after_steps=made + 2)
     assert f"after step {made}" in run.to_the_end()
-    kit.assert_same_result(run.output, unharmed(name))
+    runs.assert_same_result(run.output, unharmed(name))
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_the_run_goes_on_from_its_last_save(inputs, unharmed, tmp_path):
-    run = kit.new_run(tmp_path, inputs, kit.LAYOUTS["tp2"])
+    run = runs.new_run(tmp_path, inputs, runs.LAYOUTS["tp2"])
     began = time.monotonic()
     code, err = start_and_signal(run, signal.SIGINT, "launcher", after_steps=3)
     assert code == 130 and err.splitlines()[-1].startswith("mrl: interrupted: ") and "Traceback" not in err, err
-    assert time.monotonic() - began < kit.TIMEOUT_S / 2
+    assert time.monotonic() - began < runs.TIMEOUT_S / 2
     said = run.to_the_end()
     assert "resuming from" in said
-    kit.assert_same_run(run.output, unharmed("tp2"))
+    runs.assert_same_run(run.output, unharmed("tp2"))

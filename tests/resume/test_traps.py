@@ -19,17 +19,17 @@ from mrl.data.batches import row_order
 from mrl.engine.schedule import learning_rate
 from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES
-from tests.resume import kit
+from tests.resume import runs
 
-DP2 = kit.Layout(2, "plain")
+DP2 = runs.Layout(2, "plain")
 
 
 def stop_and_finish(inputs, folder, layout, at=3, **changes):
-    config = kit.make_config(inputs, folder, layout, **changes)
-    kit.stop_after(config, layout.world, at)
-    stopped = kit.newest(folder)
-    before = kit.sharded_tensors(stopped), kit.small_state(stopped)
-    kit.finish(config, layout.world)
+    config = runs.make_config(inputs, folder, layout, **changes)
+    runs.stop_after(config, layout.world, at)
+    stopped = runs.newest(folder)
+    before = runs.sharded_tensors(stopped), runs.small_state(stopped)
+    runs.finish(config, layout.world)
     return config, *before
 
 
@@ -38,17 +38,17 @@ def test_trap_23_the_schedule_goes_on_by_one_a_step(inputs, tmp_path):
     config, _, small = stop_and_finish(inputs, tmp_path, DP2, at=3)
     assert small["engine.pt.schedule_step"] == 3
     optimizer = from_dict(config).optimizer
-    expected = [learning_rate(i, optimizer=optimizer, total_steps=kit.STEPS) for i in range(kit.STEPS)]
-    assert [row["train/lr"] for row in kit.steps(tmp_path)] == expected
+    expected = [learning_rate(i, optimizer=optimizer, total_steps=runs.STEPS) for i in range(runs.STEPS)]
+    assert [row["train/lr"] for row in runs.steps(tmp_path)] == expected
 
 
 def test_traps_25_and_26_step_counts_are_restored_and_saved_parameters_are_the_optimizers(inputs, tmp_path):
     """Trap 25: a count of 0 after a load would make AdamW's first correction divide by 1 - beta, twenty times too small."""
     config, saved, small = stop_and_finish(inputs, tmp_path, DP2, at=4)
     assert small["engine.pt.optimizer_steps"] == 4
-    last = kit.newest(tmp_path)
+    last = runs.newest(tmp_path)
     counts, schedule_step, overlap = run_case(2, "tests.resume.cases:step_counts", config=config, checkpoint=str(last))
-    assert (counts, schedule_step, overlap) == ({kit.STEPS}, kit.STEPS, False)
+    assert (counts, schedule_step, overlap) == ({runs.STEPS}, runs.STEPS, False)
     for name, tensor in saved.items():
         if name.startswith("optimizer.master."):
             assert torch.equal(tensor, saved[name.removeprefix("optimizer.master.")]), name
@@ -58,30 +58,30 @@ def test_trap_32_rows_go_on_in_the_middle_of_an_epoch(inputs, tmp_path):
     """Trained tokens of each step are those of the rows that the order of its epoch gives; 26 rows, batches of 4."""
     stop_and_finish(inputs, tmp_path, DP2, at=8)
     rows = [json.loads(line)["input_ids"] for line in (inputs / "train.jsonl").read_text().splitlines()]
-    order = [i for epoch in range(2) for i in row_order(7, epoch, kit.ROWS)]
-    trained = [sum(len(rows[i]) - 2 for i in order[: kit.BATCH * step]) for step in range(1, kit.STEPS + 1)]
-    assert [row["train/tokens"] for row in kit.steps(tmp_path)] == trained
+    order = [i for epoch in range(2) for i in row_order(7, epoch, runs.ROWS)]
+    trained = [sum(len(rows[i]) - 2 for i in order[: runs.BATCH * step]) for step in range(1, runs.STEPS + 1)]
+    assert [row["train/tokens"] for row in runs.steps(tmp_path)] == trained
 
 
 @pytest.mark.slow
 def test_trap_33_every_expert_of_every_rank_is_saved(inputs, tmp_path):
     """Four experts over two ranks: each has weights and moments of its own in the checkpoint, and none is as it began."""
-    layout = kit.Layout(2, "plain moe", parallel={"ep": 2})
+    layout = runs.Layout(2, "plain moe", parallel={"ep": 2})
     stop_and_finish(inputs, tmp_path, layout)
     experts = FAMILIES["qwen3_moe"][1]["num_experts"]
-    trained, untrained = kit.exported(tmp_path), load_file(inputs / "plain moe" / "model.safetensors")
+    trained, untrained = runs.exported(tmp_path), load_file(inputs / "plain moe" / "model.safetensors")
     names = [n for n in untrained if ".mlp.experts." in n]
     assert len(names) == 2 * experts * 3
     assert all(not torch.equal(trained[name], untrained[name]) for name in names)
-    saved = kit.sharded_tensors(kit.newest(tmp_path))
+    saved = runs.sharded_tensors(runs.newest(tmp_path))
     moments = {n: t for n, t in saved.items() if "exp_avg_sq" in n and "experts" in n}
     assert sum(t.numel() for t in moments.values()) == sum(untrained[n].numel() for n in names)
     assert all(t.flatten(1).any(1).all() for t in moments.values() if t.ndim > 1 and t.shape[0] == experts)
 
 
 def test_trap_34_only_the_main_process_writes_what_is_shared(inputs, tmp_path):
-    layout = kit.Layout(2, "plain", parallel={"tp": 2})
-    config = kit.make_config(inputs, tmp_path, layout, train={"steps": 2}, optimizer={"warmup_steps": 1})
-    ended, message, _ = kit.train(config, 2, happening="only_main_writes")
+    layout = runs.Layout(2, "plain", parallel={"tp": 2})
+    config = runs.make_config(inputs, tmp_path, layout, train={"steps": 2}, optimizer={"warmup_steps": 1})
+    ended, message, _ = runs.train(config, 2, happening="only_main_writes")
     assert ended == "done", message
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {p.name for p in (tmp_path / "hf").iterdir()}

@@ -10,7 +10,7 @@ import pytest
 from mrl.config.rewards import FunctionReward, LengthReward
 from mrl.errors import ConfigError
 from mrl.rewards.functions import describe, is_async, load_function, load_reward
-from tests.rewards.kit import write_functions
+from tests.rewards.reward_files import write_functions
 
 KEY = "rewards.functions[2].function"
 

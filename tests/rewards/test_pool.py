@@ -16,7 +16,7 @@ from mrl.config.rewards import FunctionReward, RegexReward
 from mrl.errors import ConfigError
 from mrl.rewards.calls import Sample
 from mrl.rewards.pool import Outcome, Retries, RewardPool, Task
-from tests.rewards.kit import processes_with, python, write_functions
+from tests.rewards.reward_files import processes_with, python, write_functions
 
 NAMES = (
     "script",

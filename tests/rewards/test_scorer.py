@@ -16,7 +16,7 @@ from mrl.config.rewards import parse_rewards
 from mrl.errors import ConfigError, RewardError, UserError
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores, faults_in_words, metrics
-from tests.rewards.kit import write_functions
+from tests.rewards.reward_files import write_functions
 
 ANSWER = "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 10"
 

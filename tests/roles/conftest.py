@@ -1,5 +1,5 @@
 """Models are made once in a session."""
 
-from tests.roles.kit import models
+from tests.roles.tiny_roles import models
 
 __all__ = ["models"]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
-from tests.roles.kit import roles
+from tests.roles.tiny_roles import roles
 from tests.tiers import slow_but
 
 

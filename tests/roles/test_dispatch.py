@@ -8,7 +8,7 @@ import torch
 from tests.engine.contract import assert_close
 from tests.engine.harness import run_case
 from tests.roles.cases import flat
-from tests.roles.kit import roles
+from tests.roles.tiny_roles import roles
 from tests.tiers import slow_but
 
 PAIRS = {

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from mrl.converters.hf_config import normalize, pad_token_of
 from mrl.roles.reward_model import scored_token
-from tests.data.kit import CHATML, WITH_TOOLS, make_tokenizer
+from tests.data.tiny_tokenizers import CHATML, WITH_TOOLS, make_tokenizer
 from tests.engine.harness import run_case
-from tests.roles.kit import roles
+from tests.roles.tiny_roles import roles
 from tests.roles.value_cases import MESSAGES, OTHER_TEMPLATE, TRAJECTORIES, trajectory
 
 SAMPLE_0 = "reward.model: train.jsonl:1, sample 0"

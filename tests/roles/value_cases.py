@@ -14,7 +14,7 @@ from mrl.engine.registry import build_engine
 from mrl.errors import ModelError, UserError
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
-from tests.data.kit import CHATML, make_tokenizer
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer
 from tests.engine import tiny
 from tests.roles.cases import Configs, everyone, make_dispatch, reading, train
 

@@ -19,8 +19,8 @@ from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.rollouts import Rollouts
 from mrl.rollout.samples import write_samples
 from mrl.rollout.stops import end_tokens
-from tests.data.kit import make_tokenizer
-from tests.rollout import kit
+from tests.data.tiny_tokenizers import make_tokenizer
+from tests.rollout import environments
 from tests.trainers.cases import before
 
 ROWS = [{"prompt": "hello"}, {"prompt": "the quick brown fox jumps", "last": "x"}, {"prompt": "4"}, {"prompt": "hello"}]
@@ -32,7 +32,7 @@ def make(config: RoleConfig, folder: str, **keys):
     engine, tokenizer = build_engine(config), make_tokenizer()
     engine.init_model()
     sampler = EngineSampler(functools.partial(engine.generate, cache_tokens=400, prefill_tokens=32), tokenizer)
-    settings = kit.config(temperature=0.8, stop_tokens=tuple(range(10, 40)), **{"max_new_tokens": 24, **keys})
+    settings = environments.config(temperature=0.8, stop_tokens=tuple(range(10, 40)), **{"max_new_tokens": 24, **keys})
     ends = end_tokens(folder, tokenizer)
     rollouts = Rollouts(sampler, tokenizer, settings, seed=7, end_tokens=ends, on_main=engine.on_main)
     assert rollouts.exact
@@ -50,7 +50,7 @@ def samples(
     engine, tokenizer, rollouts = make(
         config, folder, environment=environment, stop=stop, max_turns=3, max_new_tokens=room
     )
-    prompts = kit.make_prompts(ROWS, tokenizer)
+    prompts = environments.make_prompts(ROWS, tokenizer)
     trajectories = rollouts.sample(prompts, step=4, samples=2)
     check_against_trainer(engine, trajectories)
     if environment is None:
@@ -125,12 +125,12 @@ def check_ends(tokenizer, trajectories: list[Trajectory], ids: set[int], stop: t
 def replays(config: RoleConfig, folder: str, path: str, environment: str) -> None:
     """The main process saves a rollout, and every rank replays it."""
     engine, tokenizer, rollouts = make(config, folder, environment=environment, max_turns=3, max_new_tokens=60)
-    prompts = kit.make_prompts(ROWS, tokenizer)
+    prompts = environments.make_prompts(ROWS, tokenizer)
     trajectories = rollouts.sample(prompts, step=4, samples=2)
     assert max(t.turns for t in trajectories) > 1
     rewards = [float(i) for i in range(len(trajectories))]
     engine.on_main(lambda: write_samples(path, 4, trajectories, rewards=rewards))
-    settings = kit.config(path=path, environment=environment)
+    settings = environments.config(path=path, environment=environment)
     recorded = RecordedRollouts(settings, on_main=engine.on_main)
     assert recorded.sample(prompts, step=4, samples=2) == trajectories and not recorded.exact
     rollouts.close()
@@ -138,7 +138,7 @@ def replays(config: RoleConfig, folder: str, path: str, environment: str) -> Non
 
 def faults_reach_every_rank(config: RoleConfig, folder: str, environment: str) -> None:
     engine, tokenizer, rollouts = make(config, folder, environment=environment)
-    prompts = kit.make_prompts([{"prompt": "hello", "answer": "raise"}], tokenizer)
+    prompts = environments.make_prompts([{"prompt": "hello", "answer": "raise"}], tokenizer)
     try:
         rollouts.sample(prompts, step=0, samples=2)
     except RewardError as error:

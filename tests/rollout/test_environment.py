@@ -6,8 +6,8 @@ import pytest
 
 from mrl.errors import ConfigError, RewardError
 from mrl.rollout.environment import Environments, Step, load_environment
-from tests.data.kit import make_tokenizer
-from tests.rollout.kit import Says, make_prompts, make_rollouts, write_environments
+from tests.data.tiny_tokenizers import make_tokenizer
+from tests.rollout.environments import Says, make_prompts, make_rollouts, write_environments
 
 TOKENIZER = make_tokenizer()
 

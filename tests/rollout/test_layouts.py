@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.data.kit import make_tokenizer
+from tests.data.tiny_tokenizers import make_tokenizer
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.rollout.cases import STOP
-from tests.rollout.kit import write_environments
+from tests.rollout.environments import write_environments
 from tests.tiers import slow_but
 
 # name -> (backend, degrees), all on two processes

@@ -9,8 +9,8 @@ from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import RewardError
 from mrl.rollout.base import trajectories_to_batch
 from mrl.rollout.rollouts import ROUND, SERIES
-from tests.data.kit import CHATML, make_tokenizer
-from tests.rollout.kit import ByTokens, Says, make_prompts, make_rollouts, write_environments
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer
+from tests.rollout.environments import ByTokens, Says, make_prompts, make_rollouts, write_environments
 
 TOKENIZER = make_tokenizer()
 ROWS = [{"prompt": "hello"}, {"prompt": "the quick fox", "last": "dog"}]

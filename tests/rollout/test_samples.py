@@ -9,8 +9,8 @@ import pytest
 from mrl.errors import ConfigError, DataError
 from mrl.rollout.recorded import RecordedRollouts
 from mrl.rollout.samples import bound, read_samples, write_samples
-from tests.data.kit import CHATML, make_tokenizer
-from tests.rollout.kit import Says, config, make_prompts, make_rollouts, write_environments
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer
+from tests.rollout.environments import Says, config, make_prompts, make_rollouts, write_environments
 
 TOKENIZER = make_tokenizer()
 ROWS = [{"prompt": "hello"}, {"prompt": [{"role": "user", "content": 'the "quick"\n é\u2028fox'}], "last": "dog"}]

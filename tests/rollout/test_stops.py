@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrl.errors import ModelError
 from mrl.rollout.stops import StopTexts, end_tokens
-from tests.data import kit
+from tests.data import tiny_tokenizers
 
 
 def byte_fallback():
@@ -25,7 +25,7 @@ def byte_fallback():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-TOKENIZERS = {"byte level": kit.make_tokenizer(), "byte fallback": byte_fallback()}
+TOKENIZERS = {"byte level": tiny_tokenizers.make_tokenizer(), "byte fallback": byte_fallback()}
 TEXTS = st.text(st.sampled_from([*"ab \n", "é", "你", "😀"]), min_size=1, max_size=5)
 
 
@@ -72,7 +72,7 @@ def test_as_if_all_were_decoded(case):
 
 
 def test_little_is_decoded_of_a_long_completion():
-    tokenizer, lengths = kit.make_tokenizer(), []
+    tokenizer, lengths = tiny_tokenizers.make_tokenizer(), []
 
     class Watched(StopTexts):
         def decode(self, ids):
@@ -85,7 +85,7 @@ def test_little_is_decoded_of_a_long_completion():
 
 
 def test_a_special_token_may_be_a_stop_text():
-    tokenizer = kit.make_tokenizer()
+    tokenizer = tiny_tokenizers.make_tokenizer()
     ids = tokenizer("fox<|im_end|>")["input_ids"]
     check = StopTexts(tokenizer, ["<|im_end|>"])
     assert check(ids) and not check(ids[:-1])
@@ -97,7 +97,7 @@ def test_a_special_token_may_be_a_stop_text():
 def test_end_tokens(tmp_path, given_ids, expected):
     if given_ids != "no file":
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given_ids}))
-    assert end_tokens(str(tmp_path), kit.make_tokenizer()) == expected
+    assert end_tokens(str(tmp_path), tiny_tokenizers.make_tokenizer()) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_end_tokens(tmp_path, given_ids, expected):
 def test_a_wrong_generation_config(tmp_path, text, message):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=f"generation_config.json: {message}"):
-        end_tokens(str(tmp_path), kit.make_tokenizer())
+        end_tokens(str(tmp_path), tiny_tokenizers.make_tokenizer())

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 
-from tests.resume import kit as resume_kit
-from tests.slurm import cluster, kit
+from tests.resume import runs
+from tests.slurm import cluster, slurm_site
 
 
 @pytest.fixture(autouse=True, scope="session")
 def clean_environment():
-    kit.clean_environment()
+    slurm_site.clean_environment()
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def running_cluster(tmp_path_factory):
 @pytest.fixture
 def site(running_cluster, tmp_path):
     """A user in a folder of their own; no job of theirs is left."""
-    made = kit.Site(running_cluster, tmp_path)
+    made = slurm_site.Site(running_cluster, tmp_path)
     yield made
     made.run("scancel", "--me")
     running_cluster.wait_for_idle()
@@ -41,4 +41,4 @@ def site(running_cluster, tmp_path):
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs") / "with a space"
     folder.mkdir()
-    return resume_kit.make_inputs(folder)
+    return runs.make_inputs(folder)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from mrl.launch.slurm import jobs
-from tests.bad_input.kit import CONFIG, PPO_CONFIG, Workspace
-from tests.slurm import kit
+from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, Workspace
+from tests.slurm import slurm_site
 
 CPU = ("--gpus-per-node", "0", "--processes-per-node", "2")
 VLLM = ("rollout.backend=vllm",)
@@ -37,7 +37,7 @@ def ppo(*args: str, **fields) -> dict:
 
 def copy_of(name: str) -> Callable[[Workspace], None]:
     """A user's own template, made of one of the package."""
-    return lambda workspace: workspace.write("my.sbatch", kit.invoke("template", name).stdout)
+    return lambda workspace: workspace.write("my.sbatch", slurm_site.invoke("template", name).stdout)
 
 
 def write(name: str, text: str) -> Callable[[Workspace], None]:
@@ -129,7 +129,7 @@ def workspace(tmp_path, monkeypatch) -> Workspace:
 def refused(workspace: Workspace, *args: str) -> str:
     """The one message of a request that is refused."""
     before = workspace.snapshot()
-    done = kit.invoke(*args)
+    done = slurm_site.invoke(*args)
     assert done.exit_code == 2, done.output
     messages = [
         line
@@ -198,7 +198,7 @@ def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(wo
     ]
     (workspace.root / "shown").write_text("\n".join(lines) + "\n\n")
     fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
-    done = kit.invoke("status", "7")
+    done = slurm_site.invoke("status", "7")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == ["job 7  RUNNING  00:00:05 of 00:10:00  restarts 0", f"  {folder}: no step yet"]
 
@@ -230,7 +230,7 @@ def test_a_second_job_of_a_run_waits_for_the_end_of_the_first(workspace, monkeyp
     fake_command(workspace, monkeypatch, "sbatch", "echo 8")
     args = ("submit", "sft", "config.yaml", *CPU, *(["--dependency", dependency] if dependency else []))
     if waits:
-        assert kit.invoke(*args).exit_code == 0
+        assert slurm_site.invoke(*args).exit_code == 0
     else:
         assert f"has job {job_id} in the queue (RUNNING)" in refused(workspace, *args)
 
@@ -249,13 +249,13 @@ def test_a_job_of_another_folder_is_none_of_a_copy(workspace, monkeypatch):
     fake_command(workspace, monkeypatch, "scancel", f'echo "$@" >> "{workspace.root}/cancelled"')
     whose = f"job 7 is none of this folder (Slurm's job 7 is of {workspace.root}/a%b); there is nothing to cancel"
     assert whose in refused(workspace, "cancel", "run") and whose in refused(workspace, "cancel", "run", "--save")
-    assert "RUNNING" not in kit.invoke("status", "run").stdout
-    assert kit.invoke("logs", "run", "-f").stdout == "copied\n"  # and does not wait for the other's end
-    assert kit.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+    assert "RUNNING" not in slurm_site.invoke("status", "run").stdout
+    assert slurm_site.invoke("logs", "run", "-f").stdout == "copied\n"  # and does not wait for the other's end
+    assert slurm_site.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
     for own in ("a%b", "link"):
         assert "has job 7 in the queue" in refused(workspace, "submit", "sft", "config.yaml", *CPU, f"output_dir={own}")
-        assert kit.invoke("status", own).stdout.startswith("job 7  RUNNING")
-    assert kit.invoke("cancel", "link").exit_code == 0
+        assert slurm_site.invoke("status", own).stdout.startswith("job 7  RUNNING")
+    assert slurm_site.invoke("cancel", "link").exit_code == 0
     assert (workspace.root / "cancelled").read_text() == "7\n"
     (workspace.root / "a%b").rename(workspace.root / "moved")
     assert "there is nothing to cancel" in refused(workspace, "cancel", "moved")
@@ -268,12 +268,12 @@ def test_a_job_whose_log_a_template_puts_elsewhere_is_known_by_its_script(worksp
     (workspace.root / "shown").write_text(shown)
     fake_command(workspace, monkeypatch, "scontrol", f'cat "{workspace.root}/shown"')
     for what in ("run", "7"):
-        assert kit.invoke("status", what).stdout.startswith("job 7  RUNNING")
+        assert slurm_site.invoke("status", what).stdout.startswith("job 7  RUNNING")
 
 
 def test_an_interrupt_ends_the_command_and_no_job(workspace, monkeypatch):
     monkeypatch.setattr(jobs, "targets", lambda what: (_ for _ in ()).throw(KeyboardInterrupt()))
-    done = kit.invoke("logs", "run", "-f")
+    done = slurm_site.invoke("logs", "run", "-f")
     assert (done.exit_code, done.stdout) == (130, "")
     assert done.stderr == "mrl: interrupted: jobs go on, or end as they were told to before\n"
 
@@ -285,10 +285,10 @@ def test_a_cut_line_of_the_records_is_left_out_and_another_bad_one_is_said(works
     for text in (record + '{"job": "8", "arr', record[:9]):
         workspace.write("run/slurm/jobs.jsonl", text)
         if "\n" in text:
-            assert kit.invoke("status", "run").stdout.startswith("job 7  ended")
+            assert slurm_site.invoke("status", "run").stdout.startswith("job 7  ended")
         else:
             assert "jobs.jsonl: has no record of a job" in refused(workspace, "status", "run")
-        assert kit.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
+        assert slurm_site.invoke("submit", "sft", "config.yaml", *CPU).exit_code == 0
         assert [one["job"] for one in jobs.records(workspace.root / "run" / "slurm")] == (
             ["7", "8"] if "\n" in text else ["8"]
         )
@@ -301,7 +301,7 @@ def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, mo
     fake_command(workspace, monkeypatch, "sbatch", f'env > "{workspace.root}/environ"; echo 7')
     monkeypatch.setenv("SBATCH_PARTITION", "other")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
-    done = kit.invoke("submit", "sft", "config.yaml", *CPU, "--partition", "gpu")
+    done = slurm_site.invoke("submit", "sft", "config.yaml", *CPU, "--partition", "gpu")
     assert done.exit_code == 0 and done.stdout.startswith("submitted job 7: "), done.output
     environ = (workspace.root / "environ").read_text()
     assert "HOME=" in environ and "SBATCH_" not in environ
@@ -319,7 +319,7 @@ def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, mo
 )  # fmt: skip
 def test_what_may_go_wrong_is_warned_of(workspace, args, says):
     workspace.write("run/metrics.jsonl", "".join(f'{{"step": {i}, "perf/step_s": 10.0}}\n' for i in range(1, 4)))
-    done = kit.invoke("render", "sft", "config.yaml", "train.global_batch_size=8", *args)
+    done = slurm_site.invoke("render", "sft", "config.yaml", "train.global_batch_size=8", *args)
     assert done.exit_code == 0, done.output
     assert f"mrl: warning: {says}" in done.stderr, done.stderr
 
@@ -337,19 +337,19 @@ def test_what_may_go_wrong_is_warned_of(workspace, args, says):
 )
 def test_a_new_run_is_warned_of_checkpoints_that_may_come_too_late(workspace, overrides, says):
     args = ("--cpus-per-task", "8", "--time", "10", "checkpoint.every=1999")
-    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args, *overrides)
+    done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args, *overrides)
     assert done.exit_code == 0 and says in done.stderr, done.output
 
 
 def test_a_request_without_anything_to_warn_of_is_silent(workspace):
     args = ("--cpus-per-task", "8", "--nodes", "2", "--time", "4:00:00", "engine.parallel.tp=2")
-    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
+    done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
 
 
 def test_a_run_that_may_not_go_on_is_for_a_job_that_starts_once(workspace):
     """Of which Slurm is told too: it puts jobs back itself after a failed node."""
-    done = kit.invoke("render", "sft", "config.yaml", *CPU, "checkpoint.resume=never", "--max-restarts", "0")
+    done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, "checkpoint.resume=never", "--max-restarts", "0")
     assert done.exit_code == 0, done.output
     assert "#SBATCH --no-requeue" in done.stdout.splitlines() and "--requeue" not in done.stdout
 
@@ -363,7 +363,7 @@ def test_a_run_that_may_not_go_on_is_for_a_job_that_starts_once(workspace):
 )
 def test_servers_on_one_core_are_warned_of(workspace, args, said):
     args = (*CPU, "--cpus-per-task", "8", "--template", "hetero", "--servers-nodes", "1", *args)
-    done = kit.invoke("render", "ppo", "ppo.yaml", *VLLM, *args)
+    done = slurm_site.invoke("render", "ppo", "ppo.yaml", *VLLM, *args)
     assert done.exit_code == 0, done.output
     assert said in done.stderr and ("slurm.servers.cpus_per_task: is not given" in done.stderr) == bool(said)
     assert ("srun --het-group=1 --cpus-per-task=4 " in done.stdout) == (not said)
@@ -371,7 +371,7 @@ def test_servers_on_one_core_are_warned_of(workspace, args, said):
 
 def test_no_limit_and_an_empty_variable_are_legitimate(workspace):
     args = ("--cpus-per-task", "8", "--time", "0", "--env", "A=", "--sbatch", "--exclusive --comment='a -N 2'")
-    done = kit.invoke("render", "sft", "config.yaml", *CPU, *args)
+    done = slurm_site.invoke("render", "sft", "config.yaml", *CPU, *args)
     assert (done.exit_code, done.stderr) == (0, "")
     assert {"#SBATCH --time=0", "export A=''", "#SBATCH --exclusive --comment='a -N 2'"} <= set(
         done.stdout.splitlines()
@@ -389,6 +389,6 @@ def test_the_command_line_is_over_the_profile(workspace):
     }
     workspace.write(".config/mrl/slurm.yaml", yaml.safe_dump({"slurm": {**site, "gpus_per_node": 0}}))
     args = ("--nodes", "2", "--sbatch", "--comment=x", "--env", "B=2")
-    script = kit.invoke("render", "sft", "config.yaml", *args).stdout
+    script = slurm_site.invoke("render", "sft", "config.yaml", *args).stdout
     for line in ("#SBATCH --partition=gpu", "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --comment=x", "export A=1", "export B=2"):  # fmt: skip
         assert line in script.splitlines()

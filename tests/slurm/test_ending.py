@@ -8,8 +8,8 @@ from mrl import cli
 from mrl.errors import DataError, Stopped
 from mrl.launch.slurm.ending import MOST, VARIABLE, record
 from mrl.launch.slurm.follow import first_error
-from tests.bad_input.kit import Workspace
-from tests.slurm.kit import CliRunner
+from tests.bad_input.mistakes import Workspace
+from tests.slurm.slurm_site import CliRunner
 
 
 def test_the_first_one_stays(tmp_path):

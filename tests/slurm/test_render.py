@@ -20,8 +20,8 @@ from mrl.config.ppo import PPOConfig
 from mrl.launch.slurm.options import ServersConfig, SlurmConfig
 from mrl.launch.slurm.render import NAMES, Job, reads_of, render, template_text
 from mrl.launch.slurm.servers import server_command
-from tests.bad_input.kit import PPO_CONFIG
-from tests.slurm import cluster, kit
+from tests.bad_input.mistakes import PPO_CONFIG
+from tests.slurm import cluster, slurm_site
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ODD = '/data/it\'s a "run" $HOME `x` \\ 100%'
@@ -163,7 +163,7 @@ def test_a_template_of_ones_own(tmp_path, monkeypatch):
         "# ---- The environment of the training.\n", "# ---- The environment of the training.\nmodule load cuda/13\n"
     )
     for name in NAMES:
-        own.write_text(kit.invoke("template", name).stdout)
+        own.write_text(slurm_site.invoke("template", name).stdout)
         assert own.read_text() == template_text(name)
         job, options = jobs()[name]
         assert render(job, dataclasses.replace(options, template=str(own))) == render(job, options)

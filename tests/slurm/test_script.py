@@ -1,6 +1,6 @@
 """What a job's script does on a real Slurm: exit codes, signals, starting again, arrays, dependencies.
 
-The training is a line of shell (kit.FAKE_PYTHON) here, so that each case takes a second or two; test_training.py has the
+The training is a line of shell (slurm_site.FAKE_PYTHON) here, so that each case takes a second or two; test_training.py has the
 real one.
 """
 
@@ -15,8 +15,8 @@ from importlib import metadata
 import pytest
 
 from mrl.launch.slurm import jobs
-from tests.bad_input.kit import Workspace
-from tests.slurm import kit
+from tests.bad_input.mistakes import Workspace
+from tests.slurm import slurm_site
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def submit(site, fake, *args):
 def test_the_exit_code_of_the_training_is_that_of_the_job(site, workspace, fake, code, said):
     job = submit(site, fake)
     assert site.wait(job).fields["ExitCode"] == code
-    assert kit.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
+    assert slurm_site.history(workspace.root / "run", job) == ["start 0 on n1, from checkpoint none", said]
 
 
 @pytest.mark.parametrize("export", ["NONE", "HOME"])
@@ -62,7 +62,7 @@ def test_tasks_have_the_script_s_environment_also_where_sbatch_exports_none(site
     fake = "save(os.environ['MASTER_ADDR'] + ' ' + os.environ.get('OF_THE_SHELL', 'clean'))"
     job = submit(site, fake, "--sbatch", f"--export={export}")
     run_dir = workspace.root / "run"
-    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    assert site.wait(job).state == "COMPLETED", slurm_site.log(run_dir, job)
     assert (run_dir / "checkpoints" / "latest").read_text() == "127.0.0.1 clean\n"
 
 
@@ -72,7 +72,7 @@ def test_one_failed_task_of_many_on_nodes_that_answer_is_a_failure(site, workspa
     fake = "sys.exit(3 if os.environ['SLURM_PROCID'] == '1' else 0)"
     job = submit(site, fake, "--nodes", "2", "--processes-per-node", "2", "--launcher", launcher)
     assert site.wait(job).fields["ExitCode"] == "3:0"
-    said = kit.history(workspace.root / "run", job)
+    said = slurm_site.history(workspace.root / "run", job)
     assert said[1:] == ["failed with exit code 3: the log has what srun said"]
 
 
@@ -82,18 +82,18 @@ def test_logs_are_followed_to_the_end_and_the_first_error_is_told_apart(site, wo
         "print('begun', flush=True); time.sleep(1); ended(2, 'data.train: is gone'); print('late noise'); sys.exit(1)"
     )
     job = submit(site, fake)
-    followed = kit.invoke("logs", "run", "-f").stdout.splitlines()
+    followed = slurm_site.invoke("logs", "run", "-f").stdout.splitlines()
     error = "first error (start 0, exit code 2), rank 0: data.train: is gone"
     assert {"begun", "late noise", error} <= set(followed) and followed.index("begun") < followed.index(error)
     assert followed[-1].endswith("failed with exit code 2: rank 0: data.train: is gone") or followed[-2] == error
-    shown = kit.invoke("logs", job, "-n", "1").stdout.splitlines()
+    shown = slurm_site.invoke("logs", job, "-n", "1").stdout.splitlines()
     assert shown[:2] == [error, ""] and shown[2].endswith(" failed with exit code 2: rank 0: data.train: is gone")
 
 
 def wait_until_waiting(run_dir, job, restart=0):
-    deadline = time.monotonic() + kit.TIMEOUT_S
-    while kit.log(run_dir, job).count("waiting") <= restart:
-        assert time.monotonic() < deadline, kit.log(run_dir, job)
+    deadline = time.monotonic() + slurm_site.TIMEOUT_S
+    while slurm_site.log(run_dir, job).count("waiting") <= restart:
+        assert time.monotonic() < deadline, slurm_site.log(run_dir, job)
         time.sleep(0.05)
 
 
@@ -113,13 +113,13 @@ def test_a_signal_saves_and_the_job_starts_again_as_often_as_it_may(site, worksp
     site.release(job)
     signal_when_waiting(site, run_dir, job, restart=1)
     assert site.wait(job).fields["ExitCode"] == "75:0"
-    assert kit.history(run_dir, job) == [
+    assert slurm_site.history(run_dir, job) == [
         "start 0 on n1, from checkpoint none", TOLD,
         "stopped by a signal; the newest checkpoint is step_0; back into the queue as restart 1 of 1",
         "start 1 on n1, from checkpoint step_0", TOLD,
         "stopped by a signal; the newest checkpoint is step_1; stopped: --max-restarts is 1; submit again to go on",
     ]  # fmt: skip
-    lines = kit.invoke("status", run_dir).stdout.splitlines()
+    lines = slurm_site.invoke("status", run_dir).stdout.splitlines()
     assert lines[0].startswith(f"job {job}  FAILED (NonZeroExitCode) with exit code 75  ") and "restarts 1" in lines[0]
     assert lines[1].endswith("--max-restarts is 1; submit again to go on")
     assert lines[2:] == [f"  {run_dir}: no step yet"]
@@ -132,7 +132,7 @@ def test_without_progress_between_restarts_it_stops_and_says_why(site, workspace
     site.release(job)
     signal_when_waiting(site, run_dir, job, restart=1)
     assert site.wait(job).fields["ExitCode"] == "1:0"
-    assert kit.history(run_dir, job)[-1] == (
+    assert slurm_site.history(run_dir, job)[-1] == (
         "stopped by a signal; stopped: restart 1 made no progress, the newest checkpoint is still none"
     )
 
@@ -164,7 +164,7 @@ def test_a_controller_that_does_not_answer_at_first_is_asked_again(site, workspa
     job, run_dir = submit(site, fake, "--setup", setup), workspace.root / "run"
     signal_when_waiting(site, run_dir, job)
     site.release(job)
-    assert site.wait(job).state == "COMPLETED", kit.history(run_dir, job)
+    assert site.wait(job).state == "COMPLETED", slurm_site.history(run_dir, job)
     assert {"requeue", "show"} <= {path.name for path in (run_dir / "slurm" / f"{job}.0").iterdir()}
 
 
@@ -177,7 +177,7 @@ def test_a_start_that_nothing_came_of_is_not_repeated_after_slurm_has_restarted_
         site.run("scontrol", "requeue", job)
         site.release(job)
     assert site.wait(job).fields["ExitCode"] == "1:0"
-    assert kit.history(run_dir, job)[-1] == (
+    assert slurm_site.history(run_dir, job)[-1] == (
         "stopped: restart 1 made no progress, the newest checkpoint is still step_1; the log says why"
     )
 
@@ -191,7 +191,7 @@ def test_the_signal_before_the_time_limit_is_in_time(site, workspace):
     site.release(job)
     ended = site.wait(job)
     assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1")
-    assert kit.history(run_dir, job) == [
+    assert slurm_site.history(run_dir, job) == [
         "start 0 on n1, from checkpoint none", TOLD,
         "stopped by a signal; the newest checkpoint is step_0; back into the queue as restart 1 of 3",
         "start 1 on n1, from checkpoint step_0", "done",
@@ -208,23 +208,26 @@ def test_a_job_that_slurm_preempts_without_grace_is_started_again_by_slurm(site,
     site.release(job)
     ended = site.wait(job)
     assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1")
-    assert kit.history(run_dir, job)[-2:] == ["start 1 on n1, from checkpoint step_1", "done"]
+    assert slurm_site.history(run_dir, job)[-2:] == ["start 1 on n1, from checkpoint step_1", "done"]
 
 
 def test_a_cancelled_job_is_not_started_again(site, workspace):
     fake = "until_signal(); save('step_7'); ended(75, 'stopped')"
     job, run_dir = submit(site, fake), workspace.root / "run"
     wait_until_waiting(run_dir, job)
-    done = kit.invoke("cancel", run_dir, "--save")
+    done = slurm_site.invoke("cancel", run_dir, "--save")
     assert done.exit_code == 0 and done.stdout.splitlines() == [
         f"job {job} is told to save and stop", f"stopped job {job}: the newest checkpoint is step_7"
     ]  # fmt: skip
-    assert kit.history(run_dir, job)[1:] == [TOLD, "stopped by a signal; the newest checkpoint is step_7; cancelled"]
-    again = kit.invoke("cancel", job)
+    assert slurm_site.history(run_dir, job)[1:] == [
+        TOLD,
+        "stopped by a signal; the newest checkpoint is step_7; cancelled",
+    ]
+    again = slurm_site.invoke("cancel", job)
     assert again.exit_code == 2 and "there is nothing to cancel" in again.stderr
     plain = submit(site, fake)
     site.wait(plain, "RUNNING")
-    assert kit.invoke("cancel", plain).stdout == f"cancelled job {plain}\n"
+    assert slurm_site.invoke("cancel", plain).stdout == f"cancelled job {plain}\n"
     assert site.wait(plain).state == "CANCELLED"
 
 
@@ -235,7 +238,7 @@ def test_of_a_cancelled_array_no_task_begins_in_the_place_of_one_that_has_saved(
         workspace.root / "run",
     )
     wait_until_waiting(run_dir, f"{job}_0")
-    assert kit.invoke("cancel", job, "--save").stdout.splitlines() == [
+    assert slurm_site.invoke("cancel", job, "--save").stdout.splitlines() == [
         f"job {job} is told to save and stop", f"stopped job {job}_0: the newest checkpoint is step_7"
     ]  # fmt: skip
     assert {task.id: task.state for task in jobs.known(job)} == {f"{job}_0": "FAILED", f"{job}_1": "CANCELLED"}
@@ -248,7 +251,7 @@ def test_status_of_a_running_job_says_how_long_it_has_left(site, workspace):
     wait_until_waiting(run_dir, job)
     workspace.write("run/config.yaml", "# versions: none\n# length: 130 steps\ntrain: {steps: null, epochs: 3}\n")
     workspace.write("run/metrics.jsonl", "".join(f'{{"step": {i}, "perf/step_s": 10.0}}\n' for i in range(1, 11)))
-    state, _, progress = kit.invoke("status").stdout.splitlines()
+    state, _, progress = slurm_site.invoke("status").stdout.splitlines()
     assert state.startswith(f"job {job}  RUNNING  00:00:") and state.endswith(" of 00:10:00  restarts 0  on n1")
     assert progress == f"  {run_dir}: step 10 of 130; about 20 min 00 s left"
     site.run("scancel", job)
@@ -257,7 +260,7 @@ def test_status_of_a_running_job_says_how_long_it_has_left(site, workspace):
 def test_an_array_trains_in_folders_of_their_own_and_another_job_waits_for_it(site, workspace):
     fake = "save(sys.argv[-2])"
     job, run_dir = submit(site, fake, "--array", "3,5", "seed=%a"), workspace.root / "run"
-    second = kit.invoke("submit", "sft", "config.yaml", *ONE)
+    second = slurm_site.invoke("submit", "sft", "config.yaml", *ONE)
     assert second.exit_code == 2 and f"has job {job}_" in second.stderr, second.output
     after = submit(site, "save('after')", f"--dependency=afterok:{job}")
     assert jobs.known(after)[0].state == "PENDING"
@@ -265,10 +268,10 @@ def test_an_array_trains_in_folders_of_their_own_and_another_job_waits_for_it(si
     assert {task.id for task in jobs.known(job)} == {f"{job}_3", f"{job}_5"}
     for task in (3, 5):
         assert (run_dir / f"task_{task}" / "checkpoints" / "latest").read_text() == f"seed={task}\n"
-        assert kit.history(run_dir, f"{job}_{task}")[-1] == "done"
+        assert slurm_site.history(run_dir, f"{job}_{task}")[-1] == "done"
     assert (run_dir / "checkpoints" / "latest").read_text() == "after\n"
-    assert kit.invoke("logs", run_dir / "task_5", "-n", "1").stdout.endswith(" done\n")
-    refused = kit.invoke("logs", job)
+    assert slurm_site.invoke("logs", run_dir / "task_5", "-n", "1").stdout.endswith(" done\n")
+    refused = slurm_site.invoke("logs", job)
     assert refused.exit_code == 2 and "is an array, whose tasks have a log each" in refused.stderr
     ended = {job.id: job.fields["EndTime"] for job in jobs.known(job)}
     assert max(ended.values()) <= jobs.known(after)[0].fields["StartTime"]
@@ -292,7 +295,7 @@ def test_two_jobs_on_a_node_meet_at_different_ports(site, workspace):
 
 def test_what_sbatch_refuses_leaves_nothing(site, workspace):
     before = workspace.snapshot()
-    done = kit.invoke("submit", "sft", "config.yaml", *ONE, "--partition", "nope", "--python", "python3")
+    done = slurm_site.invoke("submit", "sft", "config.yaml", *ONE, "--partition", "nope", "--python", "python3")
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == (
         "mrl: sbatch: sbatch: error: invalid partition specified: nope sbatch: error: Batch job submission failed: "
@@ -304,7 +307,7 @@ def test_what_sbatch_refuses_leaves_nothing(site, workspace):
 def test_more_nodes_than_there_are_are_warned_of(site, workspace):
     """Slurm lets such a job wait, with a reason that says little."""
     for partition, named in (([], "the default partition"), (["--partition", "debug"], "partition debug")):
-        done = kit.invoke(
+        done = slurm_site.invoke(
             "submit",
             "sft",
             "config.yaml",
@@ -318,14 +321,14 @@ def test_more_nodes_than_there_are_are_warned_of(site, workspace):
         )
         assert done.exit_code == 0, done.output
         assert f"slurm.nodes: value 5 is above the 2 of {named}: the job waits" in done.stderr
-        assert kit.invoke("cancel", "run").exit_code == 0
+        assert slurm_site.invoke("cancel", "run").exit_code == 0
     servers = ("--template", "hetero", "--servers-nodes", "1", "--servers-python", "false", "rollout.backend=vllm")
-    done = kit.invoke("submit", "ppo", "ppo.yaml", *ONE, "--nodes", "2", *servers, "--python", "python3")
+    done = slurm_site.invoke("submit", "ppo", "ppo.yaml", *ONE, "--nodes", "2", *servers, "--python", "python3")
     assert "slurm.nodes + servers.nodes: value 3 is above the 2 of the default partition" in done.stderr, done.output
     assert ": 2 nodes x 1 process, and 1 node x 1 server\n" in done.stdout
-    assert kit.invoke("cancel", "run").exit_code == 0
+    assert slurm_site.invoke("cancel", "run").exit_code == 0
     submit(site, "pass")
-    assert "is above" not in kit.invoke("submit", "sft", "config.yaml", *ONE, "output_dir=o").stderr
+    assert "is above" not in slurm_site.invoke("submit", "sft", "config.yaml", *ONE, "output_dir=o").stderr
 
 
 SERVER = """\
@@ -352,9 +355,9 @@ def test_a_server_that_ends_meanwhile_ends_the_run_and_says_where_to_look(site, 
     fake = "until_signal(); save('step_3'); ended(75, 'stopped')"
     job = site.submit("ppo", "ppo.yaml", *ONE, f"--env=FAKE_RUN={fake}", "rollout.backend=vllm", *args)
     ended, run_dir = site.wait(job), workspace.root / "run"
-    assert ended.fields["ExitCode"] == "1:0", kit.log(run_dir, job)
+    assert ended.fields["ExitCode"] == "1:0", slurm_site.log(run_dir, job)
     why = f"a server has ended; {run_dir}/slurm/{job}.0/servers.log says why"
-    said = kit.history(run_dir, job)
+    said = slurm_site.history(run_dir, job)
     assert said[0] == f"servers: http://127.0.0.1:{8000 + int(job) % 12000}"
     assert said[2:] == [why, f"stopped: {why}; the newest checkpoint is step_3"]
 
@@ -374,9 +377,9 @@ def test_servers_on_nodes_of_their_own_are_there_before_the_training(site, works
     run_dir = workspace.root / "run"
     signal_when_waiting(site, run_dir, job)
     site.release(job)
-    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    assert site.wait(job).state == "COMPLETED", slurm_site.log(run_dir, job)
     urls = f"http://127.0.0.1:{port}"
-    said = kit.history(run_dir, job)
+    said = slurm_site.history(run_dir, job)
     assert said[0] == f"servers: {urls}" and said[-1] == "done", said
     assert (run_dir / "checkpoints" / "latest").read_text() == f"rollout.server.urls=[{urls}]\n"
 
@@ -386,6 +389,6 @@ def test_a_server_that_ends_ends_the_job_and_says_where_to_look(site, workspace)
     job = site.submit("ppo", "ppo.yaml", *ONE, "--env=FAKE_RUN=0", "rollout.backend=vllm", *args)
     assert site.wait(job).fields["ExitCode"] == "1:0"
     run_dir = workspace.root / "run"
-    assert kit.history(run_dir, job)[-1] == (
+    assert slurm_site.history(run_dir, job)[-1] == (
         f"a server has ended before it listened; {run_dir}/slurm/{job}.0/servers.log says why"
     )

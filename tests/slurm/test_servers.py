@@ -10,10 +10,10 @@ import yaml
 from mrl import metrics
 from mrl.trainers.rl.invariants import FP32_GAP
 from tests.engine import tiny
-from tests.resume.rl import kit as rl_kit
+from tests.resume.rl import rl_runs
 from tests.rollout.real_vllm import ENVIRONMENT, VENV
-from tests.slurm import kit
-from tests.trainers.kit import load_example
+from tests.slurm import slurm_site
+from tests.trainers.tiny_runs import load_example
 
 NODES = ("--nodes", "1", "--gpus-per-node", "0", "--processes-per-node", "1", "--cpus-per-task", "1", "--time", "30:00")
 BESIDE = ("VLLM_SERVER_DEV_MODE",)
@@ -36,9 +36,9 @@ def test_a_run_samples_from_a_real_vllm_on_a_node_of_its_own(site):
         reason = f"no vLLM in {VENV}: run `make vllm-venv`, or set MRL_TEST_VLLM_VENV to a venv that has it"
         warnings.warn(f"a real vLLM in a Slurm job is not tried: {reason}", stacklevel=1)
         pytest.skip(reason)
-    inputs, run_dir = rl_kit.make_inputs(site.folder), site.folder / "run"
+    inputs, run_dir = rl_runs.make_inputs(site.folder), site.folder / "run"
     make_model(str(inputs / "served"))
-    config = rl_kit.make_config(
+    config = rl_runs.make_config(
         inputs, run_dir, "grpo",
         actor={"model": {"path": "served"}},
         rollout={"backend": "vllm"},
@@ -56,8 +56,8 @@ def test_a_run_samples_from_a_real_vllm_on_a_node_of_its_own(site):
     job = site.submit("ppo", path, *NODES, *servers, *arguments)
     ended, slurm_dir = site.wait(job), run_dir / "slurm"
     servers_log = slurm_dir / f"{job}.0" / "servers.log"
-    assert ended.fields["ExitCode"] == "0:0", kit.log(run_dir, job) + servers_log.read_text()[-3000:]
-    said = kit.history(run_dir, job)
+    assert ended.fields["ExitCode"] == "0:0", slurm_site.log(run_dir, job) + servers_log.read_text()[-3000:]
+    said = slurm_site.history(run_dir, job)
     assert said[0].startswith("servers: http://127.0.0.1:"), said
     assert said[1:] == ["start 0 on n1, from checkpoint none", "done"]
     rows = [row for row in metrics.read(run_dir / "metrics.jsonl") if row["step"]]  # 0 is an evaluation

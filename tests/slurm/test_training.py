@@ -11,13 +11,13 @@ import yaml
 
 from mrl.launch.slurm import jobs
 from tests.engine.tiny import relative_l2
-from tests.resume import kit as resume_kit
-from tests.slurm import kit
+from tests.resume import runs
+from tests.slurm import slurm_site
 
 pytestmark = pytest.mark.slow
 
-LAYOUT = resume_kit.Layout(4, parallel={"tp": 2})
-PLAIN = resume_kit.Layout(2, "plain", parallel={"tp": 2})
+LAYOUT = runs.Layout(4, parallel={"tp": 2})
+PLAIN = runs.Layout(2, "plain", parallel={"tp": 2})
 """Without dropout, whose draws belong to a layout."""
 
 NODES = (
@@ -40,7 +40,7 @@ def make_config(inputs, folder, *, every=None, layout=LAYOUT, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     changes = {"checkpoint": {"every": every}, "train": {"steps": STEPS, "eval_every": 10}} | changes
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(resume_kit.make_config(inputs, folder / "the run", layout, **changes)))
+    path.write_text(yaml.safe_dump(runs.make_config(inputs, folder / "the run", layout, **changes)))
     return path, folder / "the run"
 
 
@@ -50,20 +50,20 @@ def test_a_run_on_two_nodes_ends_with_a_model_and_says_so(site, inputs, monkeypa
     monkeypatch.chdir("/")
     job = site.submit("sft", path, *NODES)
     ended = site.wait(job)
-    assert ended.state == "COMPLETED", kit.log(run_dir, job)
-    assert kit.history(run_dir, job) == ["start 0 on n1 n2, from checkpoint none", "done"]
+    assert ended.state == "COMPLETED", slurm_site.log(run_dir, job)
+    assert slurm_site.history(run_dir, job) == ["start 0 on n1 n2, from checkpoint none", "done"]
     assert (run_dir / "hf" / "model.safetensors").is_file()
     environment = (run_dir / "slurm" / f"{job}.0" / "environment").read_text().splitlines()
     assert {"nodes: n1 n2", "MASTER_ADDR=127.0.0.1", "SLURM_JOB_NUM_NODES=2"} <= set(environment)
     [record] = jobs.records(run_dir / "slurm")
     assert yaml.safe_load((run_dir / "slurm" / record["config"]).read_text())["train"]["epochs"] == 1
-    steps = math.ceil(resume_kit.ROWS / resume_kit.BATCH)
+    steps = math.ceil(runs.ROWS / runs.BATCH)
     for what in (job, run_dir):
-        state, note, progress = kit.invoke("status", what).stdout.splitlines()
+        state, note, progress = slurm_site.invoke("status", what).stdout.splitlines()
         assert state.startswith(f"job {job}  COMPLETED  00:0") and state.endswith(" of 01:00:00  restarts 0  on n[1-2]")
         assert note.endswith(" done")
         assert progress.startswith(f"  {run_dir}: step {steps} of {steps}, train/loss ")
-    assert kit.invoke("logs", job, "-f", "-n", "3").stdout.splitlines()[-2].startswith(f"done: {steps} steps")
+    assert slurm_site.invoke("logs", job, "-f", "-n", "3").stdout.splitlines()[-2].startswith(f"done: {steps} steps")
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +71,17 @@ def unbroken(running_cluster, inputs, tmp_path_factory):
     """The folder of a run on both nodes that nothing happened to."""
     folder = tmp_path_factory.mktemp("unbroken")
     path, run_dir = make_config(inputs, folder)
-    site = kit.Site(running_cluster, folder)
+    site = slurm_site.Site(running_cluster, folder)
     job = site.submit("sft", path, *NODES)
-    assert site.wait(job).state == "COMPLETED", kit.log(run_dir, job)
+    assert site.wait(job).state == "COMPLETED", slurm_site.log(run_dir, job)
     return run_dir
 
 
 def went_on(site, run_dir, job):
     """What the script of a job said that was stopped once, saved, and went on from there to the end."""
     ended = site.wait(job)
-    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), kit.log(run_dir, job)
-    said = kit.history(run_dir, job)
+    assert (ended.state, ended.fields["Restarts"]) == ("COMPLETED", "1"), slurm_site.log(run_dir, job)
+    said = slurm_site.history(run_dir, job)
     assert [line.partition(",")[0] for line in said if line.startswith("start")] == [
         "start 0 on n1 n2",
         "start 1 on n1 n2",
@@ -103,11 +103,11 @@ def test_preempted_runs_go_on_bitwise(site, unbroken, inputs, launcher):
     """Nothing but the signals saves: what a start goes on from is what the signal saved."""
     path, run_dir = make_config(inputs, site.folder)
     job = site.submit("sft", path, *NODES, *launcher)
-    kit.wait_for_steps(run_dir, 3)
+    slurm_site.wait_for_steps(run_dir, 3)
     site.run("scancel", "--batch", "--signal=USR1", job)
     site.release(job)
     went_on(site, run_dir, job)
-    resume_kit.assert_same_result(run_dir, unbroken)
+    runs.assert_same_result(run_dir, unbroken)
 
 
 @pytest.mark.nightly
@@ -115,12 +115,12 @@ def test_a_run_that_slurm_preempts_for_another_goes_on_bitwise(site, unbroken, i
     """Slurm sends the signal, as PreemptMode=REQUEUE, preempt_send_user_signal and a GraceTime make it do."""
     path, run_dir = make_config(inputs, site.folder)
     job = site.submit("sft", path, *NODES, "--partition", "scavenge")
-    kit.wait_for_steps(run_dir, 3)
+    slurm_site.wait_for_steps(run_dir, 3)
     other = site.take_node("n2")
     assert site.wait(other).state == "COMPLETED"
     site.release(job)
     assert went_on(site, run_dir, job)[1] == "received SIGUSR1: the run is told to save and stop"
-    resume_kit.assert_same_result(run_dir, unbroken)
+    runs.assert_same_result(run_dir, unbroken)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node, back_s
     job back; of n2 whoever finds out first. The node comes back later, or before anyone has asked for it."""
     path, run_dir = make_config(inputs, site.folder, every=3)
     job = site.submit("sft", path, *NODES)
-    kit.wait_for_steps(run_dir, 8)
+    slurm_site.wait_for_steps(run_dir, 8)
     site.cluster.kill_node(node)
     if back_s is not None:
         time.sleep(back_s)
@@ -150,15 +150,15 @@ def test_a_failed_node_starts_the_job_again(site, unbroken, inputs, node, back_s
     ended = site.wait(
         job
     )  # after the two minutes of being held: what ends the first start can reach a second one before
-    assert ended.state == "COMPLETED" and int(ended.fields["Restarts"]) >= 1, kit.log(run_dir, job)
-    starts = [line.rpartition(" ")[2] for line in kit.history(run_dir, job) if line.startswith("start ")]
+    assert ended.state == "COMPLETED" and int(ended.fields["Restarts"]) >= 1, slurm_site.log(run_dir, job)
+    starts = [line.rpartition(" ")[2] for line in slurm_site.history(run_dir, job) if line.startswith("start ")]
     assert starts[0] == "none" and len(starts) > 1 and all(start.startswith("step_") for start in starts[1:]), starts
-    resume_kit.assert_same_result(run_dir, unbroken)
+    runs.assert_same_result(run_dir, unbroken)
 
 
 @pytest.mark.nightly
 def test_a_run_that_fails_says_why_first(site, inputs):
-    path, run_dir = make_config(inputs, site.folder, layout=resume_kit.Layout(2, parallel={"tp": 2}))
+    path, run_dir = make_config(inputs, site.folder, layout=runs.Layout(2, parallel={"tp": 2}))
     rows = inputs / "train.jsonl"
     bad = site.folder / "bad rows.jsonl"
     bad.write_text(rows.read_text() + json.dumps({"input_ids": "no"}) + "\n")
@@ -166,10 +166,10 @@ def test_a_run_that_fails_says_why_first(site, inputs):
         "sft", path, *NODES, "--nodes", "1", f"data.train='{bad}'", "data.shuffle=false", "train.steps=20"
     )
     ended = site.wait(job)
-    assert (ended.state, ended.fields["ExitCode"]) == ("FAILED", "2:0"), kit.log(run_dir, job)
-    last = kit.history(run_dir, job)[-1]
+    assert (ended.state, ended.fields["ExitCode"]) == ("FAILED", "2:0"), slurm_site.log(run_dir, job)
+    last = slurm_site.history(run_dir, job)[-1]
     assert last.startswith("failed with exit code 2: rank ") and "bad rows.jsonl:27" in last, last
-    shown = kit.invoke("logs", run_dir).stdout.splitlines()
+    shown = slurm_site.invoke("logs", run_dir).stdout.splitlines()
     assert shown[0].startswith("first error (start 0, exit code 2), rank ") and "bad rows.jsonl:27" in shown[0]
 
 
@@ -179,21 +179,19 @@ def test_a_run_that_was_cancelled_after_a_save_goes_on_with_other_nodes(site, in
     changes = {"layout": PLAIN, "train": {"steps": 20, "eval_every": 10}}
     path, run_dir = make_config(inputs, site.folder, **changes)
     job = site.submit("sft", path, *NODES)
-    kit.wait_for_steps(run_dir, 2)
-    said = kit.invoke("cancel", run_dir, "--save").stdout.splitlines()
+    slurm_site.wait_for_steps(run_dir, 2)
+    said = slurm_site.invoke("cancel", run_dir, "--save").stdout.splitlines()
     assert said[0] == f"job {job} is told to save and stop"
     saved = (run_dir / "checkpoints" / "latest").read_text().strip()
     assert said[1] == f"stopped job {job}: the newest checkpoint is {saved}"
     again = site.submit("sft", path, *NODES, "--nodes", "1")
-    stayed = resume_kit.new_run(
-        site.folder / "stayed", inputs, PLAIN, train=changes["train"], checkpoint={"every": None}
-    )
+    stayed = runs.new_run(site.folder / "stayed", inputs, PLAIN, train=changes["train"], checkpoint={"every": None})
     stayed.to_the_end()
-    assert site.wait(again).state == "COMPLETED", kit.log(run_dir, again)
-    assert kit.history(run_dir, again)[0] == f"start 0 on n1, from checkpoint {saved}"
-    for ours, theirs in zip(resume_kit.steps(run_dir), resume_kit.steps(stayed.output), strict=True):
+    assert site.wait(again).state == "COMPLETED", slurm_site.log(run_dir, again)
+    assert slurm_site.history(run_dir, again)[0] == f"start 0 on n1, from checkpoint {saved}"
+    for ours, theirs in zip(runs.steps(run_dir), runs.steps(stayed.output), strict=True):
         assert ours["train/tokens"] == theirs["train/tokens"]
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5), ours["step"]
-    weights = resume_kit.exported(stayed.output)
-    for name, tensor in resume_kit.exported(run_dir).items():
+    weights = runs.exported(stayed.output)
+    for name, tensor in runs.exported(run_dir).items():
         assert relative_l2(tensor, weights[name]) < 1e-4, name

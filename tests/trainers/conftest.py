@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine import harness
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,5 +15,5 @@ def worlds():
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    kit.make_inputs(folder)
+    tiny_runs.make_inputs(folder)
     return folder

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.engine.harness import run_case
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 from tests.trainers.test_sft import CASE, train
 
 
@@ -25,7 +25,7 @@ def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path
     source = AutoTokenizer.from_pretrained(inputs / "model").chat_template
     template.write_text("{# mine \u00e9 #}" + source)
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-    config = kit.make_config(
+    config = tiny_runs.make_config(
         inputs, tmp_path / "run", model={"path": str(model)}, engine={"backend": backend},
         data={"chat_template": str(template)}, train={"steps": 1}, optimizer={"warmup_steps": 0},
     )  # fmt: skip
@@ -39,10 +39,10 @@ def test_the_export_has_the_chat_template_that_was_trained_with(inputs, tmp_path
 def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, world):
     """Half of the rows are too long: five of the ten in batches of two are three steps, also for the one that goes on."""
     lines = (inputs / "train.jsonl").read_text().splitlines()
-    lines[1::2] = [json.dumps(kit.chat([1] * 40))] * 5
+    lines[1::2] = [json.dumps(tiny_runs.chat([1] * 40))] * 5
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     data = {"train": str(tmp_path / "rows.jsonl"), "truncation": "drop"}
-    config = kit.make_config(
+    config = tiny_runs.make_config(
         inputs, tmp_path / "run", data=data, train={"steps": None, "epochs": 1, "global_batch_size": 2}
     )
     kind, _, _ = run_case(world, CASE, config=config, happening="signals", step=2)
@@ -50,7 +50,7 @@ def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, wor
     kind, message, said = run_case(world, CASE, config=config)
     assert (kind, message) == ("done", "")
     assert "5 of its 10 rows can be used (dropped: 5), which makes the 3 steps of 1 epochs" in said
-    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2, 3]
+    assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2, 3]
     met = int(said.split("data.train: rows dropped: ")[1].split()[0])
     assert met <= 2 * 5, "rows of the counting pass are counted once more"
 
@@ -60,7 +60,7 @@ def test_an_epoch_is_a_pass_over_the_rows_that_can_be_used(inputs, tmp_path, wor
     [({"warmup_steps": 4}, "warmup_steps"), ({"schedule": "wsd", "warmup_steps": 1, "decay_steps": 3}, "decay_steps")],
 )
 def test_a_schedule_longer_than_the_epochs_is_refused_before_anything_is_written(inputs, tmp_path, optimizer, key):
-    config = kit.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
+    config = tiny_runs.make_config(inputs, tmp_path / "run", train={"steps": None, "epochs": 1}, optimizer=optimizer)
     kind, message = train(config)
     assert kind == "ConfigError" and message.startswith(f"optimizer.{key}: value {optimizer[key]} is above ")
     assert "the 3 steps of 1 epochs" in message and not (tmp_path / "run").exists()
@@ -72,7 +72,9 @@ def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_
     inputs, tmp_path, world, failures
 ):
     """The local checkpoint is whole, and the same command makes the copy and goes on."""
-    config = kit.make_config(inputs, tmp_path / "run", checkpoint={"every": 3, "remote": f"file://{tmp_path}/remote"})
+    config = tiny_runs.make_config(
+        inputs, tmp_path / "run", checkpoint={"every": 3, "remote": f"file://{tmp_path}/remote"}
+    )
     kind, message = train(config, world, happening="remote_fails", times=failures)
     if failures == 99:
         saved = tmp_path / "run" / "checkpoints" / "step_00000003"
@@ -85,4 +87,4 @@ def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_
         kind, message = train(config, world)
     assert (kind, message) == ("done", "")
     assert (tmp_path / "remote" / "latest").read_text() == "step_00000008\n"
-    assert [row["step"] for row in kit.steps(tmp_path / "run")] == list(range(1, 9))
+    assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == list(range(1, 9))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.engine.harness import Case, run_case, run_world
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 MOMENTS = 8
 
@@ -49,7 +49,7 @@ CASES = [
 
 
 def config_of(inputs: pathlib.Path, output_dir: pathlib.Path, layout: Layout) -> dict:
-    return kit.make_config(
+    return tiny_runs.make_config(
         inputs, output_dir, engine=layout.engine, train={"steps": 4, "eval_every": 2}, checkpoint={"every": 1},
         data={"eval": str(inputs / "eval.jsonl")},
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(inputs, whole, tmp_path
         assert killed.exists() or done_before, result.error
     ended = run_case(layout.world, "tests.trainers.cases:train", config=config)
     assert ended[:2] == ("done", ""), f"killed at event {event} of {events}: {ended}"
-    assert kit.steps(output_dir) == kit.steps(unharmed)
+    assert tiny_runs.steps(output_dir) == tiny_runs.steps(unharmed)
     assert contents(output_dir) == contents(unharmed)
     leftovers = [p.name for p in (output_dir / "checkpoints").iterdir() if p.name.startswith(".")]
     assert not leftovers and not (output_dir / ".tmp-hf").exists()

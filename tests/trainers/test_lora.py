@@ -21,8 +21,8 @@ from mrl.config.schema import ModelConfig
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import read_model_config
 from tests.engine.harness import run_case
-from tests.trainers import kit
-from tests.trainers.rl import kit as rl
+from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
 
 BACKENDS = {"fsdp": 1, "fsdp dp2": 2, "megatron tp2": 2}
 LAYOUTS = ["fsdp", pytest.param("fsdp dp2", marks=pytest.mark.nightly), "megatron tp2"]
@@ -32,14 +32,14 @@ LORA = {"rank": 4, "alpha": 8.0}
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    kit.make_inputs(folder)
+    tiny_runs.make_inputs(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def rl_inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl_inputs")
-    rl.make_inputs(folder)
+    tiny_policies.make_inputs(folder)
     return folder
 
 
@@ -47,7 +47,7 @@ def sft_config(inputs, output, layout, *, lora=None, **changes):
     backend = layout.split()[0]
     changes.setdefault("checkpoint", {"every": 3})
     engine = {"backend": backend} | ({"parallel": {"tp": 2}} if "tp2" in layout else {})
-    made = kit.make_config(inputs, output, engine=engine, **changes)
+    made = tiny_runs.make_config(inputs, output, engine=engine, **changes)
     made["model"]["lora"] = {**LORA, **(lora or {})}
     return made
 
@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on_bitwise(inputs, whole, tmp_path, layout):
     kind, message, _ = sft(config, layout, happening="signals", step=5)
     assert kind == "stopped", message
     assert sft(config, layout)[:2] == ("done", "")
-    assert kit.steps(tmp_path / "run") == kit.steps(whole(layout))
+    assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(whole(layout))
     ours, theirs = adapter(tmp_path / "run" / "hf"), adapter(whole(layout) / "hf")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -168,11 +168,13 @@ def test_an_adapter_is_no_model_to_start_from(whole):
 
 
 def rl_config(rl_inputs, output, **changes):
-    changes = rl.merge({"algorithm": {"kl_in": "loss", "kl_coef": 0.1}}, changes)
-    return rl.merge(rl.make_config(rl_inputs, output, "grpo", actor={"model": {"lora": dict(LORA)}}), changes)
+    changes = tiny_policies.merge({"algorithm": {"kl_in": "loss", "kl_coef": 0.1}}, changes)
+    return tiny_policies.merge(
+        tiny_policies.make_config(rl_inputs, output, "grpo", actor={"model": {"lora": dict(LORA)}}), changes
+    )
 
 
-ENGINES = {"fsdp": rl.engine(), "megatron tp2": rl.engine("megatron", tp=2)}
+ENGINES = {"fsdp": tiny_policies.engine(), "megatron tp2": tiny_policies.engine("megatron", tp=2)}
 
 
 @pytest.mark.parametrize("layout", ENGINES)
@@ -181,12 +183,12 @@ def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path, layout
     config = rl_config(rl_inputs, tmp_path / "run", train={"steps": 4}, actor={"engine": ENGINES[layout]})
     kind, message, said = ppo(config, layout)
     assert (kind, message) == ("done", ""), message
-    rows = rl.metrics_of(tmp_path / "run")
+    rows = tiny_policies.metrics_of(tmp_path / "run")
     kls = [row["actor/sequence_kl"] for row in rows if "actor/sequence_kl" in row]
     assert kls[0] == 0.0 and kls[1] != 0.0
     assert "second copy" not in said
     assert (tmp_path / "run" / "hf" / "adapter_model.safetensors").is_file()
-    plain = rl.merge(config, {"output_dir": str(tmp_path / "plain"), "actor": {"model": {"lora": None}}})
+    plain = tiny_policies.merge(config, {"output_dir": str(tmp_path / "plain"), "actor": {"model": {"lora": None}}})
     case = "tests.trainers.lora_cases:held"
     of_lora, of_plain = (run_case(BACKENDS[layout], case, config=c) for c in (config, plain))
     assert set(of_lora) == {"actor"} and set(of_plain) == {"actor", "reference"}
@@ -201,7 +203,7 @@ def test_the_reference_is_the_actor_without_adapters(rl_inputs, tmp_path, layout
     ("reference", "key"),
     [
         ({"update_every": 2}, "reference.update_every"),
-        ({"engine": rl.engine(size=2)}, "reference.engine"),
+        ({"engine": tiny_policies.engine(size=2)}, "reference.engine"),
     ],
 )
 def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference, key):
@@ -210,7 +212,7 @@ def test_a_reference_of_its_own_is_a_second_copy(rl_inputs, tmp_path, reference,
     kind, message, said = ppo(config)
     assert (kind, message) == ("done", ""), message
     assert f"reference: is a second copy of the model, since {key} is set" in said
-    kls = [row["actor/sequence_kl"] for row in rl.metrics_of(tmp_path / "run") if "actor/sequence_kl" in row]
+    kls = [row["actor/sequence_kl"] for row in tiny_policies.metrics_of(tmp_path / "run") if "actor/sequence_kl" in row]
     assert abs(kls[0]) < 1e-5 and (abs(kls[1]) < 1e-4) == ("update_every" in reference), kls
 
 
@@ -220,7 +222,7 @@ def test_both_references_give_the_same_run(rl_inputs, tmp_path):
     for name, reference in (("base", {}), ("copy", {"model": {"path": str(rl_inputs / "model")}})):
         config = rl_config(rl_inputs, tmp_path / name, reference=reference, train={"steps": 4})
         assert ppo(config)[:2] == ("done", "")
-    assert rl.metrics_of(tmp_path / "base") == rl.metrics_of(tmp_path / "copy")
+    assert tiny_policies.metrics_of(tmp_path / "base") == tiny_policies.metrics_of(tmp_path / "copy")
 
 
 @pytest.mark.slow
@@ -229,7 +231,7 @@ def test_ppo_goes_on_bitwise_with_adapters_of_actor_and_critic(rl_inputs, tmp_pa
         "actor": {"model": {"lora": dict(LORA)}}, "critic": {"model": {"lora": {"rank": 2}}}, "train": {"steps": 6},
         "checkpoint": {"every": 1, "keep": None}, "algorithm": {"kl_in": "reward", "kl_coef": 0.1},
     }  # fmt: skip
-    whole = rl.make_config(rl_inputs, tmp_path / "whole", "ppo", **changes)
+    whole = tiny_policies.make_config(rl_inputs, tmp_path / "whole", "ppo", **changes)
     assert ppo(whole, "fsdp dp2")[:2] == ("done", "")
     config = whole | {"output_dir": str(tmp_path / "run")}
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
@@ -238,7 +240,7 @@ def test_ppo_goes_on_bitwise_with_adapters_of_actor_and_critic(rl_inputs, tmp_pa
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000003\n")
     assert ppo(config, "fsdp dp2")[:2] == ("done", "")
-    assert rl.metrics_of(tmp_path / "run") == rl.metrics_of(tmp_path / "whole")
+    assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
     ours, theirs = adapter(tmp_path / "run" / "hf"), adapter(tmp_path / "whole" / "hf")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     saved = tmp_path / "run" / "checkpoints" / "step_00000006"
@@ -256,7 +258,7 @@ def test_ppo_goes_on_bitwise_with_adapters_of_actor_and_critic(rl_inputs, tmp_pa
     ],
 )
 def test_wrong_configs(rl_inputs, tmp_path, changes, key, says):
-    config = rl.make_config(rl_inputs, pathlib.Path(tmp_path), "grpo", **changes)
+    config = tiny_policies.make_config(rl_inputs, pathlib.Path(tmp_path), "grpo", **changes)
     with pytest.raises(ConfigError) as caught:
         from_dict(config, PPOConfig)
     assert str(caught.value).startswith(f"{key}: ") and says in str(caught.value) and "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ import pytest
 from mrl.errors import ConfigError
 from mrl.trainers.run_lock import NAME, RunLock
 from tests.engine.harness import run_case
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 HOLD = """
 import pathlib, sys, time
@@ -129,11 +129,11 @@ def test_a_run_is_refused_on_every_rank_where_another_one_is(inputs, tmp_path):
     output_dir = tmp_path / "run"
     process = hold(output_dir)
     try:
-        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=kit.make_config(inputs, output_dir))
+        ended, message, _ = run_case(2, "tests.trainers.cases:train", config=tiny_runs.make_config(inputs, output_dir))
         assert ended == "ConfigError" and message.startswith("output_dir: ") and str(process.pid) in message
         assert [p.name for p in output_dir.iterdir()] == [NAME]
     finally:
         end(process)
-    config = kit.make_config(inputs, output_dir, train={"steps": 3})
+    config = tiny_runs.make_config(inputs, output_dir, train={"steps": 3})
     assert run_case(2, "tests.trainers.cases:train", config=config)[0] == "done"
     assert {p.name for p in output_dir.iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints", "hf"}

@@ -23,7 +23,7 @@ from mrl.metric_names import SFT_METRICS
 from mrl.metrics import read
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.cases:train"
 
@@ -47,7 +47,7 @@ def weights(output_dir: pathlib.Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(a: pathlib.Path, b: pathlib.Path) -> None:
     """Bitwise: metrics but for timings, and exported weights."""
-    assert kit.steps(a) == kit.steps(b)
+    assert tiny_runs.steps(a) == tiny_runs.steps(b)
     ours, theirs = weights(a), weights(b)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -84,7 +84,7 @@ def rows_of(path: pathlib.Path) -> list[dict]:
 def whole_run(inputs, tmp_path_factory) -> pathlib.Path:
     """Eight steps that nothing happens to: more than three epochs of ten rows."""
     output_dir = tmp_path_factory.mktemp("whole") / "run"
-    ended = train(kit.make_config(inputs, output_dir, checkpoint={"every": 3}))
+    ended = train(tiny_runs.make_config(inputs, output_dir, checkpoint={"every": 3}))
     assert ended == ("done", "")
     return output_dir
 
@@ -103,7 +103,7 @@ def test_a_run_leaves_what_the_design_names(inputs, whole_run):
 
 def test_config_yaml_is_the_resolved_config_and_can_be_run(inputs, whole_run):
     text = (whole_run / "config.yaml").read_text()
-    given = kit.make_config(inputs, whole_run, checkpoint={"every": 3})
+    given = tiny_runs.make_config(inputs, whole_run, checkpoint={"every": 3})
     assert load_config(whole_run / "config.yaml") == from_dict(given)
     for word in ("mrl 0.", "python 3.", "torch 2.", "megatron-core ", "transformers ", "git:", "mrl sft config.yaml"):
         assert word in text.split("output_dir:")[0], word
@@ -118,7 +118,7 @@ def test_metrics_have_one_line_a_step_under_the_documented_names(inputs, whole_r
 
 
 def test_learning_rate_warms_up_from_above_zero_and_decays_over_the_run(whole_run):
-    rates = [row["train/lr"] for row in kit.steps(whole_run)]
+    rates = [row["train/lr"] for row in tiny_runs.steps(whole_run)]
     cosine = [1e-2 * 0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
     assert rates == pytest.approx([0.5e-2, 1e-2, *cosine], rel=1e-12)
 
@@ -127,12 +127,12 @@ def test_learning_rate_warms_up_from_above_zero_and_decays_over_the_run(whole_ru
 @pytest.mark.parametrize("packing", [True, False])
 def test_trap_6_logged_loss_is_the_token_mean_of_the_global_batch(inputs, tmp_path, world, packing):
     """Not a mean of micro-batch or rank means: rows are uneven, micro-batches hold two, ranks one or two of them."""
-    config = kit.make_config(inputs, tmp_path, train={"steps": 1}, data={"packing": packing}, checkpoint={"export_hf": False})  # fmt: skip
+    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 1}, data={"packing": packing}, checkpoint={"export_hf": False})  # fmt: skip
     config["optimizer"]["warmup_steps"] = 0
     assert train(config, world) == ("done", "")
     rows = rows_of(inputs / "train.jsonl")
-    expected, tokens = hf_loss(inputs, [rows[i] for i in row_order(0, 0, len(rows))[: kit.BATCH]])
-    (step,) = kit.steps(tmp_path)
+    expected, tokens = hf_loss(inputs, [rows[i] for i in row_order(0, 0, len(rows))[: tiny_runs.BATCH]])
+    (step,) = tiny_runs.steps(tmp_path)
     assert step["train/loss"] == pytest.approx(expected, rel=1e-6)
     assert step["train/tokens"] == tokens
 
@@ -140,8 +140,8 @@ def test_trap_6_logged_loss_is_the_token_mean_of_the_global_batch(inputs, tmp_pa
 def test_trained_tokens_accumulate(inputs, whole_run):
     lengths = [len(row["messages"][1]["content"]) + 1 for row in rows_of(inputs / "train.jsonl")]  # and <|im_end|>
     order = [i for epoch in range(4) for i in row_order(0, epoch, len(lengths))]
-    expected = [sum(lengths[i] for i in order[: kit.BATCH * step]) for step in range(1, 9)]
-    assert [row["train/tokens"] for row in kit.steps(whole_run)] == expected
+    expected = [sum(lengths[i] for i in order[: tiny_runs.BATCH * step]) for step in range(1, 9)]
+    assert [row["train/tokens"] for row in tiny_runs.steps(whole_run)] == expected
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -150,32 +150,32 @@ def test_trained_tokens_accumulate(inputs, whole_run):
 @pytest.mark.parametrize("world", [1, 2])
 def test_eval_loss_is_the_token_mean_of_the_whole_set(inputs, tmp_path, world):
     """Seven rows in batches of four: a mean of batch means would weigh the last three rows too much."""
-    config = kit.make_config(
+    config = tiny_runs.make_config(
         inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"steps": 1}, checkpoint={"export_hf": True}
     )  # fmt: skip
     config["optimizer"] = {"lr": 1e-30, "schedule": "constant"}  # the evaluated model is the untrained one
     assert train(config, world) == ("done", "")
     expected, _ = hf_loss(inputs, rows_of(inputs / "eval.jsonl"))
-    assert kit.steps(tmp_path)[0]["eval/loss"] == pytest.approx(expected, rel=1e-6)
+    assert tiny_runs.steps(tmp_path)[0]["eval/loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_trap_18_evaluation_changes_nothing_and_trap_27_is_logged_only_where_it_happened(inputs, whole_run, tmp_path):
-    config = kit.make_config(inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3})
+    config = tiny_runs.make_config(inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3})
     assert train(config) == ("done", "")
-    rows = kit.steps(tmp_path)
+    rows = tiny_runs.steps(tmp_path)
     assert [row["step"] for row in rows if "eval/loss" in row] == [3, 6, 8]
-    assert [{k: v for k, v in row.items() if k != "eval/loss"} for row in rows] == kit.steps(whole_run)
+    assert [{k: v for k, v in row.items() if k != "eval/loss"} for row in rows] == tiny_runs.steps(whole_run)
     assert all(torch.equal(a, b) for a, b in zip(weights(tmp_path).values(), weights(whole_run).values(), strict=True))
 
 
 def test_eval_batches_limits_the_evaluation(inputs, tmp_path):
-    config = kit.make_config(
+    config = tiny_runs.make_config(
         inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"steps": 1, "eval_batches": 1}
     )  # fmt: skip
     config["optimizer"] = {"lr": 1e-30, "schedule": "constant"}
     assert train(config) == ("done", "")
-    expected, _ = hf_loss(inputs, rows_of(inputs / "eval.jsonl")[: kit.BATCH])
-    assert kit.steps(tmp_path)[0]["eval/loss"] == pytest.approx(expected, rel=1e-6)
+    expected, _ = hf_loss(inputs, rows_of(inputs / "eval.jsonl")[: tiny_runs.BATCH])
+    assert tiny_runs.steps(tmp_path)[0]["eval/loss"] == pytest.approx(expected, rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------- stop, resume
@@ -184,23 +184,23 @@ def test_eval_batches_limits_the_evaluation(inputs, tmp_path):
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGUSR1"])
 def test_traps_23_and_32_a_stopped_run_goes_on_bitwise(inputs, whole_run, tmp_path, signal_name):
     """LR, position in the data (in the second epoch), optimizer and token count are those of the run that never stopped."""
-    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 3})
     kind, message = train(config, happening="signals", step=5, name=signal_name)
     assert kind == "stopped"
     assert signal_name in message and "after step 5 of 8" in message and "step_00000005" in message
-    assert len(kit.steps(tmp_path)) == 5 and not (tmp_path / "hf").exists()
+    assert len(tiny_runs.steps(tmp_path)) == 5 and not (tmp_path / "hf").exists()
     assert train(config) == ("done", "")
     assert_same_run(whole_run, tmp_path)
 
 
 def test_signals_during_the_save_do_not_end_it(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path)
+    config = tiny_runs.make_config(inputs, tmp_path)
     kind, message = train(config, happening="signals", step=2, again=True)
     assert kind == "stopped" and (tmp_path / "checkpoints" / "step_00000002" / "COMPLETE").exists()
 
 
 def test_a_signal_to_one_rank_stops_all(inputs, tmp_path):
-    kind, message = train(kit.make_config(inputs, tmp_path), 2, happening="signals", step=2, rank=1)
+    kind, message = train(tiny_runs.make_config(inputs, tmp_path), 2, happening="signals", step=2, rank=1)
     assert kind == "stopped" and "after step 2 of 8" in message
 
 
@@ -208,20 +208,22 @@ def test_a_signal_to_one_rank_stops_all(inputs, tmp_path):
 def test_a_signal_inside_an_evaluation_does_not_wait_for_its_end(inputs, tmp_path, world, step):
     """The step is saved and in the log, without its evaluation, which the next start makes first. Step 8 is the last."""
     data = {"eval": str(inputs / "eval.jsonl")}
-    make = lambda name: kit.make_config(inputs, tmp_path / name, data=data, train={"eval_every": 3}, checkpoint={"export_hf": step != 8})  # noqa: E731  # fmt: skip
+    make = lambda name: tiny_runs.make_config(inputs, tmp_path / name, data=data, train={"eval_every": 3}, checkpoint={"export_hf": step != 8})  # noqa: E731  # fmt: skip
     assert train(make("whole"), world) == ("done", "")
     kind, message = train(make("run"), world, happening="signal_in_evaluation", step=step)
     assert kind == "stopped" and f"after step {step} of 8, saved in" in message
-    without = {name: value for name, value in kit.steps(tmp_path / "whole")[step - 1].items() if name != "eval/loss"}
-    assert kit.steps(tmp_path / "run") == [*kit.steps(tmp_path / "whole")[: step - 1], without]
+    without = {
+        name: value for name, value in tiny_runs.steps(tmp_path / "whole")[step - 1].items() if name != "eval/loss"
+    }
+    assert tiny_runs.steps(tmp_path / "run") == [*tiny_runs.steps(tmp_path / "whole")[: step - 1], without]
     assert train(make("run"), world) == ("done", "")
-    assert kit.steps(tmp_path / "run") == kit.steps(tmp_path / "whole")
+    assert tiny_runs.steps(tmp_path / "run") == tiny_runs.steps(tmp_path / "whole")
     if step != 8:
         assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_signal_before_the_first_step_stops_the_run_there(inputs, whole_run, tmp_path):
-    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 3})
     kind, message = train(config, happening="signal_at_start")
     assert kind == "stopped" and message.startswith("stopped by SIGTERM after step 0 of 8, before it began; ")
     assert not (tmp_path / "checkpoints").exists()
@@ -230,7 +232,7 @@ def test_a_signal_before_the_first_step_stops_the_run_there(inputs, whole_run, t
 
 
 def test_resume_drops_metrics_after_the_checkpoint_and_a_torn_line(inputs, whole_run, tmp_path):
-    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 3})
     train(config, happening="signals", step=5)
     with open(tmp_path / "metrics.jsonl", "a") as log:  # as if it had gone on to step 7 and been killed in a write
         log.write('{"step": 6, "train/loss": 9.0}\n{"step": 7, "train/lo')
@@ -239,14 +241,14 @@ def test_resume_drops_metrics_after_the_checkpoint_and_a_torn_line(inputs, whole
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(inputs, whole_run, tmp_path):
-    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 3})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 3})
     tmp_path.joinpath("metrics.jsonl").write_text('{"step": 1, "train/loss": 9.0}\n')
     assert train(config) == ("done", "")
     assert_same_run(whole_run, tmp_path)
 
 
 def test_a_complete_run_says_so_and_makes_a_missing_export(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path, train={"steps": 2})
+    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 2})
     assert train(config) == ("done", "")
     exported = weights(tmp_path)
     assert "is complete: 2 of 2 steps are made" in printed(config)
@@ -254,16 +256,16 @@ def test_a_complete_run_says_so_and_makes_a_missing_export(inputs, tmp_path):
     (tmp_path / ".tmp-hf" / "model.safetensors").write_bytes(b"half")
     assert "exporting" in printed(config)
     assert all(torch.equal(value, exported[name]) for name, value in weights(tmp_path).items())
-    assert len(kit.steps(tmp_path)) == 2
+    assert len(tiny_runs.steps(tmp_path)) == 2
 
 
 def test_a_longer_run_goes_on_from_a_complete_one(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path, train={"steps": 2}, optimizer={"schedule": "constant"})
+    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 2}, optimizer={"schedule": "constant"})
     assert train(config) == ("done", "")
     short = weights(tmp_path)
     config["train"]["steps"] = 4
     assert "train.steps: 2 at the save, 4 now" in printed(config)
-    once = kit.make_config(inputs, tmp_path / "once", train={"steps": 4}, optimizer={"schedule": "constant"})
+    once = tiny_runs.make_config(inputs, tmp_path / "once", train={"steps": 4}, optimizer={"schedule": "constant"})
     assert train(once) == ("done", "")
     assert_same_run(tmp_path, tmp_path / "once")
     assert any(not torch.equal(value, short[name]) for name, value in weights(tmp_path).items())
@@ -271,13 +273,13 @@ def test_a_longer_run_goes_on_from_a_complete_one(inputs, tmp_path):
 
 def test_resume_from_a_checkpoint_of_another_run(inputs, whole_run, tmp_path):
     checkpoint = whole_run / "checkpoints" / "step_00000006"
-    config = kit.make_config(inputs, tmp_path, checkpoint={"resume": str(checkpoint), "every": 1})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"resume": str(checkpoint), "every": 1})
     assert train(config, happening="signals", step=7)[0] == "stopped"
     mine = run_id(tmp_path / "checkpoints" / "step_00000007")
     assert mine != run_id(checkpoint), "wandb's page is the other run's"
     assert train(config) == ("done", "")  # the same command goes on from this run's own checkpoint
     assert run_id(tmp_path / "checkpoints" / "step_00000008") == mine
-    assert kit.steps(tmp_path) == kit.steps(whole_run)[6:]
+    assert tiny_runs.steps(tmp_path) == tiny_runs.steps(whole_run)[6:]
     assert all(torch.equal(value, weights(whole_run)[name]) for name, value in weights(tmp_path).items())
     kind, message = train(config | {"checkpoint": {"resume": str(whole_run / "checkpoints" / "step_00000008")}})
     assert kind == "ConfigError" and message.startswith("checkpoint.resume: ") and "another output_dir" in message
@@ -285,21 +287,21 @@ def test_resume_from_a_checkpoint_of_another_run(inputs, whole_run, tmp_path):
 
 def test_never_refuses_a_directory_with_a_run_in_it(inputs, whole_run):
     before = sorted(whole_run.rglob("*"))
-    kind, message = train(kit.make_config(inputs, whole_run, checkpoint={"resume": "never"}))
+    kind, message = train(tiny_runs.make_config(inputs, whole_run, checkpoint={"resume": "never"}))
     assert kind == "ConfigError" and message.startswith("checkpoint.resume: ") and "another output_dir" in message
     assert sorted(whole_run.rglob("*")) == before
 
 
 def test_a_change_that_breaks_the_run_is_refused_before_anything_is_written(inputs, whole_run):
     config_yaml = (whole_run / "config.yaml").read_text()
-    kind, message = train(kit.make_config(inputs, whole_run, optimizer={"lr": 1e-3}))
+    kind, message = train(tiny_runs.make_config(inputs, whole_run, optimizer={"lr": 1e-3}))
     assert kind == "ConfigError" and message.startswith("optimizer.lr: ") and "0.01" in message
     assert (whole_run / "config.yaml").read_text() == config_yaml
 
 
 def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
     rows, model, output_dir = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "run"
-    config = kit.make_config(inputs, output_dir, checkpoint={"every": 3})
+    config = tiny_runs.make_config(inputs, output_dir, checkpoint={"every": 3})
     assert train(config, happening="signals", step=5)[0] == "stopped"
     shutil.copy(inputs / "train.jsonl", rows)
     shutil.copytree(inputs / "model", model)
@@ -317,7 +319,7 @@ def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
 
     (model / "chat_template.jinja").write_text("another {{ messages }}")
     kind, message = train(config)
-    assert kind != "done" and len(kit.steps(output_dir)) == 5
+    assert kind != "done" and len(tiny_runs.steps(output_dir)) == 5
     shutil.copy(inputs / "model" / "chat_template.jinja", model)
 
     lines = rows.read_text().splitlines(keepends=True)
@@ -339,7 +341,7 @@ def test_data_and_model_may_move_and_are_compared(inputs, whole_run, tmp_path):
 
 def test_a_config_yaml_of_somebody_else_is_not_overwritten(inputs, tmp_path):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
-    kind, message = train(kit.make_config(inputs, tmp_path))
+    kind, message = train(tiny_runs.make_config(inputs, tmp_path))
     assert kind == "ConfigError" and message.startswith("output_dir: ")
     assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
 
@@ -349,37 +351,39 @@ def test_a_config_yaml_of_somebody_else_is_not_overwritten(inputs, tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_checkpoint(inputs, tmp_path, world):
-    config = kit.make_config(inputs, tmp_path, checkpoint={"every": 2})
+    config = tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 2})
     kind, message = train(config, world, happening="nan_loss", step=4)
     assert kind == "TrainingError"
     assert message.startswith("step 4: the loss is nan") and "step_00000002" in message
     saved = torch.load(tmp_path / "failed" / "step_4.pt", weights_only=True)
     assert saved["step"] == 4 and int(saved["lengths"].sum()) == saved["tokens"].numel()
-    assert len(saved["rows"]) == kit.BATCH and all("train.jsonl:" in row for row in saved["rows"])
-    assert [row["step"] for row in kit.steps(tmp_path)] == [1, 2, 3]
+    assert len(saved["rows"]) == tiny_runs.BATCH and all("train.jsonl:" in row for row in saved["rows"])
+    assert [row["step"] for row in tiny_runs.steps(tmp_path)] == [1, 2, 3]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000002\n"  # no save of what came after
 
 
 def test_the_checkpoint_of_the_state_that_failed_is_not_called_good(inputs, tmp_path):
-    kind, message = train(kit.make_config(inputs, tmp_path, checkpoint={"every": 1}), happening="nan_loss", step=4)
+    kind, message = train(
+        tiny_runs.make_config(inputs, tmp_path, checkpoint={"every": 1}), happening="nan_loss", step=4
+    )
     assert kind == "TrainingError"
     assert f"the last good checkpoint is {tmp_path}/checkpoints/step_00000002; " in message
     assert message.endswith("step_00000003 holds the very state that failed")
 
 
 def test_an_evaluation_that_is_not_finite_stops_with_the_step(inputs, tmp_path):
-    config = kit.make_config(
+    config = tiny_runs.make_config(
         inputs, tmp_path, data={"eval": str(inputs / "eval.jsonl")}, train={"eval_every": 3}, checkpoint={"every": 1}
     )
     kind, message = train(config, happening="nan_loss", step=3, part="eval")
     assert kind == "TrainingError"
     assert message.startswith("step 3: the loss on data.eval is nan") and "step_00000002" in message
-    assert [row["step"] for row in kit.steps(tmp_path)] == [1, 2]
+    assert [row["step"] for row in tiny_runs.steps(tmp_path)] == [1, 2]
 
 
 def test_a_bad_row_in_the_first_batch_is_met_before_anything_is_written(inputs, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
-    config = kit.make_config(inputs, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")})
+    config = tiny_runs.make_config(inputs, tmp_path / "run", data={"train": str(tmp_path / "rows.jsonl")})
     kind, message = train(config)
     assert kind == "DataError" and message.startswith(f"{tmp_path}/rows.jsonl:1: has nothing to train on")
     assert not (tmp_path / "run").exists()
@@ -392,14 +396,14 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_
     rows[9] = '{"messages": [{"role": "user", "content": "1+1="}]}'
     (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     data = {"train": str(tmp_path / "rows.jsonl"), "shuffle": False}
-    config = kit.make_config(inputs, tmp_path / "run", data=data)
+    config = tiny_runs.make_config(inputs, tmp_path / "run", data=data)
     kind, message = train(config, world)
     assert kind == "DataError" and message.startswith(f"{tmp_path}/rows.jsonl:10: has nothing to train on")
     assert "steps 1 to 2 are saved in" in message and "step_00000002" in message and "data.on_bad_row=skip" in message
-    assert [row["step"] for row in kit.steps(tmp_path / "run")] == [1, 2]
+    assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == [1, 2]
     config["data"]["on_bad_row"] = "skip"
     assert train(config, world) == ("done", "")
-    once = kit.make_config(inputs, tmp_path / "once", data=data | {"on_bad_row": "skip"})
+    once = tiny_runs.make_config(inputs, tmp_path / "once", data=data | {"on_bad_row": "skip"})
     assert train(once, world) == ("done", "")
     assert_same_run(tmp_path / "run", tmp_path / "once")
 
@@ -407,32 +411,32 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_
 def test_a_bad_row_of_the_evaluation_is_met_before_anything_is_written(inputs, tmp_path):
     (tmp_path / "eval.jsonl").write_text((inputs / "eval.jsonl").read_text() + "{}\n")
     data = {"eval": str(tmp_path / "eval.jsonl")}
-    kind, message = train(kit.make_config(inputs, tmp_path / "run", data=data))
+    kind, message = train(tiny_runs.make_config(inputs, tmp_path / "run", data=data))
     assert kind == "DataError" and message.startswith(f"{tmp_path}/eval.jsonl:8: ")
     assert not (tmp_path / "run").exists()
 
 
 def test_trap_34_a_skipped_step_has_a_gradient_norm_and_stops_the_run(inputs, tmp_path):
-    kind, message = train(kit.make_config(inputs, tmp_path), happening="step_changes", what="skip")
+    kind, message = train(tiny_runs.make_config(inputs, tmp_path), happening="step_changes", what="skip")
     assert kind == "TrainingError"
     assert message.startswith("step 1: the gradient norm is inf (a gradient is not finite)")
     assert "no good checkpoint had been saved" in message
 
 
 def test_trap_34_only_the_main_process_writes(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path, train={"steps": 2})
+    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 2})
     assert train(config, 2, happening="only_main_writes") == ("done", "")
 
 
 @pytest.mark.parametrize("what, named", [("nothing", "model.embed_tokens.weight"), ("q_norm", "q_norm.weight")])
 def test_a_first_step_that_leaves_a_parameter_as_it_was_is_refused(inputs, tmp_path, what, named):
     """Trap 24: an optimizer that forgot the dense parameters would train on in silence."""
-    kind, message = train(kit.make_config(inputs, tmp_path), happening="step_changes", what=what)
+    kind, message = train(tiny_runs.make_config(inputs, tmp_path), happening="step_changes", what=what)
     assert kind == "TrainingError"
     assert named in message and "did not change it" in message
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_guards_can_be_turned_off(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path, train={"steps": 2, "guards": False})
+    config = tiny_runs.make_config(inputs, tmp_path, train={"steps": 2, "guards": False})
     assert train(config, happening="step_changes", what="q_norm") == ("done", "")

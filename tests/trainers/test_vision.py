@@ -16,11 +16,11 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.data.dataset import SFTDataset
 from mrl.data.stream import row_order
 from mrl.data.vision import load_vision
-from tests.data.kit import config as data_config
+from tests.data.tiny_tokenizers import config as data_config
 from tests.data.vision_kit import picture, png_text
 from tests.engine.harness import run_case
 from tests.engine.tiny_vision import make_vision_model
-from tests.trainers import kit
+from tests.trainers import tiny_runs
 
 CASE = "tests.trainers.cases:train"
 ROWS = 10
@@ -52,8 +52,8 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 def config(folder: pathlib.Path, output_dir: pathlib.Path, **changes) -> dict:
-    """`kit.make_config` with the model and the rows of `folder`."""
-    return kit.make_config(folder, output_dir, **{"data": {"max_length": 128}, **changes})
+    """`tiny_runs.make_config` with the model and the rows of `folder`."""
+    return tiny_runs.make_config(folder, output_dir, **{"data": {"max_length": 128}, **changes})
 
 
 def train(config: dict, world: int = 1, **details) -> tuple[str, str]:
@@ -73,7 +73,7 @@ def test_the_first_loss_is_that_of_transformers(folder, whole_run):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     data = SFTDataset(data_config(folder / "train.jsonl"), tokenizer, vision=vision)
     total, count = 0.0, 0
-    for row in row_order(0, 0, ROWS)[: kit.BATCH]:
+    for row in row_order(0, 0, ROWS)[: tiny_runs.BATCH]:
         example = data.load(int(row))
         ids, mask = torch.tensor([example.ids]), torch.tensor(example.mask[1:], dtype=torch.bool)
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_the_first_loss_is_that_of_transformers(folder, whole_run):
             logits = model(ids, mm_token_type_ids=of_image, **example.multi_modal_inputs).logits[0, :-1]
         total -= float(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][mask].double().sum())
         count += int(mask.sum())
-    first = kit.steps(whole_run)[0]
+    first = tiny_runs.steps(whole_run)[0]
     assert first["train/loss"] == pytest.approx(total / count, rel=1e-6) and first["train/tokens"] == count
 
 
@@ -89,7 +89,7 @@ def test_resume_is_bitwise(folder, whole_run, tmp_path):
     stopped = config(folder, tmp_path, train={"steps": 6}, checkpoint={"every": 2})
     assert train(stopped, world=2, happening="signals", step=4)[0] == "stopped"
     assert train(stopped, world=2) == ("done", "")
-    assert kit.steps(tmp_path) == kit.steps(whole_run)
+    assert tiny_runs.steps(tmp_path) == tiny_runs.steps(whole_run)
     ours, theirs = (load_file(run / "hf" / "model.safetensors") for run in (tmp_path, whole_run))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -116,7 +116,7 @@ def test_a_first_batch_without_images_passes_the_guards(folder, tmp_path):
         "done",
         "",
     )
-    assert len(kit.steps(tmp_path)) == 2
+    assert len(tiny_runs.steps(tmp_path)) == 2
 
 
 def test_a_broken_image_stops_the_run_with_its_row(folder, tmp_path):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.resume.rl import kit
+from tests.resume.rl import rl_runs
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
-    return kit.make_inputs(tmp_path_factory.mktemp("inputs"))
+    return rl_runs.make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def unharmed(inputs, tmp_path_factory):
     def of(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("unharmed") / "run"
-            kit.finish(kit.make_config(inputs, folder, name), kit.RUNS[name][0])
+            rl_runs.finish(rl_runs.make_config(inputs, folder, name), rl_runs.RUNS[name][0])
             made[name] = folder
         return made[name]
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.config.test_load import merged
 from tests.engine.tiny import relative_l2
-from tests.resume import kit as resume
-from tests.resume.rl import kit
+from tests.resume import runs
+from tests.resume.rl import rl_runs
 from tests.resume.test_refused import flip, shard, snapshot
 
 
@@ -21,8 +21,8 @@ def stopped(inputs, tmp_path_factory):
     def of(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("stopped") / "run"
-            config = kit.make_config(inputs, folder, name, checkpoint={"keep": 3})
-            ended, message, _ = kit.train(config, kit.RUNS[name][0], happening="signals", place="step", step=6)
+            config = rl_runs.make_config(inputs, folder, name, checkpoint={"keep": 3})
+            ended, message, _ = rl_runs.train(config, rl_runs.RUNS[name][0], happening="signals", place="step", step=6)
             assert ended == "stopped", message
             made[name] = folder
         return made[name]
@@ -54,8 +54,8 @@ BREAKING = {
 def test_a_change_that_breaks_the_run_is_refused_with_both_values(inputs, stopped, key):
     value, before = BREAKING[key]
     files = snapshot(stopped("ppo"))
-    config = merged(kit.make_config(inputs, stopped("ppo"), "ppo", checkpoint={"keep": 3}), nested(key, value))
-    ended, message, _ = kit.train(config, 2)
+    config = merged(rl_runs.make_config(inputs, stopped("ppo"), "ppo", checkpoint={"keep": 3}), nested(key, value))
+    ended, message, _ = rl_runs.train(config, 2)
     shown = value if isinstance(value, str) else json.dumps(value)
     assert ended == "ConfigError" and message.startswith(f"{key}: value ") and "\n" not in message, (ended, message)
     assert shown in message and before in message, message
@@ -72,11 +72,11 @@ def test_a_change_that_breaks_the_run_is_refused_with_both_values(inputs, stoppe
 )
 def test_another_set_of_roles_is_refused(inputs, stopped, tmp_path, change, key):
     """From a checkpoint by its name, in a run of its own; nothing is written there."""
-    checkpoint = {"resume": str(resume.newest(stopped("ppo")))}
-    config = merged(kit.make_config(inputs, tmp_path / "new", "ppo", checkpoint=checkpoint), change)
+    checkpoint = {"resume": str(runs.newest(stopped("ppo")))}
+    config = merged(rl_runs.make_config(inputs, tmp_path / "new", "ppo", checkpoint=checkpoint), change)
     if not change.get("critic", True):
         del config["critic"], config["algorithm"]["kl_target"], config["algorithm"]["kl_gain"]
-    ended, message, _ = kit.train(config, 2)
+    ended, message, _ = rl_runs.train(config, 2)
     assert ended in ("ConfigError", "CheckpointError") and "\n" not in message, (ended, message)
     assert key in message or "role" in message, message
     assert not (tmp_path / "new").exists()
@@ -89,17 +89,17 @@ def test_a_model_and_rows_that_moved_are_the_same_run(inputs, stopped, unharmed,
     shutil.copytree(inputs / "dropout", tmp_path / "moved")
     shutil.copy(inputs / "train.jsonl", tmp_path / "moved.jsonl")
     moved = {"actor": {"model": {"path": str(tmp_path / "moved")}}, "data": {"train": str(tmp_path / "moved.jsonl")}}
-    config = merged(kit.make_config(inputs, tmp_path / "run", "grpo", checkpoint={"keep": 3}), moved)
+    config = merged(rl_runs.make_config(inputs, tmp_path / "run", "grpo", checkpoint={"keep": 3}), moved)
     other = merged(config, {"actor": {"model": {"path": str(inputs / "plain")}}})
-    ended, message, _ = kit.train(other, 1)
+    ended, message, _ = rl_runs.train(other, 1)
     assert (
         ended == "CheckpointError"
         and "/actor: is of another model: attention_dropout 0.1 there and 0.0 here" in message
     )
-    said = kit.finish(config, 1)
+    said = rl_runs.finish(config, 1)
     assert "changed since the checkpoint: actor.model.path: " in said and "data.train: " in said
-    assert resume.steps(tmp_path / "run") == resume.steps(unharmed("grpo"))
-    resume.assert_same_state(resume.exported(tmp_path / "run"), resume.exported(unharmed("grpo")), "export")
+    assert runs.steps(tmp_path / "run") == runs.steps(unharmed("grpo"))
+    runs.assert_same_state(runs.exported(tmp_path / "run"), runs.exported(unharmed("grpo")), "export")
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,15 @@ def test_goes_on_in_another_layout(inputs, stopped, unharmed, tmp_path, layouts)
     within 1e-4 and weights, two AdamW steps with eps 1e-6 later, within 1e-4 relative."""
     shutil.copytree(stopped("ppo"), tmp_path / "run")
     world, change = (layouts, {"actor": {"engine": {"parallel": {"tp": 1}}}}) if layouts == 1 else (2, layouts)
-    said = kit.finish(merged(kit.make_config(inputs, tmp_path / "run", "ppo"), change), world)
+    said = rl_runs.finish(merged(rl_runs.make_config(inputs, tmp_path / "run", "ppo"), change), world)
     assert (
         "after step 6" in said
         and "changed since the checkpoint: actor.engine.parallel.tp: 2 at the save, 1 now" in said
     )
-    for ours, theirs in zip(resume.steps(tmp_path / "run"), resume.steps(unharmed("ppo")), strict=True):
+    for ours, theirs in zip(runs.steps(tmp_path / "run"), runs.steps(unharmed("ppo")), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), ours["step"]
-    weights = resume.exported(unharmed("ppo"))
-    for name, tensor in resume.exported(tmp_path / "run").items():
+    weights = runs.exported(unharmed("ppo"))
+    for name, tensor in runs.exported(tmp_path / "run").items():
         assert relative_l2(tensor, weights[name]) < 1e-4, name
 
 
@@ -148,10 +148,10 @@ def lose_actor(checkpoint):
 def test_a_damaged_checkpoint_is_passed_over(inputs, stopped, unharmed, tmp_path, damage):
     """In whichever role the damage is: nothing of the newest is used, and the run from the one before is the same run."""
     shutil.copytree(stopped("ppo"), tmp_path / "run")
-    damage(resume.newest(tmp_path / "run"))
-    said = kit.finish(kit.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"keep": 3}), 2)
+    damage(runs.newest(tmp_path / "run"))
+    said = rl_runs.finish(rl_runs.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"keep": 3}), 2)
     assert "step_00000003, after step 3" in said, said
-    resume.assert_same_result(tmp_path / "run", unharmed("ppo"))
+    runs.assert_same_result(tmp_path / "run", unharmed("ppo"))
 
 
 def test_all_damaged_is_refused(inputs, stopped, tmp_path):
@@ -159,7 +159,7 @@ def test_all_damaged_is_refused(inputs, stopped, tmp_path):
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("step_*"):
         damage_trainer(checkpoint)
     files = snapshot(tmp_path / "run")
-    ended, message, _ = kit.train(kit.make_config(inputs, tmp_path / "run", "grpo", checkpoint={"keep": 3}), 1)
+    ended, message, _ = rl_runs.train(rl_runs.make_config(inputs, tmp_path / "run", "grpo", checkpoint={"keep": 3}), 1)
     assert ended == "CheckpointError" and "is whole" in message and snapshot(tmp_path / "run") == files, message
 
 
@@ -170,9 +170,9 @@ def test_the_run_of_another_command_is_refused(inputs, stopped, tmp_path):
         "data": {"train": str(inputs / "train.jsonl"), "columns": {"answer": "completion"}, "max_length": 64},
         "engine": {"device": "cpu"}, "train": {"steps": 8, "global_batch_size": 4}, "log": {"console": "plain"},
     }  # fmt: skip
-    ended, message, _ = resume.train({**sft, "output_dir": str(stopped("grpo"))}, 1)
+    ended, message, _ = runs.train({**sft, "output_dir": str(stopped("grpo"))}, 1)
     assert ended == "ConfigError" and message.startswith("output_dir: value ") and "`mrl ppo`" in message, message
-    checkpoint = {"resume": str(resume.newest(stopped("grpo")))}
-    ended, message, _ = resume.train({**sft, "output_dir": str(tmp_path / "new"), "checkpoint": checkpoint}, 1)
+    checkpoint = {"resume": str(runs.newest(stopped("grpo")))}
+    ended, message, _ = runs.train({**sft, "output_dir": str(tmp_path / "new"), "checkpoint": checkpoint}, 1)
     assert ended in ("CheckpointError", "ConfigError") and "\n" not in message and "mrl ppo" in message, message
     assert not pathlib.Path(tmp_path / "new").exists()

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from tests.resume import kit as resume
-from tests.resume.rl import kit
+from tests.resume import runs
+from tests.resume.rl import rl_runs
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def own(inputs, tmp_path):
 def config_of(inputs, own, output, **changes):
     functions = [{"function": f"{own}/rewards.py:digits"}]
     data = {"train": str(own / "train.jsonl")}
-    return kit.make_config(inputs, own / output, "grpo", rewards={"functions": functions}, data=data, **changes)
+    return rl_runs.make_config(inputs, own / output, "grpo", rewards={"functions": functions}, data=data, **changes)
 
 
 def row_of_the_second_rollout(output):
     """The index of a row that the rollout before step 5 has and the one before step 1 has not."""
     rows = [
         {json.loads(line)["index"] for line in lines}
-        for name, lines in resume.rollouts(output).items()
+        for name, lines in runs.rollouts(output).items()
         if name in ("step_00000001.jsonl", "step_00000005.jsonl")
     ]
     return min(rows[1] - rows[0])
@@ -39,7 +39,7 @@ def test_a_reward_function_that_raises_saves_first_and_goes_on_when_it_is_mended
     index = row_of_the_second_rollout(unharmed("grpo"))
     (own / "faults.txt").write_text(json.loads((own / "train.jsonl").read_text().splitlines()[index])["id"])
     config = config_of(inputs, own, "run", checkpoint={"every": None})
-    ended, message, _ = kit.train(config, 1)
+    ended, message, _ = rl_runs.train(config, 1)
     assert ended == "RewardError" and "\n" not in message, (ended, message)
     for words in (
         f"rewards.functions[0].function: {own}/rewards.py:digits", f"row {own}/train.jsonl:{index + 1}: raised ", "ValueError", "the judge is ill",
@@ -53,12 +53,12 @@ def test_a_reward_function_that_raises_saves_first_and_goes_on_when_it_is_mended
     )
     (kept,) = (own / "run" / "pending").iterdir()
     written = kept.stat().st_mtime_ns
-    again = kit.train(config, 1)
+    again = rl_runs.train(config, 1)
     assert again[:2] == (ended, message), "until it is mended it says the same"
     assert f"step 5: 8 samples are those in {kept}, which were not scored to the end" in again[2]
     assert kept.stat().st_mtime_ns == written, "what was sampled is not sampled again"
     (own / "faults.txt").unlink()
-    assert f"step 5: 8 samples are those in {kept}" in kit.finish(config, 1)
+    assert f"step 5: 8 samples are those in {kept}" in rl_runs.finish(config, 1)
     assert not (own / "run" / "pending").exists()
     assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
 
@@ -70,7 +70,7 @@ def test_a_row_that_cannot_be_read_likewise_where_it_is_skipped_then(inputs, own
     bad = json.dumps({"prompt": 7, **{k: v for k, v in json.loads(good[number]).items() if k != "prompt"}})
     (own / "train.jsonl").write_text("".join(f"{line}\n" for line in [*good[:number], bad, *good[number + 1 :]]))
     config = config_of(inputs, own, "run", checkpoint={"every": None})
-    ended, message, _ = kit.train(config, 1)
+    ended, message, _ = rl_runs.train(config, 1)
     assert (
         ended == "DataError"
         and message.startswith(f"{own}/train.jsonl:{number + 1}: prompt is 7")
@@ -78,8 +78,8 @@ def test_a_row_that_cannot_be_read_likewise_where_it_is_skipped_then(inputs, own
     ), (ended, message)
     assert f"; steps 1 to 4 are saved in {own}/run/checkpoints/step_00000004" in message
     skips = {"data": {**config["data"], "on_bad_row": "skip"}}
-    assert "data.train: rows skipped: 1" in kit.finish({**config, **skips}, 1)
-    kit.finish({**config, **skips, "output_dir": str(own / "once")}, 1)
+    assert "data.train: rows skipped: 1" in rl_runs.finish({**config, **skips}, 1)
+    rl_runs.finish({**config, **skips, "output_dir": str(own / "once")}, 1)
     assert_same(own / "run", own / "once", moved=("", ""))
 
 
@@ -87,13 +87,15 @@ def test_a_fault_in_an_evaluation_saves_the_step_first(inputs, own, unharmed):
     """The step's row is there without its evaluation; the run that goes on evaluates it, and writes the row anew."""
     config = config_of(inputs, own, "run", checkpoint={"every": None})
     faults = str(own / "faults.txt")
-    ended, message, _ = kit.train(config, 1, happening="writes", place="evaluation", step=3, path=faults, text="eval50")
+    ended, message, _ = rl_runs.train(
+        config, 1, happening="writes", place="evaluation", step=3, path=faults, text="eval50"
+    )
     assert ended == "RewardError" and "the judge is ill" in message and "\n" not in message, (ended, message)
     assert message.endswith(f"steps 1 to 3 are saved in {own}/run/checkpoints/step_00000003")
-    rows = resume.steps(own / "run")
+    rows = runs.steps(own / "run")
     assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/accuracy" not in rows[-1]
     (own / "faults.txt").unlink()
-    kit.finish(config, 1)
+    rl_runs.finish(config, 1)
     assert_same(own / "run", unharmed("grpo"), moved=(own, inputs))
 
 
@@ -102,25 +104,25 @@ def test_a_run_that_ends_before_its_first_step_evaluates_the_start_again(inputs,
     config = config_of(inputs, own, "run")
     (own / "faults.txt").write_text(" ".join(f"train{i}" for i in range(10, 20)))
     for _ in range(2):
-        ended, _, said = kit.train(config, 1)
+        ended, _, said = rl_runs.train(config, 1)
         assert ended == "RewardError"
     assert "step 1: 8 samples are those in " in said
-    other = kit.train({**config, "seed": 4}, 1)
+    other = rl_runs.train({**config, "seed": 4}, 1)
     assert other[0] == "RewardError" and "samples are those in" not in other[2], "other samples are asked for"
-    assert [row["step"] for row in resume.steps(own / "run")] == [0]
+    assert [row["step"] for row in runs.steps(own / "run")] == [0]
 
 
 def test_a_fault_in_the_first_rollout_leaves_no_checkpoint(inputs, own):
     (own / "faults.txt").write_text(" ".join(f"train{i}" for i in range(10, 20)))
-    ended, message, _ = kit.train(config_of(inputs, own, "run"), 1)
+    ended, message, _ = rl_runs.train(config_of(inputs, own, "run"), 1)
     assert ended == "RewardError" and "are saved" not in message
     assert not list((own / "run").glob("checkpoints/step_*"))
 
 
 @pytest.mark.parametrize(("role", "step"), [pytest.param("actor", 6, marks=pytest.mark.nightly), ("critic", 5)])
 def test_a_loss_that_is_no_number_keeps_its_batch_and_saves_nothing(inputs, tmp_path, unharmed, role, step):
-    config = kit.make_config(inputs, tmp_path / "run", "ppo")
-    ended, message, _ = kit.train(config, 2, happening="nan_loss", role=role, step=step)
+    config = rl_runs.make_config(inputs, tmp_path / "run", "ppo")
+    ended, message, _ = rl_runs.train(config, 2, happening="nan_loss", role=role, step=step)
     failed = tmp_path / "run" / "failed" / f"step_{step}.pt"
     last = tmp_path / "run" / "checkpoints" / "step_00000003"
     assert ended == "TrainingError"
@@ -129,17 +131,17 @@ def test_a_loss_that_is_no_number_keeps_its_batch_and_saves_nothing(inputs, tmp_
     )
     kept = torch.load(failed, weights_only=True)
     assert kept["step"] == step and len(kept["lengths"]) == 4 and int(kept["lengths"].sum()) == len(kept["tokens"])
-    assert [row["step"] for row in resume.steps(tmp_path / "run")] == list(range(step))
+    assert [row["step"] for row in runs.steps(tmp_path / "run")] == list(range(step))
     if role == "actor":  # what was nan is one no more
-        kit.finish(config, 2)
+        rl_runs.finish(config, 2)
         assert_same(tmp_path / "run", unharmed("ppo"), moved=("", ""))
 
 
 def assert_same(output: pathlib.Path, unharmed: pathlib.Path, *, moved: tuple[object, object]) -> None:
     """The result. moved: the test's own folder of rows, which rollouts name, and the other run's."""
-    assert resume.steps(output) == resume.steps(unharmed)
-    ours = {name: [line.replace(*map(str, moved)) for line in lines] for name, lines in resume.rollouts(output).items()}
-    assert ours == resume.rollouts(unharmed)
-    resume.assert_same_state(resume.exported(output), resume.exported(unharmed), "export")
-    tensors = [resume.sharded_tensors(resume.newest(o)) for o in (output, unharmed)]
-    resume.assert_same_state(*tensors, "tensors of the checkpoint")
+    assert runs.steps(output) == runs.steps(unharmed)
+    ours = {name: [line.replace(*map(str, moved)) for line in lines] for name, lines in runs.rollouts(output).items()}
+    assert ours == runs.rollouts(unharmed)
+    runs.assert_same_state(runs.exported(output), runs.exported(unharmed), "export")
+    tensors = [runs.sharded_tensors(runs.newest(o)) for o in (output, unharmed)]
+    runs.assert_same_state(*tensors, "tensors of the checkpoint")

@@ -7,15 +7,18 @@ iteration broken off, with its rollout written and steps to be made again.
 
 import pytest
 
-from tests.resume import kit as resume
+from tests.resume import runs
 from tests.resume.kills import kill_at, moments
-from tests.resume.rl import kit
+from tests.resume.rl import rl_runs
 
 
 def run_of(folder, inputs, name):
     folder.mkdir(parents=True, exist_ok=True)
-    return resume.Run(
-        folder, kit.make_config(inputs, folder / "run", name, train={"steps": 16}), kit.RUNS[name][0], command="ppo"
+    return runs.Run(
+        folder,
+        rl_runs.make_config(inputs, folder / "run", name, train={"steps": 16}),
+        rl_runs.RUNS[name][0],
+        command="ppo",
     )
 
 
@@ -36,6 +39,6 @@ def test_a_run_killed_at_seeded_moments(inputs, tmp_path, name, count):
         print(f"{name}: {moment}: {ends[-1]}")
     assert "missed" not in ends, ends
     run.to_the_end()
-    resume.assert_same_run(run.output, whole.output)
+    runs.assert_same_run(run.output, whole.output)
     leftovers = [path for path in run.output.rglob("*") if path.name.startswith(".tmp") or path.suffix == ".tmp"]
     assert not leftovers, leftovers

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from tests.resume import kit as resume
-from tests.resume.rl import kit
+from tests.resume import runs
+from tests.resume.rl import rl_runs
 
 MADE = (
     r"within iteration {}, whose rollout is made, after {} of its 4 steps \(step {} of 8\), saved in \S+step_{:08d}; "
@@ -52,50 +52,50 @@ CHAINS = {
 )
 def test_stopped_in_any_phase_it_goes_on_bitwise(inputs, unharmed, tmp_path, name):
     """Nothing but the signals saves before the end: what the run goes on from is what a signal saved (but where it comes in a save)."""
-    world = kit.RUNS[name][0]
+    world = rl_runs.RUNS[name][0]
     every = 3 if any(place == "save" for place, *_ in CHAINS[name]) else None
-    config = kit.make_config(inputs, tmp_path / "run", name, checkpoint={"every": every})
+    config = rl_runs.make_config(inputs, tmp_path / "run", name, checkpoint={"every": every})
     for place, step, rank, says in CHAINS[name]:
-        ended, message, _ = kit.train(config, world, happening="signals", place=place, step=step, rank=rank)
+        ended, message, _ = rl_runs.train(config, world, happening="signals", place=place, step=step, rank=rank)
         assert ended == "stopped" and re.match(f"stopped by SIGTERM {says}run the same", message), (
             place,
             step,
             message,
         )
-    kit.finish(config, world)
-    resume.assert_same_result(tmp_path / "run", unharmed(name))
+    rl_runs.finish(config, world)
+    runs.assert_same_result(tmp_path / "run", unharmed(name))
 
 
 @pytest.mark.parametrize("name", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_that_broke_off_goes_on_from_the_middle_of_an_iteration(inputs, unharmed, tmp_path, name):
     """Saved after steps 3 and 6 of iterations of 4: what came after is made again, to the same lines and rollouts."""
-    world, output = kit.RUNS[name][0], tmp_path / "run"
-    config = kit.make_config(inputs, output, name)
+    world, output = rl_runs.RUNS[name][0], tmp_path / "run"
+    config = rl_runs.make_config(inputs, output, name)
     for place, step, made in (("step", 6, 5), ("save", 8, 8)):
-        ended, message, _ = kit.train(config, world, happening="crash", place=place, step=step)
+        ended, message, _ = rl_runs.train(config, world, happening="crash", place=place, step=step)
         assert (ended, message) == ("Crash", f"{place} of step {step}")
-        assert [row["step"] for row in resume.steps(output)][-1] == made
-        assert resume.newest(output).name == f"step_{step // 4 * 3:08d}", "in the middle of an iteration"
+        assert [row["step"] for row in runs.steps(output)][-1] == made
+        assert runs.newest(output).name == f"step_{step // 4 * 3:08d}", "in the middle of an iteration"
         rewound = output / "samples" / "step_00000005.jsonl"  # sampled after the first checkpoint, before the second
         if step == 6:
             rewound.write_text("")
-    said = kit.finish(config, world)
+    said = rl_runs.finish(config, world)
     assert "resuming from" in said and "after step 6" in said
-    resume.assert_same_run(output, unharmed(name))
+    runs.assert_same_run(output, unharmed(name))
 
 
 def test_a_run_that_broke_off_before_its_first_save_begins_again(inputs, unharmed, tmp_path):
     """Its evaluation before training, too, whose line is there once."""
-    config = kit.make_config(inputs, tmp_path / "run", "grpo")
-    assert kit.train(config, 1, happening="crash", place="step", step=2)[0] == "Crash"
-    assert [row["step"] for row in resume.steps(tmp_path / "run")] == [0, 1]
-    kit.finish(config, 1)
-    resume.assert_same_run(tmp_path / "run", unharmed("grpo"))
+    config = rl_runs.make_config(inputs, tmp_path / "run", "grpo")
+    assert rl_runs.train(config, 1, happening="crash", place="step", step=2)[0] == "Crash"
+    assert [row["step"] for row in runs.steps(tmp_path / "run")] == [0, 1]
+    rl_runs.finish(config, 1)
+    runs.assert_same_run(tmp_path / "run", unharmed("grpo"))
 
 
 def test_lines_that_were_made_again_are_there_once(unharmed):
     for name in ("ppo", "grpo"):
-        assert [row["step"] for row in resume.steps(unharmed(name))] == list(range(kit.STEPS + 1))
+        assert [row["step"] for row in runs.steps(unharmed(name))] == list(range(rl_runs.STEPS + 1))
 
 
 def test_a_run_that_is_raised_is_the_longer_run(inputs, tmp_path):
@@ -104,9 +104,9 @@ def test_a_run_that_is_raised_is_the_longer_run(inputs, tmp_path):
 
     def config(folder, steps):
         train = {"eval_every": 4, "steps": steps}
-        return kit.make_config(inputs, tmp_path / folder, "grpo", actor=constant, train=train)
+        return rl_runs.make_config(inputs, tmp_path / folder, "grpo", actor=constant, train=train)
 
-    kit.finish(config("run", 4), 1)
-    assert "train.steps: 4 at the save, 8 now" in kit.finish(config("run", 8), 1)
-    kit.finish(config("once", 8), 1)
-    resume.assert_same_result(tmp_path / "run", tmp_path / "once")
+    rl_runs.finish(config("run", 4), 1)
+    assert "train.steps: 4 at the save, 8 now" in rl_runs.finish(config("run", 8), 1)
+    rl_runs.finish(config("once", 8), 1)
+    runs.assert_same_result(tmp_path / "run", tmp_path / "once")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.trainers.rl import kit
+from tests.trainers.rl import tiny_policies
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl-inputs")
-    kit.make_inputs(folder)
+    tiny_policies.make_inputs(folder)
     return folder

@@ -14,8 +14,8 @@ from mrl.batch import make_batch
 from mrl.trainers.rl.experience import make_experience
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
-from tests.trainers.rl import kit
-from tests.trainers.rl.kit import engine
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.tiny_policies import engine
 
 
 def train(config, world=1, ended="done", **kwargs):
@@ -26,7 +26,7 @@ def train(config, world=1, ended="done", **kwargs):
 
 def answers(folder, iteration=0, series="step"):
     """The samples of an iteration of two steps, group by group."""
-    rows = kit.samples_of(folder)[f"{series}_{2 * iteration + 1:08d}.jsonl"]
+    rows = tiny_policies.samples_of(folder)[f"{series}_{2 * iteration + 1:08d}.jsonl"]
     return [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["row"])]
 
 
@@ -44,30 +44,32 @@ def function(tmp_path, body):
 def test_two_iterations_of_every_algorithm(inputs, tmp_path, name):
     """Every weight has moved, metrics are finite, and the second rollout is another one."""
     folder = tmp_path / "run"
-    train(kit.make_config(inputs, folder, name, actor={"engine": engine("megatron")}, train={"steps": 4}))
-    rows, before = kit.metrics_of(folder), kit.weights_of(inputs / "model")
+    train(tiny_policies.make_config(inputs, folder, name, actor={"engine": engine("megatron")}, train={"steps": 4}))
+    rows, before = tiny_policies.metrics_of(folder), tiny_policies.weights_of(inputs / "model")
     assert [row["iteration"] for row in rows] == [1, 1, 2, 2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert not [name for name, weight in kit.weights_of(folder / "hf").items() if torch.equal(weight, before[name])]
+    assert not [
+        name for name, weight in tiny_policies.weights_of(folder / "hf").items() if torch.equal(weight, before[name])
+    ]
     first, second = ([row["tokens"] for group in answers(folder, i) for row in group] for i in (0, 1))
-    assert first != second and len(first) == len(second) == kit.SEQUENCES
+    assert first != second and len(first) == len(second) == tiny_policies.SEQUENCES
 
 
 @pytest.mark.parametrize(("epochs", "mini_batch"), slow_but([(3, 4)], [(1, 12), (3, 4), (2, 6)]))
 def test_an_iteration_has_epochs_times_mini_batches_optimizer_steps(inputs, tmp_path, epochs, mini_batch):
     """`epochs * (train_batch / mini_batch)`, of each role that trains; each epoch trains every token once."""
-    folder, count = tmp_path / "run", epochs * (kit.SEQUENCES // mini_batch)
-    config = kit.make_config(
+    folder, count = tmp_path / "run", epochs * (tiny_policies.SEQUENCES // mini_batch)
+    config = tiny_policies.make_config(
         inputs, folder, "ppo", algorithm={"epochs": epochs, "mini_batch_size": mini_batch}, train={"steps": 2 * count}
     )  # fmt: skip
     printed = train(config, happening="steps_are_counted")
     counted = next(line for line in printed.splitlines() if line.startswith("counted: "))
     assert json.loads(counted.removeprefix("counted: ")) == {"critic": 2 * count, "actor": 2 * count}
-    rows = kit.metrics_of(folder)
+    rows = tiny_policies.metrics_of(folder)
     assert [row["iteration"] for row in rows] == [1] * count + [2] * count
-    sampled = sum(row["response_length"] for row in kit.samples_of(folder)["step_00000001.jsonl"])
+    sampled = sum(row["response_length"] for row in tiny_policies.samples_of(folder)["step_00000001.jsonl"])
     assert rows[count - 1]["train/tokens"] == epochs * sampled
-    assert list(kit.samples_of(folder)) == ["step_00000001.jsonl", f"step_{count + 1:08d}.jsonl"]
+    assert list(tiny_policies.samples_of(folder)) == ["step_00000001.jsonl", f"step_{count + 1:08d}.jsonl"]
 
 
 # -- single keys -----------------------------------------------------------------------------------------------------------
@@ -76,13 +78,13 @@ def test_an_iteration_has_epochs_times_mini_batches_optimizer_steps(inputs, tmp_
 def test_critic_warmup(inputs, tmp_path):
     """The critic alone learns for three steps: the actor begins in the middle of an iteration, at its own first rate."""
     folder = tmp_path / "run"
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, folder, "ppo", algorithm={"critic_warmup": 3}, train={"steps": 6},
         actor={"optimizer": {"schedule": "linear", "lr": 3e-3}},
     )  # fmt: skip
     printed = train(config, happening="steps_are_counted")
     assert 'counted: {"critic": 6, "actor": 3}' in printed
-    rows = kit.metrics_of(folder)
+    rows = tiny_policies.metrics_of(folder)
     assert [row.get("train/lr") for row in rows] == [
         None,
         None,
@@ -101,12 +103,12 @@ def test_critic_warmup(inputs, tmp_path):
 def test_reference_update_every(inputs, tmp_path, reference, every, zero):
     """At the end of an iteration in which N more steps were made the KL is 0 again: exactly, in the actor's layout."""
     folder = tmp_path / "run"
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, folder, actor={"engine": engine("megatron")}, reference={"engine": reference, "update_every": every},
         train={"steps": 8},
     )  # fmt: skip
     train(config)
-    kls = [abs(row["actor/sequence_kl"]) for row in kit.metrics_of(folder) if "actor/sequence_kl" in row]
+    kls = [abs(row["actor/sequence_kl"]) for row in tiny_policies.metrics_of(folder) if "actor/sequence_kl" in row]
     bound = 0.0 if reference is None else 1e-4
     assert [i for i, kl in enumerate(kls, start=1) if kl <= bound] == zero, kls
     assert not list(folder.glob(".tmp-reference*"))
@@ -119,15 +121,15 @@ def test_kl_target_steers_the_coefficient(inputs, tmp_path, name, target):
     An iteration is one step: its ratios are 1, so that the mean of its loss over tokens is that of `-A`, and the KL's part.
     """
     folder, gain = tmp_path / "run", 0.5
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, folder, name, train={"steps": 3},
         algorithm={
-            "kl_coef": 0.1, "kl_target": target, "kl_gain": gain, "mini_batch_size": kit.SEQUENCES, "aggregation": "token_mean",
+            "kl_coef": 0.1, "kl_target": target, "kl_gain": gain, "mini_batch_size": tiny_policies.SEQUENCES, "aggregation": "token_mean",
         },
         actor={"optimizer": {"lr": 3e-3}},
     )  # fmt: skip
     train(config)
-    rows = kit.metrics_of(folder)
+    rows = tiny_policies.metrics_of(folder)
     found = [(row["actor/kl_coef"], row["actor/sequence_kl"]) for row in rows]
     coef, expected = 0.1, []
     for _, kl in found:
@@ -143,12 +145,12 @@ def test_kl_target_steers_the_coefficient(inputs, tmp_path, name, target):
 def test_the_entropy_bonus_spreads_and_its_opposite_narrows(inputs, tmp_path):
     entropies = {}
     for coef in (0.5, -0.5):
-        config = kit.make_config(
+        config = tiny_policies.make_config(
             inputs, tmp_path / f"{coef}", "dr_grpo", rewards=function(tmp_path, "return 1.0"), train={"steps": 6},
             algorithm={"entropy_coef": coef}, actor={"optimizer": {"lr": 5e-3}},
         )  # fmt: skip
         train(config)
-        entropies[coef] = [row["actor/entropy"] for row in kit.metrics_of(tmp_path / f"{coef}")]
+        entropies[coef] = [row["actor/entropy"] for row in tiny_policies.metrics_of(tmp_path / f"{coef}")]
     assert entropies[0.5][0] == entropies[-0.5][0]
     assert entropies[0.5][-1] > entropies[0.5][0] + 0.02 and entropies[-0.5][-1] < entropies[-0.5][0] - 0.02
 
@@ -161,14 +163,14 @@ SIGNAL_IN_SOME = "return float(len(completion)) if int(row['answer']) % 2 else 1
 def test_dynamic_sampling_takes_other_prompts(inputs, tmp_path):
     """Half of the prompts give one reward to all: their groups are left out and shown, others come instead."""
     folder = tmp_path / "run"
-    train(kit.make_config(inputs, folder, "dapo", rewards=function(tmp_path, SIGNAL_IN_SOME)))
+    train(tiny_policies.make_config(inputs, folder, "dapo", rewards=function(tmp_path, SIGNAL_IN_SOME)))
     groups = answers(folder)
     trained = [group for group in groups if group[0]["advantage"] is not None]
     rejected = [group for group in groups if group[0]["advantage"] is None]
     assert len(trained) == 4 and rejected and all(len(group) == 3 for group in groups)
     assert all(len({row["reward"] for row in group}) > 1 for group in trained)
     assert all(len({row["reward"] for row in group}) == 1 for group in rejected)
-    row = kit.metrics_of(folder)[0]
+    row = tiny_policies.metrics_of(folder)[0]
     assert row["rollout/prompts_rejected"] == len(rejected)
     assert row["reward/equal_groups"] == len(rejected) / len(groups)
     totals = [row["reward"] for group in trained for row in group]
@@ -176,7 +178,7 @@ def test_dynamic_sampling_takes_other_prompts(inputs, tmp_path):
 
 
 def test_dynamic_sampling_that_finds_too_few_says_what_it_found(inputs, tmp_path):
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, tmp_path / "run", "dapo", rewards=function(tmp_path, "return 1.0"), algorithm={"max_sampling_rounds": 2}
     )  # fmt: skip
     ended, message, _ = run_case(1, "tests.trainers.rl.cases:train", config=config)
@@ -190,7 +192,7 @@ def test_a_reward_function_that_names_what_the_data_lacks_ends_the_run_before_it
     file = tmp_path / "rewards.py"
     file.write_text("def score(prompts, completions, solution): return [0.0] * len(completions)\n")
     rewards = {"functions": [{"function": f"{file}:score"}], "workers": 1}
-    config = kit.make_config(inputs, tmp_path / "run", "grpo", rewards=rewards)
+    config = tiny_policies.make_config(inputs, tmp_path / "run", "grpo", rewards=rewards)
     ended, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
     assert ended == "ConfigError" and "step" not in said
     assert message.startswith(
@@ -201,7 +203,7 @@ def test_a_reward_function_that_names_what_the_data_lacks_ends_the_run_before_it
 def test_overlong_punishment(inputs, tmp_path):
     """Of 8 tokens at most, the last ceil(0.2 * 8) = 2 are punished, by 1/2 and 1 (Yu 2025, eq. 13), before grpo's advantages."""
     folder = tmp_path / "run"
-    train(kit.make_config(inputs, folder, "dapo"))
+    train(tiny_policies.make_config(inputs, folder, "dapo"))
     lengths = set()
     for group in answers(folder):
         rewards = torch.tensor(
@@ -227,7 +229,7 @@ def test_overlong_punishment_counts_observations_as_the_limit_does():
 
 def test_remax_compares_with_the_greedy_answer(inputs, tmp_path):
     folder = tmp_path / "run"
-    train(kit.make_config(inputs, folder, "remax"))
+    train(tiny_policies.make_config(inputs, folder, "remax"))
     baselines = answers(folder, series="baseline")
     assert [len(group) for group in baselines] == [1] * 4
     for group, (greedy,) in zip(answers(folder), baselines, strict=True):
@@ -245,7 +247,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
     """In a layout of its own, beside a function; its number is that of transformers' classifier."""
     folder = tmp_path / "run"
     reward = {"model": {"path": str(inputs / "scorer")}, "weight": 2.0, "engine": engine("megatron", pp=2)}
-    train(kit.make_config(inputs, folder, reward=reward, actor={"engine": engine("megatron", tp=2)}), world=2)
+    train(tiny_policies.make_config(inputs, folder, reward=reward, actor={"engine": engine("megatron", tp=2)}), world=2)
     scorer = AutoModelForSequenceClassification.from_pretrained(inputs / "scorer", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(inputs / "scorer")
     for row in (row for group in answers(folder) for row in group):
@@ -254,7 +256,7 @@ def test_a_reward_model_scores_what_was_said(inputs, tmp_path):
             score = scorer(**tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=True)).logits.item()
         assert row["rewards"]["model"] == pytest.approx(score, abs=1e-5)
         assert row["reward"] == pytest.approx(2 * score + row["rewards"]["length"], abs=3e-5)
-    assert "reward/model/mean" in kit.metrics_of(folder)[0]
+    assert "reward/model/mean" in tiny_policies.metrics_of(folder)[0]
 
 
 @pytest.mark.parametrize("name", slow_but(["dapo"], ["ppo", "remax", "dapo"]))
@@ -268,33 +270,37 @@ def test_recorded_rollouts_give_the_run_that_saved_them(inputs, tmp_path, name):
         "rewards": function(tmp_path, SIGNAL_IN_SOME), "data": {"eval": str(inputs / "eval.jsonl")},
         "train": {"steps": 4, "eval_every": 2},
     }  # fmt: skip
-    train(kit.make_config(inputs, tmp_path / "first", name, **changes))
+    train(tiny_policies.make_config(inputs, tmp_path / "first", name, **changes))
     rollout = {"backend": "recorded", "path": str(tmp_path / "first" / "samples")}
     first, again = tmp_path / "first", tmp_path / "again"
-    config = kit.make_config(inputs, again, name, rollout=rollout, **changes)
+    config = tiny_policies.make_config(inputs, again, name, rollout=rollout, **changes)
     if stop_at is not None:
         train(config, ended="stopped", happening="signal_in_evaluation", step=stop_at)
-        *_, last = kit.metrics_of(first)[: stop_at + 1]
+        *_, last = tiny_policies.metrics_of(first)[: stop_at + 1]
         without = {name: value for name, value in last.items() if not name.startswith("eval/")}
-        assert kit.metrics_of(again) == [*kit.metrics_of(first)[:stop_at], without]
+        assert tiny_policies.metrics_of(again) == [*tiny_policies.metrics_of(first)[:stop_at], without]
     train(config)
-    assert kit.metrics_of(again) == kit.metrics_of(first)
-    assert kit.samples_of(again) == kit.samples_of(first) and len(kit.samples_of(first)) >= 5
-    expected = kit.weights_of(first / "hf")
-    assert all(torch.equal(weight, expected[name]) for name, weight in kit.weights_of(again / "hf").items())
+    assert tiny_policies.metrics_of(again) == tiny_policies.metrics_of(first)
+    assert (
+        tiny_policies.samples_of(again) == tiny_policies.samples_of(first) and len(tiny_policies.samples_of(first)) >= 5
+    )
+    expected = tiny_policies.weights_of(first / "hf")
+    assert all(torch.equal(weight, expected[name]) for name, weight in tiny_policies.weights_of(again / "hf").items())
 
 
 @pytest.mark.parametrize("best_is", ["highest", "lowest"])
 def test_the_best_checkpoint_is_kept(inputs, tmp_path, best_is):
     folder = tmp_path / "run"
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, folder, "dr_grpo", data={"eval": str(inputs / "eval.jsonl")}, train={"steps": 8, "eval_every": 2},
         checkpoint={"best": "eval/response_length", "best_is": best_is, "keep": 1, "remote": f"file://{tmp_path}/remote"},
         actor={"optimizer": {"lr": 2e-2}},
     )  # fmt: skip
     train(config)
     found = {
-        row["step"]: row["eval/response_length"] for row in kit.metrics_of(folder) if "eval/response_length" in row
+        row["step"]: row["eval/response_length"]
+        for row in tiny_policies.metrics_of(folder)
+        if "eval/response_length" in row
     }
     del found[0]  # nothing is saved before the first step
     best = (max if best_is == "highest" else min)(found, key=found.get)  # the first of equal ones

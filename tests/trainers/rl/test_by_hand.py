@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from mrl.config.schema import OptimizerConfig
 from tests.engine.harness import run_case
-from tests.trainers.rl import kit
+from tests.trainers.rl import tiny_policies
 from tests.trainers.rl.test_layouts import assert_same_update
 
 TEMPERATURE, LAMBDA, CLIP, KL_COEF, ENTROPY_COEF, EPS, DECAY = 0.8, 0.95, 0.2, 0.3, 0.02, 1e-6, 0.1
@@ -30,18 +30,20 @@ def made(request, inputs, tmp_path_factory):
     """A run, and what a plain program makes of its rollout."""
     folder = tmp_path_factory.mktemp("by-hand") / "run"
     kl = {"kl_coef": KL_COEF} if request.param == "grpo" else {}
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, folder, request.param,
-        actor={"engine": kit.engine("megatron", size=5), "optimizer": {"weight_decay": DECAY}},
-        **({"critic": {"engine": kit.engine(size=7)}} if request.param == "ppo" else {}),
-        algorithm={"epochs": 2, "mini_batch_size": kit.SEQUENCES, "entropy_coef": ENTROPY_COEF, **kl},
+        actor={"engine": tiny_policies.engine("megatron", size=5), "optimizer": {"weight_decay": DECAY}},
+        **({"critic": {"engine": tiny_policies.engine(size=7)}} if request.param == "ppo" else {}),
+        algorithm={"epochs": 2, "mini_batch_size": tiny_policies.SEQUENCES, "entropy_coef": ENTROPY_COEF, **kl},
     )  # fmt: skip
     happening = "critic_is_exported" if request.param == "ppo" else None
     ended = run_case(1, "tests.trainers.rl.cases:train", config=config, happening=happening)
     assert ended[:2] == ("done", ""), ended
-    rows = kit.samples_of(folder)["step_00000001.jsonl"]
+    rows = tiny_policies.samples_of(folder)["step_00000001.jsonl"]
     hand = by_hand(request.param, rows, str(inputs / "model"))
-    return SimpleNamespace(name=request.param, folder=folder, rows=rows, steps=kit.metrics_of(folder), hand=hand)
+    return SimpleNamespace(
+        name=request.param, folder=folder, rows=rows, steps=tiny_policies.metrics_of(folder), hand=hand
+    )
 
 
 # -- the plain program -----------------------------------------------------------------------------------------------------
@@ -222,7 +224,9 @@ def test_trap_5_6_20_and_22_the_actors_loss_metrics_and_gradient(made):
 
 def test_trap_5_and_22_the_actors_new_weights(made, inputs):
     assert_same_update(
-        kit.weights_of(made.folder / "hf"), made.hand.actor.state_dict(), kit.weights_of(inputs / "model")
+        tiny_policies.weights_of(made.folder / "hf"),
+        made.hand.actor.state_dict(),
+        tiny_policies.weights_of(inputs / "model"),
     )
 
 
@@ -231,5 +235,5 @@ def test_trap_5_and_6_the_critics_loss_and_gradient(made, inputs):
     assert (made.name == "ppo") == bool(names)
     assert only(made.steps, names) == near(made.hand.steps, names)
     if made.name == "ppo":
-        start, expected = kit.weights_of(inputs / "model"), made.hand.critic.state_dict()
-        assert_same_update(kit.weights_of(made.folder / "critic"), expected, start)
+        start, expected = tiny_policies.weights_of(inputs / "model"), made.hand.critic.state_dict()
+        assert_same_update(tiny_policies.weights_of(made.folder / "critic"), expected, start)

@@ -19,9 +19,9 @@ from mrl.rollout.base import Trajectory
 from mrl.trainers.rl.notices import EqualRewards, TokenLimit
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
-from tests.trainers.kit import write_config
-from tests.trainers.rl import kit
-from tests.trainers.rl.kit import engine
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.tiny_policies import engine
+from tests.trainers.tiny_runs import write_config
 
 MEGATRON_TP2 = {"engine": engine("megatron", tp=2)}
 
@@ -38,7 +38,7 @@ def fails(config, world=1, **kwargs):
 
 
 def no_step_of(folder):
-    return not (folder / "metrics.jsonl").exists() or kit.metrics_of(folder) == []
+    return not (folder / "metrics.jsonl").exists() or tiny_policies.metrics_of(folder) == []
 
 
 # -- the first rollout -----------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def no_step_of(folder):
 
 @pytest.mark.parametrize(("world", "actor"), [(1, {}), (2, MEGATRON_TP2)], ids=["fsdp", "tp2"])
 def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path, world, actor):
-    config = kit.make_config(inputs, tmp_path / "run", actor=actor)
+    config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor)
     message = fails(config, world, happening="sampler_is_off", temperature=0.9)
     assert re.match(
         r"the first rollout's log-probs differ from the trainer's in the mean by 0\.\d+ nats \(1e-05 is allowed\): ",
@@ -57,14 +57,14 @@ def test_trap_19_a_sampler_with_another_temperature(inputs, tmp_path, world, act
 
 
 def test_a_stopped_run_starts_again_and_without_guards_it_goes_on(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path / "run")
+    config = tiny_policies.make_config(inputs, tmp_path / "run")
     off = {"happening": "sampler_is_off", "temperature": 0.9}
     fails(config, **off)
-    unguarded = kit.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
+    unguarded = tiny_policies.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
     assert train(unguarded, **off)[0] == "done"
-    assert kit.metrics_of(tmp_path / "unguarded")[0]["rollout/logprob_gap_max"] > 1e-2
+    assert tiny_policies.metrics_of(tmp_path / "unguarded")[0]["rollout/logprob_gap_max"] > 1e-2
     assert train(config)[0] == "done"
-    assert kit.metrics_of(tmp_path / "run")[0]["rollout/logprob_gap_max"] < 1e-5
+    assert tiny_policies.metrics_of(tmp_path / "run")[0]["rollout/logprob_gap_max"] < 1e-5
 
 
 @pytest.mark.parametrize("reference", [None, engine(size=2)], ids=["the actor's layout", "another layout"])
@@ -72,22 +72,22 @@ def test_a_stopped_run_starts_again_and_without_guards_it_goes_on(inputs, tmp_pa
 def test_a_reference_with_other_weights_under_the_same_path(inputs, tmp_path, name, reference):
     allowed = "0 is allowed" if reference is None else "1e-05 is allowed"
     actor = {"engine": engine("megatron")}
-    config = kit.make_config(inputs, tmp_path / "run", name, actor=actor, reference={"engine": reference})
+    config = tiny_policies.make_config(inputs, tmp_path / "run", name, actor=actor, reference={"engine": reference})
     message = fails(config, happening="role_has_other_weights", role="reference", folder=str(inputs / "other"))
     assert message.startswith("the reference's log-probs differ from the actor's by ") and allowed in message
 
 
 def test_a_reference_of_its_own_may_differ(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path / "run", reference={"model": {"path": str(inputs / "other")}})
+    config = tiny_policies.make_config(inputs, tmp_path / "run", reference={"model": {"path": str(inputs / "other")}})
     assert train(config)[:2] == ("done", "")
-    assert kit.metrics_of(tmp_path / "run")[0]["actor/kl"] > 1e-2
+    assert tiny_policies.metrics_of(tmp_path / "run")[0]["actor/kl"] > 1e-2
 
 
 @pytest.mark.parametrize(
     ("name", "where"), [("grpo", r"of a group with the rewards \[.*\]"), ("ppo", "of the rollout")]
 )
 def test_advantages_that_do_not_add_up_to_zero(inputs, tmp_path, name, where):
-    message = fails(kit.make_config(inputs, tmp_path / "run", name), happening="advantages_are_off", by=1e-3)
+    message = fails(tiny_policies.make_config(inputs, tmp_path / "run", name), happening="advantages_are_off", by=1e-3)
     assert re.fullmatch(rf"the advantages {where} add up to 0\.0\d+, not to 0; report this", message)
 
 
@@ -100,7 +100,7 @@ def with_dropout(inputs, tmp_path):
 
 
 def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_path):
-    config = kit.make_config(inputs, tmp_path / "run", reward={"model": {"path": str(inputs / "other")}})
+    config = tiny_policies.make_config(inputs, tmp_path / "run", reward={"model": {"path": str(inputs / "other")}})
     ended, message, _ = train(config)
     assert (ended, message.count("\n")) == ("ModelError", 0), message
     assert message.startswith(f"reward.model.path: {inputs / 'other'}: ") and "score.weight" in message
@@ -113,13 +113,13 @@ def test_a_language_model_as_the_reward_model_is_told_by_its_key(inputs, tmp_pat
 def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
     """Without the check the run goes on: what it samples and compares with is free of dropout, only the updates have it."""
     actor = {"model": {"path": str(with_dropout(inputs, tmp_path))}, "engine": engine(backend)}
-    config = kit.make_config(inputs, tmp_path / "run", actor=actor, train={"steps": 4})
+    config = tiny_policies.make_config(inputs, tmp_path / "run", actor=actor, train={"steps": 4})
     message = fails(config)
     assert re.match(r"before the first update \d+ of \d+ ratios are not 1 \(log-probs differ by up to ", message)
     assert "where config.json has a dropout, set it to 0" in message
-    unguarded = kit.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
+    unguarded = tiny_policies.merge(config, {"output_dir": str(tmp_path / "unguarded"), "train": {"guards": False}})
     assert train(unguarded)[0] == "done"
-    rows = kit.metrics_of(tmp_path / "unguarded")
+    rows = tiny_policies.metrics_of(tmp_path / "unguarded")
     assert rows[0]["actor/ratio_max"] > 1.001 and rows[0]["actor/sequence_kl"] == 0.0
     assert max(row.get("rollout/logprob_gap_max", 0.0) for row in rows) < 1e-5
 
@@ -135,7 +135,7 @@ def test_trap_18_dropout_in_config_json(inputs, tmp_path, backend):
 )
 def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
     """The mini-batch is kept, and the message says where, and that no checkpoint is there to go back to."""
-    message = fails(kit.make_config(inputs, tmp_path / "run", name), happening="step_changes", what=what)
+    message = fails(tiny_policies.make_config(inputs, tmp_path / "run", name), happening="step_changes", what=what)
     assert message.startswith("step 1: ") and says in message
     failed = tmp_path / "run" / "failed" / "step_1.pt"
     assert message.endswith(f"; the mini-batch is in {failed}; no good checkpoint had been saved") and failed.exists()
@@ -143,21 +143,22 @@ def test_a_step_that_does_not_train(inputs, tmp_path, name, what, says):
 
 def test_a_fault_in_the_second_step_leaves_the_checkpoint_of_the_first(inputs, tmp_path):
     """Below a value head that starts at zero, training shows in the second step. What was saved before it is not lost."""
-    config = kit.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"every": 1})
+    config = tiny_policies.make_config(inputs, tmp_path / "run", "ppo", checkpoint={"every": 1})
     message = fails(config, happening="step_changes", what="gate_proj", role="critic")
     assert message.startswith("step 2: the step did not train the critic as it should: ") and "gate_proj" in message
     assert message.endswith(f"; {tmp_path / 'run' / 'checkpoints' / 'step_00000001'} holds the very state that failed")
     assert train(config)[0] == "done"
-    whole = kit.merge(config, {"output_dir": str(tmp_path / "whole")})
+    whole = tiny_policies.merge(config, {"output_dir": str(tmp_path / "whole")})
     assert train(whole)[0] == "done"
-    assert kit.metrics_of(tmp_path / "run") == kit.metrics_of(tmp_path / "whole")
+    assert tiny_policies.metrics_of(tmp_path / "run") == tiny_policies.metrics_of(tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_from_the_command_line_a_failed_check_is_one_line_and_exit_code_2(inputs, tmp_path):
     dropout = with_dropout(inputs, tmp_path)
     config = write_config(
-        tmp_path / "config.yaml", kit.make_config(inputs, tmp_path / "run", actor={"model": {"path": str(dropout)}})
+        tmp_path / "config.yaml",
+        tiny_policies.make_config(inputs, tmp_path / "run", actor={"model": {"path": str(dropout)}}),
     )
     command = [sys.executable, "-m", "mrl", "ppo", str(config), "--nproc", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -177,7 +178,7 @@ def rewards(tmp_path, body):
 
 @pytest.mark.parametrize("name", slow_but(["ppo", "grpo"], ["ppo", "grpo", "rloo", "dr_grpo", "reinforce_pp", "remax"]))
 def test_rewards_that_are_all_equal_are_no_fault(inputs, tmp_path, name):
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, tmp_path / "run", name, rewards=rewards(tmp_path, "return 0.0"), train={"steps": 4}
     )
     ended, message, said = train(config)
@@ -223,10 +224,10 @@ def test_conversations_that_end_by_the_limit_of_tokens_are_told_of():
 def test_a_critic_whose_first_returns_are_all_zero(inputs, tmp_path):
     """Its head stays at zero then, so that it has a gradient in a later step, and what is below it in the one after that."""
     steps, sparse = 12, rewards(tmp_path, "return float(row['answer'] == '6')")
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, tmp_path / "run", "ppo", rewards=sparse, train={"steps": steps}, data={"shuffle": False},
         algorithm={"mini_batch_size": 3},
     )  # fmt: skip
     assert train(config)[:2] == ("done", "")
-    norms = [row["critic/grad_norm"] for row in kit.metrics_of(tmp_path / "run")]
+    norms = [row["critic/grad_norm"] for row in tiny_policies.metrics_of(tmp_path / "run")]
     assert norms[0] == 0.0 and any(norms[1:])

@@ -23,8 +23,8 @@ import pytest
 from tests.engine import tiny
 from tests.engine.harness import run_case
 from tests.tiers import slow_but
-from tests.trainers.rl import kit
-from tests.trainers.rl.kit import engine
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.tiny_policies import engine
 
 UPDATE = 2e-4
 MEGATRON, FSDP = functools.partial(engine, "megatron"), functools.partial(engine, "fsdp")
@@ -79,7 +79,7 @@ def run_once(inputs, tmp_path_factory):
             folder = made[key] = tmp_path_factory.mktemp("run") / "run"
             sections = {role: {"engine": chosen} for role, chosen in engines.items()}
             sections["actor"] |= {"model": {"path": str(inputs / model)}, "optimizer": {"weight_decay": 0.1}}
-            config = kit.make_config(inputs, folder, name, data={"packing": packing}, **sections)
+            config = tiny_policies.make_config(inputs, folder, name, data={"packing": packing}, **sections)
             happening = "critic_is_exported" if name == "ppo" else None
             ended = run_case(world, "tests.trainers.rl.cases:train", config=config, happening=happening)
             assert ended[:2] == ("done", ""), ended
@@ -92,18 +92,20 @@ def check_equal(run_once, inputs, name, model, layout, engines, world):
     engines = {role: chosen for role, chosen in engines.items() if role != "critic" or name == "ppo"}
     expected = run_once(name, model, 1, {"actor": MEGATRON()})
     actual = run_once(name, model, world, engines, packing="padded" not in layout)
-    assert_same_samples(kit.samples_of(actual), kit.samples_of(expected))
-    kit.assert_close_metrics(kit.metrics_of(actual), kit.metrics_of(expected), 1e-5)
-    start = kit.weights_of(inputs / model)
-    assert_same_update(kit.weights_of(actual / "hf"), kit.weights_of(expected / "hf"), start)
+    assert_same_samples(tiny_policies.samples_of(actual), tiny_policies.samples_of(expected))
+    tiny_policies.assert_close_metrics(tiny_policies.metrics_of(actual), tiny_policies.metrics_of(expected), 1e-5)
+    start = tiny_policies.weights_of(inputs / model)
+    assert_same_update(tiny_policies.weights_of(actual / "hf"), tiny_policies.weights_of(expected / "hf"), start)
     if name == "ppo":
-        assert_same_update(kit.weights_of(actual / "critic"), kit.weights_of(expected / "critic"), start)
+        assert_same_update(
+            tiny_policies.weights_of(actual / "critic"), tiny_policies.weights_of(expected / "critic"), start
+        )
 
 
 def assert_same_samples(actual, expected):
     assert actual.keys() == expected.keys() == {"step_00000001.jsonl"}
     (rows,), (others,) = actual.values(), expected.values()
-    assert len(rows) == len(others) == kit.SEQUENCES
+    assert len(rows) == len(others) == tiny_policies.SEQUENCES
     for row, other in zip(rows, others, strict=True):
         near = {name: pytest.approx(other[name], abs=1e-5) for name in ("log_probs", "advantage")}
         assert row == other | near

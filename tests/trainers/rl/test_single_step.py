@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.engine.harness import run_case
-from tests.trainers.rl import kit
-from tests.trainers.rl.kit import engine
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.tiny_policies import engine
 
 STEPS = 3
 
 
 def single(inputs, output, name="grpo", **changes):
     """Iterations of one step each."""
-    base = {"algorithm": {"mini_batch_size": kit.SEQUENCES}, "train": {"steps": STEPS}}
-    return kit.make_config(inputs, output, name, **kit.merge(base, changes))
+    base = {"algorithm": {"mini_batch_size": tiny_policies.SEQUENCES}, "train": {"steps": STEPS}}
+    return tiny_policies.make_config(inputs, output, name, **tiny_policies.merge(base, changes))
 
 
 def train(config, world=1, ended="done", **kwargs):
@@ -29,10 +29,12 @@ def train(config, world=1, ended="done", **kwargs):
 
 
 def assert_same_run(one, other):
-    assert kit.metrics_of(one) == kit.metrics_of(other) and len(kit.metrics_of(one)) == STEPS
-    assert kit.samples_of(one) == kit.samples_of(other)
-    weights = kit.weights_of(other / "hf")
-    for name, weight in kit.weights_of(one / "hf").items():
+    assert (
+        tiny_policies.metrics_of(one) == tiny_policies.metrics_of(other) and len(tiny_policies.metrics_of(one)) == STEPS
+    )
+    assert tiny_policies.samples_of(one) == tiny_policies.samples_of(other)
+    weights = tiny_policies.weights_of(other / "hf")
+    for name, weight in tiny_policies.weights_of(one / "hf").items():
         assert torch.equal(weight, weights[name]), name
 
 
@@ -59,7 +61,7 @@ def test_stopped_between_rollout_and_step_it_goes_on_bitwise(inputs, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train(single(inputs, whole))
     train(single(inputs, stopped), ended="stopped", happening="forwards_are_counted", stop_after=2)
-    assert len(kit.metrics_of(stopped)) == 1
+    assert len(tiny_policies.metrics_of(stopped)) == 1
     train(single(inputs, stopped))
     assert_same_run(stopped, whole)
 

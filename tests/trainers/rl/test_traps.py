@@ -11,8 +11,8 @@ Where the other numbers are tested that an RL run can meet:
 import pytest
 
 from tests.engine.harness import run_case
-from tests.trainers.rl import kit
-from tests.trainers.rl.kit import engine
+from tests.trainers.rl import tiny_policies
+from tests.trainers.rl.tiny_policies import engine
 
 ENVIRONMENT = '''
 class Twice:
@@ -45,10 +45,10 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
     """In conversations of two turns; on one process, and on two whose replicas have other numbers of tokens."""
     runs = {}
     for world, label in ((1, "one"), (2, "two")):
-        config = kit.make_config(inputs, tmp_path / label, name, rollout=environment, rewards=None)
+        config = tiny_policies.make_config(inputs, tmp_path / label, name, rollout=environment, rewards=None)
         train(config, world)
-        runs[label] = kit.metrics_of(tmp_path / label)
-    rows = kit.samples_of(tmp_path / "one")["step_00000001.jsonl"]
+        runs[label] = tiny_policies.metrics_of(tmp_path / label)
+    rows = tiny_policies.samples_of(tmp_path / "one")["step_00000001.jsonl"]
     said = [sum(row["mask"]) for row in rows]
     after_prompt = [len(row["tokens"]) - row["mask"].index(1) for row in rows]
     assert any(row["turns"] == 2 for row in rows) and sum(said) < sum(after_prompt)
@@ -63,7 +63,7 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
         assert roles == (["assistant", "user"] * row["turns"])[: len(roles)]
         spoken = [message["content"] for message in row["conversation"] if message["role"] == "assistant"]
         assert "\n\n".join(spoken) == row["completion"]
-    kit.assert_close_metrics(runs["two"], runs["one"], 1e-5)
+    tiny_policies.assert_close_metrics(runs["two"], runs["one"], 1e-5)
     for row in rows:  # what the environment said has no log-prob
         assert all((log_prob < 0) == bool(mask) for log_prob, mask in zip(row["log_probs"], row["mask"], strict=True))
 
@@ -73,16 +73,16 @@ def test_trap_7_tokens_are_those_that_the_policy_said(inputs, tmp_path, environm
 def test_trap_5_6_and_8_a_replica_with_little_or_nothing_counts_by_its_tokens(inputs, tmp_path, name, mini_batch):
     """Mini-batches of two sequences on two replicas: each has one, of 1 to 8 tokens. A mean of the replicas' means would
     weigh them alike, in ppo, whose loss is the mean over tokens. Of one sequence: a replica has none."""
-    steps = kit.SEQUENCES // mini_batch
+    steps = tiny_policies.SEQUENCES // mini_batch
     runs = []
     for world, layout in ((1, engine(size=2)), (2, engine("megatron", size=1))):
         folder = tmp_path / str(world)
         changes = {"algorithm": {"mini_batch_size": mini_batch}, "train": {"steps": steps}}
-        train(kit.make_config(inputs, folder, name, actor={"engine": layout}, **changes), world)
-        runs.append(kit.metrics_of(folder))
-    lengths = {row["response_length"] for row in kit.samples_of(tmp_path / "1")["step_00000001.jsonl"]}
+        train(tiny_policies.make_config(inputs, folder, name, actor={"engine": layout}, **changes), world)
+        runs.append(tiny_policies.metrics_of(folder))
+    lengths = {row["response_length"] for row in tiny_policies.samples_of(tmp_path / "1")["step_00000001.jsonl"]}
     assert len(lengths) > 2 and len(runs[0]) == steps
-    kit.assert_close_metrics(runs[1], runs[0], 1e-5)
+    tiny_policies.assert_close_metrics(runs[1], runs[0], 1e-5)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
@@ -95,7 +95,7 @@ def test_trap_22_a_kl_penalty_alone_leads_to_the_reference(inputs, tmp_path, kl_
     file.write_text("def same(prompt, completion, row):\n    return 1.0\n")
     first = {}
     for coef, steps in ((2.0, 20), (0.5, 1)):
-        config = kit.make_config(
+        config = tiny_policies.make_config(
             inputs, tmp_path / f"{coef}", "reinforce_pp" if kl_in == "reward" else "grpo",
             reference={"model": {"path": str(inputs / "other")}},
             rewards={"functions": [{"function": f"{file}:same"}], "workers": 1},
@@ -104,7 +104,7 @@ def test_trap_22_a_kl_penalty_alone_leads_to_the_reference(inputs, tmp_path, kl_
             actor={"optimizer": {"lr": 1e-2}, "engine": engine(size=48)}, train={"steps": steps, "global_batch_size": 48},
         )  # fmt: skip
         train(config)
-        kls = [row["actor/kl"] for row in kit.metrics_of(tmp_path / f"{coef}")]
+        kls = [row["actor/kl"] for row in tiny_policies.metrics_of(tmp_path / f"{coef}")]
         first[coef] = kls[0]
         assert steps == 1 or sum(kls[-3:]) / 3 < 0.7 * kls[0], kls
     assert first[2.0] == first[0.5] > 0.1
@@ -112,12 +112,12 @@ def test_trap_22_a_kl_penalty_alone_leads_to_the_reference(inputs, tmp_path, kl_
 
 def test_trap_27_a_step_reports_only_what_it_measured(inputs, tmp_path):
     """The first step of an iteration has its rollout's metrics, the second has not; no actor's before it trains."""
-    config = kit.make_config(
+    config = tiny_policies.make_config(
         inputs, tmp_path / "run", "ppo", algorithm={"critic_warmup": 2}, train={"steps": 6, "eval_every": 4},
         data={"eval": str(inputs / "eval.jsonl")},
     )  # fmt: skip
     train(config)
-    zeroth, *rows = kit.metrics_of(tmp_path / "run")
+    zeroth, *rows = tiny_policies.metrics_of(tmp_path / "run")
     assert all(name == "step" or name.startswith("eval/") for name in zeroth)
     for row in rows:
         of_rollout = {name for name in row if name.startswith(("reward/", "rollout/", "advantage/"))}

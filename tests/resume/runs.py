@@ -23,7 +23,7 @@ from mrl import metrics
 from mrl.config.load import read_yaml
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.trainers.kit import REPO, load_example
+from tests.trainers.tiny_runs import REPO, load_example
 
 ROWS, BATCH, STEPS = 26, 4, 12
 TIMEOUT_S = 240

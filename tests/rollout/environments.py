@@ -7,7 +7,7 @@ from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
 from mrl.rollout.base import Sampler
 from mrl.rollout.rollouts import Rollouts
-from tests.data import kit
+from tests.data import tiny_tokenizers
 
 ENVIRONMENTS = '''
 import asyncio, os, threading, time
@@ -153,9 +153,9 @@ class ByTokens(Says):
         return [Completion(i, [-1.0] * len(i), True) for i in ids]
 
 
-def make_rollouts(sampler, *, template=kit.CHATML, **keys):
+def make_rollouts(sampler, *, template=tiny_tokenizers.CHATML, **keys):
     options = {k: keys.pop(k) for k in ("system", "max_prompt_length", "environment_class") if k in keys}
-    tokenizer = kit.make_tokenizer(template)
+    tokenizer = tiny_tokenizers.make_tokenizer(template)
     if "environment_class" in options:
         options["environment"] = options.pop("environment_class")
     ends = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])

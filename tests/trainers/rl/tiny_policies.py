@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.trainers import kit
-from tests.trainers.kit import steps
+from tests.trainers import tiny_runs
+from tests.trainers.tiny_runs import steps
 
 VOCAB, TRAIN_ROWS, EVAL_ROWS, SEQUENCES, MINI_BATCH = 23, 10, 3, 12, 6
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def make_inputs(folder: pathlib.Path) -> None:
     """`folder/model`, `moe`, `other` (other weights) and `scorer` (a sequence classifier), and prompts for train and eval."""
-    tokenizer = kit.load_example("arithmetic/make_data.py").make_tokenizer()
+    tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
     _save(folder / "model", tokenizer, "qwen3", seed=0)
     _save(folder / "other", tokenizer, "qwen3", seed=1)
     _save(folder / "moe", tokenizer, "qwen3_moe", seed=0, **EXPERTS)

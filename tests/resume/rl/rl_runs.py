@@ -9,7 +9,7 @@ from typing import Any
 from tests.config.test_load import merged
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.trainers.kit import load_example
+from tests.trainers.tiny_runs import load_example
 
 STEPS = 8
 ROWS, EVAL_ROWS = 10, 10
