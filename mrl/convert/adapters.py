@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig
 from mrl.converters.accounting import SCORE
-from mrl.converters.mcore_weights import FOLDER, read_description
+from mrl.converters.mcore_weights import FOLDER
 from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo
 from mrl.converters.stacks import interleaved_rows
 from mrl.converters.table import Family, HFConfig
-from mrl.engine.fsdp.names import STATE, Piece, pieces
+from mrl.engine.fsdp.names import Piece, pieces
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
 from mrl.engine.lora.shapes import CONFIG, AdapterShape, adapter_shapes
@@ -45,12 +45,9 @@ class SavedAdapters:
     path: str  # where that model was
 
 
-def saved_adapters(folder: Path, backend: str) -> SavedAdapters | None:
-    """Returns what the checkpoint in `folder` says of adapters; None where it holds a whole model."""
-    if backend == "megatron":
-        saved = read_description(folder).get("adapters")
-    else:
-        saved = torch.load(folder / STATE, map_location="cpu", weights_only=True).get("adapters")
+def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
+    """Returns what an engine's description of a checkpoint says of adapters; None where it holds a whole model."""
+    saved = description.get("adapters")
     if saved is None:
         return None
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["lora"].items()}
@@ -67,14 +64,15 @@ def check_base(held: SavedAdapters, companions: Path, family: Family, hf_config:
 
 
 def tensors_of(
-    folder: Path, backend: str, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
+    folder: Path, shapes: Mapping[str, AdapterShape], family: Family, *, head: str, hidden: int
 ) -> dict[str, Tensor]:
     """Returns every tensor of the adapters of a checkpoint, fp32, by its name in peft's file. Raises CheckpointError
     for others.
     """
-    prefix = "" if backend == "megatron" else "model."
+    # the Megatron engine has a folder for its tensors, the FSDP engine a prefix for their names
+    mcore = folder / FOLDER
+    stored, prefix = (TorchDistReader(mcore), "") if mcore.is_dir() else (TorchDistReader(folder), "model.")
     interleaved = {shape.b_name: interleaved_rows(family, name) for name, shape in shapes.items()}
-    stored = TorchDistReader(folder / FOLDER if backend == "megatron" else folder)
     try:
         found = {}
         for name, shape in adapter_shapes(shapes, head, hidden).items():
@@ -181,7 +179,6 @@ def _places(
 
 def merged(
     folder: Path,
-    backend: str,
     held: SavedAdapters,
     companions: Path,
     family: Family,
@@ -191,7 +188,7 @@ def merged(
     """Returns the checkpoint's adapters over the base in `companions`."""
     check_base(held, companions, family, hf_config)
     shapes = adapters(str(companions), held.lora, held.head)
-    found = tensors_of(folder, backend, shapes, family, head=held.head, hidden=hf_config["hidden_size"])
+    found = tensors_of(folder, shapes, family, head=held.head, hidden=hf_config["hidden_size"])
     return MergedReader(
         str(companions), family, hf_config, head=held.head, dtype=dtype, shapes=shapes, adapter=found
     )  # fmt: skip

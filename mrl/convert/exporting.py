@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mrl
-from mrl.convert.sources import ADAPTERS, HFFiles, Source, added_companions, open_checkpoint
+from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
 from mrl.converters.companions import copy_companions
@@ -220,8 +220,8 @@ def _finish(folder: Path, source: Source, files: HFFiles) -> None:
         changes[COUNT] = 0
     if source.head == "value":
         changes |= value_head_config(source.hf_config)
-    trained = source.files is None or source.kind in ("fsdp", ADAPTERS) or not (source.folder / "config.json").is_file()
-    dtype = main_dtype(files.tensors) if trained else None
+    imported = (source.folder / "config.json").is_file()  # what a run saved has the run's dtype
+    dtype = None if imported and source.files is not None else main_dtype(files.tensors)
     copy_companions(source.companion_folder, folder, dtype=dtype, changes=changes)
     if source.chat_template is not None:
         write_chat_template(folder, source.chat_template)

@@ -53,7 +53,7 @@ def open_gguf(path: Path, *, tokenizer: str | None = None) -> Source:
         words = _tokenizer(file, companions, tokenizer, hf_config["vocab_size"])
         notes = [_types(file, hf_config), words]
         return Source(
-            path, "gguf", "GGUF file", reader, hf_config, family, "lm", companions, None, {}, notes=notes,
+            path, "GGUF file", reader, hf_config, family, "lm", companions, None, {}, notes=notes,
             ends=ends.pop_all(),
         )  # fmt: skip
 

@@ -214,9 +214,9 @@ def _description(model: Source) -> dict[str, Any]:
 
 def _fingerprint(model: Source) -> dict[str, Any]:
     """Returns what tells this source from any other, and from itself after a change."""
-    folder = model.folder.parent if model.kind == "gguf" else model.folder
+    folder = model.folder if model.as_published else model.folder.parent
     files = {info.file for info in model.reader.tensors.values()}
-    if model.kind == "hf":
+    if model.as_published:
         files |= {path.name for path in folder.glob("*.safetensors")} | {"config.json"}
     stats = {name: (folder / name).stat() for name in sorted(files) if name and (folder / name).is_file()}
     config = hashlib.sha256((model.companion_folder / "config.json").read_bytes()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrl.convert.adapters import base_of, is_adapter, merged_folder
-from mrl.convert.sources import ADAPTERS, Source, local_folder, open_checkpoint, open_hf
+from mrl.convert.sources import Source, local_folder, open_checkpoint, open_hf
 from mrl.converters.mcore_weights import MARKER
 from mrl.converters.safetensors_io import main_dtype, some
 from mrl.errors import ModelError, quoted
@@ -54,4 +54,4 @@ def open_adapter(folder: Path, *, model: str | None = None) -> Source:
         hf_config, family = plain.hf_config, plain.family
     reader = merged_folder(folder, str(base), family, hf_config, dtype)
     what = f"adapters over {base}"
-    return Source(folder, ADAPTERS, what, reader, hf_config, family, reader.head, base, None, {})
+    return Source(folder, what, reader, hf_config, family, reader.head, base, None, {})

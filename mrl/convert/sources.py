@@ -49,7 +49,6 @@ and shapes, `metadata` and `index` (null where it was laid out in another way th
 `copies`, what it held of another tensor again.
 """
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-ADAPTERS = "adapters"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -92,8 +91,7 @@ class Checksums:
 class Source:
     """A model that `mrl convert` reads, whatever format it is stored in."""
 
-    folder: Path  # a file where `kind` is "gguf"
-    kind: str  # "hf", "gguf", "megatron", "fsdp", or "adapters" over the base in `companion_folder`
+    folder: Path  # a file where it is GGUF
     what: str  # in words, for people
     reader: WeightReader  # by Hugging Face name
     hf_config: dict[str, Any]
@@ -105,6 +103,7 @@ class Source:
     """Names under which that folder holds a tensor again (a tied head), and that tensor's; `reader` may lack them."""
     chat_template: str | None = None  # instead of the tokenizer's own
     checksums: Checksums | None = None
+    as_published: bool = False  # a Hugging Face folder, which transformers can load by itself
     skipped_tensors: list[str] = dataclasses.field(default_factory=list)  # of MTP layers, which training left out
     notes: list[str] = dataclasses.field(default_factory=list)  # what an import is to say, a line each
     adapters: SavedAdapters | None = None  # of a checkpoint of adapters; its `path` is what the run calls the base
@@ -118,7 +117,7 @@ class Source:
     @property
     def quantised(self) -> bool:
         """Whether the reader gives as bf16 what its files hold in fewer bits."""
-        return self.kind == "hf" and bool(self.hf_config.get("quantization_config"))
+        return self.as_published and bool(self.hf_config.get("quantization_config"))
 
     def check(self, *, wait: bool = True) -> None:
         """Raises CheckpointError where a file of the checkpoint is not as it was written; wait: when all are read."""
@@ -171,7 +170,9 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     head = "value" if SCORE in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head, carried=True)
     copies = _copies(reader.tensors, reader, hf_config, head)
-    return Source(folder, "hf", "Hugging Face folder", reader, hf_config, family, head, folder, files, copies)
+    return Source(
+        folder, "Hugging Face folder", reader, hf_config, family, head, folder, files, copies, as_published=True
+    )
 
 
 def _copies(names: Iterable[str], reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> dict[str, str]:
@@ -220,14 +221,10 @@ def _check_beside(companions: Path) -> None:
                 atomic_checkpoint.check_file(str(companions), file, files[file], content=True)
 
 
-def _state(folder: Path, inside: Path, backend: str, role: str | None) -> dict[str, Any]:
-    """Returns what the trainer saved beside the weights in the checkpoint `folder`, of which `inside` is the part of
-    `role`.
-    """
-    if role is None and backend == "megatron":
-        return read_description(inside)["state"]
+def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str, Any]:
+    """Returns what the trainer saved beside the weights of `role` in the checkpoint `folder`. saved: by their engine."""
     if role is None:
-        return torch.load(inside / STATE, map_location="cpu", weights_only=True)["state"]
+        return saved["state"]
     state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["state"]
     return {"model": state.get("models", {}).get(role)}
 
@@ -347,39 +344,34 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
 def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, role: str | None) -> Source:
     inside, backend, role = _inside(folder, marker, role)
     imported = (folder / "config.json").is_file()
-    held = None if imported else saved_adapters(inside, backend)
+    mcore = backend == "megatron"
+    saved = read_description(inside) if mcore else torch.load(inside / STATE, map_location="cpu", weights_only=True)
+    held = saved_adapters(saved)
     companions, config, template = (
         (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
     )
+    dtype = DTYPES[config.dtype if config is not None else "float32"]
     _check_beside(companions)
     hf_config = read_hf_config(companions, quick=True)  # first: what is wrong with config.json is then one line
-    notes = (
-        [] if imported else _check_tokenizer(_state(folder, inside, backend, role), companions, given=model is not None)
-    )
-    if backend == "fsdp" and hf_config["model_type"] not in FAMILIES:
+    notes = [] if imported else _check_tokenizer(_state(folder, saved, role), companions, given=model is not None)
+    if not mcore and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
             f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run "
             "writes its own export to hf/ (checkpoint.export_hf)"
         )
     family = family_for(hf_config)
     files, names = read_source_file(folder) if imported else (None, [])
-    what = (
-        "imported mcore checkpoint"
-        if imported
-        else f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
-    )
+    of_run = f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
+    what = "imported mcore checkpoint" if imported else of_run
     reader: WeightReader
     if held is not None:
-        reader = merged(
-            inside, backend, held, companions, family, hf_config, DTYPES[config.dtype if config else "float32"]
-        )
-        head, backend, what = held.head, ADAPTERS, f"adapters over {companions}, {what}"
+        reader = merged(inside, held, companions, family, hf_config, dtype)
+        head, what = held.head, f"adapters over {companions}, {what}"
         held = dataclasses.replace(held, path=model or (config.path if config else held.path))
-    elif backend == "megatron":
+    elif mcore:
         reader = open_imported(inside, family, hf_config, companions)
-        head = read_description(inside)["architecture"]["head"]
+        head = saved["architecture"]["head"]
     else:
-        dtype = DTYPES[config.dtype] if config is not None else torch.float32
         reader = FSDPReader(inside, family, hf_config, dtype, companions)
         head = reader.head
     if files is None and head == "lm" and not imported:
@@ -387,7 +379,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     copies = _copies(names, reader, hf_config, head)
     skipped = [] if imported else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
-        inside, backend, what, reader, hf_config, family, head, companions, files, copies, template,
+        inside, what, reader, hf_config, family, head, companions, files, copies, template,
         skipped_tensors=skipped, notes=notes, adapters=held,
     )  # fmt: skip
 

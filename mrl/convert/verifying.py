@@ -20,7 +20,8 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from mrl.convert.sources import ADAPTERS, Source
+from mrl.convert.adapters import MergedReader
+from mrl.convert.sources import Source
 from mrl.convert.workspace import no_progress
 from mrl.converters.accounting import SCORE, follows_from_config
 from mrl.converters.mcore_weights import (
@@ -129,7 +130,7 @@ def compare(
     tensors alone.
     """
     widened, not_compared = [], []
-    if a.kind == b.kind == ADAPTERS:
+    if isinstance(a.reader, MergedReader) and isinstance(b.reader, MergedReader):
         differences, count, total = _adapters(a, b, progress)
         b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
     else:
@@ -340,13 +341,13 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
 def _run(source: Source, tokens: list[list[int]]) -> list[Tensor]:
     """Logits for each prompt. One model is in memory at a time."""
     path = str(source.companion_folder)
-    if source.kind == "megatron":
+    if isinstance(source.reader, McoreReader):
         from mrl.engine.megatron.logits import logits  # megatron is slow to import, and most of this needs none
 
         return logits(path, source.reader, tokens)
     from mrl.engine.fsdp.logits import logits_of_folder, logits_of_weights
 
-    if source.kind == "hf":
+    if source.as_published:
         return logits_of_folder(path, tokens)
     return logits_of_weights(path, source.reader, tokens)
 
