@@ -108,7 +108,7 @@ def cispo(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip
 
 
 def policy_gradient(ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, clip: Clip) -> PolicyLoss:
-    """`l = -A log p` (REINFORCE, Williams 1992): right for the present policy's tokens, so for one update per rollout."""
+    """`l = -A log p` (REINFORCE, Williams 1992): right for the present policy's tokens, so one update a rollout."""
     return PolicyLoss(-advantages_T * log_probs_T, torch.zeros_like(ratio_T, dtype=torch.bool))
 
 

@@ -222,7 +222,7 @@ def _check_beside(companions: Path) -> None:
 
 
 def _state(folder: Path, saved: Mapping[str, Any], role: str | None) -> dict[str, Any]:
-    """Returns what the trainer saved beside the weights of `role` in the checkpoint `folder`. saved: by their engine."""
+    """Returns what the trainer saved in `folder` beside the weights of `role`. saved: what their engine did."""
     if role is None:
         return saved["state"]
     state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)["state"]

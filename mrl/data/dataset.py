@@ -203,8 +203,8 @@ class SFTDataset(RowDataset[Example]):
         if not any(mask[1:]):  # nothing precedes the first token, so it never trains
             if too_long and any(encoded.mask[1:]):
                 raise BadRow(
-                    f"has nothing to train on: truncation {self.config.truncation} to {limit} of {len(encoded.ids)} tokens "
-                    "cut all that trains; raise data.max_length, or set data.truncation to drop"
+                    f"has nothing to train on: truncation {self.config.truncation} to {limit} of {len(encoded.ids)} "
+                    "tokens cut all that trains; raise data.max_length, or set data.truncation to drop"
                 )
             raise BadRow(
                 f"has nothing to train on: none of its {len(ids)} tokens trains (the first never does); remove the row"
@@ -218,11 +218,12 @@ def _check_text_alone(content: Chat | Pair | Text | Tokens) -> None:
         return
     if content.images:
         raise DataError(
-            f"{content.images[0].where} is an image, and the model reads text alone; set model.path to a vision-language model "
-            f"({', '.join(VISION_LANGUAGE)}), or leave out the rows with images"
+            f"{content.images[0].where} is an image, and the model reads text alone; set model.path to a "
+            f"vision-language model ({', '.join(VISION_LANGUAGE)}), or leave out the rows with images"
         )
     for i, message in enumerate(content.messages):
         if isinstance(message["content"], list):
             raise BadRow(
-                f"messages[{i}].content is a list of parts; the model reads text alone: join its text parts into one string"
+                f"messages[{i}].content is a list of parts; the model reads text alone: join its text parts into one "
+                "string"
             )

@@ -108,7 +108,8 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                     Path(unfinished).unlink(missing_ok=True)
     except OSError as e:
         raise DataError(
-            f"{path}: its copy cannot be written to {folder} ({one_line(e)}); set HF_DATASETS_CACHE to a folder with room"
+            f"{path}: its copy cannot be written to {folder} ({one_line(e)}); set HF_DATASETS_CACHE to a folder with "
+            "room"
         ) from e
     return str(target)
 

@@ -147,8 +147,8 @@ def detect_prompt_form(row: Row) -> str:
     if fits:
         first, second = PROMPT_FIELDS[fits[0]][0], PROMPT_FIELDS[fits[1]][0]
         raise DataError(
-            f"has the fields {first} and {second}, which may both be the prompt; rename the other one with data.columns, "
-            f"as {{{second}: {second}_unused}}"
+            f"has the fields {first} and {second}, which may both be the prompt; rename the other one with "
+            f"data.columns, as {{{second}: {second}_unused}}"
         )
     raise DataError(
         f"the fields {_fields(row)} hold no prompt (prompt: text or messages; messages; or instruction); "
@@ -240,8 +240,8 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
         beside, field = [row["image"]], "image"
     if len(beside) != waiting:
         raise BadRow(
-            f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that stand for '
-            "them; give one part for each, where it is to be seen"
+            f'has {len(beside)} images in its field {field} and {waiting} parts of the form {{"type": "image"}} that '
+            "stand for them; give one part for each, where it is to be seen"
         )
     rest = iter([image_of(value, f"{field}[{i}]") for i, value in enumerate(beside)])
     images = tuple(part["image"] if "image" in part else next(rest) for part in parts)
@@ -316,9 +316,9 @@ def _alpaca_prompt(row: Row) -> tuple[str, str]:
     # The prompt of Stanford Alpaca (Taori et al., 2023), which plain models of this format are trained and used with.
     if more:
         plain = (
-            "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-            f"response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{more}"
-            "\n\n### Response:\n"
+            "Below is an instruction that describes a task, paired with an input that provides further context. Write "
+            "a response that appropriately completes the request.\n\n"
+            f"### Instruction:\n{instruction}\n\n### Input:\n{more}\n\n### Response:\n"
         )
         return f"{instruction}\n\n{more}", plain
     plain = (

@@ -195,7 +195,8 @@ class RowStream(Generic[T]):
             if saved != now:
                 raise CheckpointError(
                     name,
-                    why=f"is {now} and was {saved} when the checkpoint was saved, so the order of the rows would change",
+                    why=f"is {now} and was {saved} when the checkpoint was saved, so the order of the rows would "
+                    "change",
                     fix=f"set it to {saved}, or start a new run in another output_dir",
                 )
         if change := _data_change(state["data"], self._fingerprint):

@@ -68,16 +68,16 @@ class TurnEncoder:
         _, found, after = text.partition(STAND_IN)
         if not found:
             raise DataError(
-                "the chat template leaves out an assistant turn that others follow, so what follows one cannot be told; "
-                "name another in data.chat_template"
+                "the chat template leaves out an assistant turn that others follow, so what follows one cannot be "
+                "told; name another in data.chat_template"
             )
         ids = self._encoder.tokenize(after)
         special = self._encoder.special_ids
         end = next((i for i, token in enumerate(ids) if token in special), len(ids))
         if end == len(ids) or self._encoder.tokenizer.decode(ids[:end]).strip():
             raise DataError(
-                f"the chat template follows an assistant turn with {after[:40]!r}, which begins with no special token, so "
-                "where a turn of the policy ends cannot be told; write {{ eos_token }} after the content in data.chat_template, "
-                "or mark its end token special"
+                f"the chat template follows an assistant turn with {after[:40]!r}, which begins with no special token, "
+                "so where a turn of the policy ends cannot be told; write {{ eos_token }} after the content in "
+                "data.chat_template, or mark its end token special"
             )
         return ids[end:]

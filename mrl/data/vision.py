@@ -58,12 +58,12 @@ class Vision:
         if found != len(images):
             if not images:
                 raise BadRow(
-                    f"has a token in its text that stands for an image or a video ({self.image_token}), and no image; take it "
-                    "out of the text"
+                    f"has a token in its text that stands for an image or a video ({self.image_token}), and no image; "
+                    "take it out of the text"
                 )
             raise DataError(
-                f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name one that "
-                "knows parts of type image in data.chat_template, and keep that token out of the text"
+                f"the chat template writes {found} image tokens ({self.image_token}) for {len(images)} images; name "
+                "one that knows parts of type image in data.chat_template, and keep that token out of the text"
             )
         if not images:
             return WithImages(encoded, {})

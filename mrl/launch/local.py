@@ -196,7 +196,8 @@ def _raise_first_failure(
         name = signal.Signals(signum).name
         memory = " (out of memory?)" if signum == signal.SIGKILL else ""
         raise RankFailed(
-            f"rank {rank} was killed by {name}{memory}; the same command goes on from the last checkpoint; its log is {log_path(log_dir, rank)}"
+            f"rank {rank} was killed by {name}{memory}; the same command goes on from the last checkpoint; its log is "
+            f"{log_path(log_dir, rank)}"
         )
     for outcome in outcomes:
         if outcome.kind == "fault":

@@ -95,8 +95,8 @@ def _check_ranges(part: Part) -> None:
 
 
 def _check_model(part: Part, dims: ParallelDims, sequences: Sequences) -> None:
-    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot split,
-    sequences that are longer than a model has positions, adapters that match none of its modules.
+    """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot
+    split, sequences that are longer than a model has positions, adapters that match none of its modules.
 
     These imports are the slow part of a dry run, and so the last; megatron is not among them.
     """
@@ -231,8 +231,8 @@ def _check_data(data: RowsConfig) -> None:
 
 
 def _check_rows(command: TrainingCommand, config: Config) -> None:
-    """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes, hardly ever more
-    than a few; other forms the run looks at."""
+    """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
+    hardly ever more than a few; other forms the run looks at."""
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size
     rows_of_batch = command.rows_of_batch(config)

@@ -97,7 +97,7 @@ def log_path(log_dir: str | pathlib.Path, rank: int) -> pathlib.Path:
 
 @contextlib.contextmanager
 def warnings_in(path: pathlib.Path) -> Iterator[None]:
-    """Inside, Python warnings go to the end of a file: libraries address them to developers, not to the user of a run."""
+    """Inside, Python warnings go to the end of a file: libraries write them for developers, not for users of a run."""
 
     def write(
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
@@ -128,7 +128,7 @@ def _watch_parent(launcher_pid: int) -> None:
 
 
 def _redirect_output(path: pathlib.Path, *, keep_terminal: bool) -> None:
-    """Sends what this process and its libraries print to the end of a file; `keep_terminal` spares sys.stdout and sys.stderr."""
+    """Sends what this process prints to the end of a file; `keep_terminal` spares sys.stdout and sys.stderr."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     if keep_terminal:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors=sys.stderr.errors)

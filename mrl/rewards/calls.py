@@ -256,7 +256,8 @@ class RewardCall:
                 by_name[parameter.name] = _OF_SEVERAL[parameter.name](samples, position)
             elif parameter.default is _EMPTY:
                 raise Missing(
-                    f"the rows have no field {parameter.name!r}, which the function names; they have {', '.join(fields) or 'none'}"
+                    f"the rows have no field {parameter.name!r}, which the function names; they have "
+                    f"{', '.join(fields) or 'none'}"
                 )
         if self._rest:
             getters, named = self.form.getters, {_plain(p.name) for p in self._known}

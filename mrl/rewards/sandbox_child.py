@@ -3,8 +3,8 @@
 Run as `python -I sandbox_child.py JOB_FD RESULT_FD`; imports nothing outside the standard library. It writes the job's
 nonce to RESULT_FD when code and test have run to their end, so that leaving early is no success.
 
-The filter of system calls is assembled here, as nothing that is everywhere takes sockets and processes away: bwrap needs
-user namespaces, which containers and clusters often refuse, and prlimit sets what Python's `resource` sets.
+The filter of system calls is assembled here, as nothing that is everywhere takes sockets and processes away: bwrap
+needs user namespaces, which containers and clusters often refuse, and prlimit sets what Python's `resource` sets.
 """
 
 import ctypes

@@ -36,9 +36,8 @@ class Setup:
 
     rewards: tuple[tuple[str, Reward], ...]  # with the config key of each
     timeout_s: float
-    first: Sample | None = (
-        None  # a sample whose row must have what the functions name; None: rows are seen when they are scored
-    )
+    first: Sample | None = None
+    """A sample whose row must have what the functions name; None: rows are seen when they are scored."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,14 +113,14 @@ class RecordedRollouts(TrajectorySource):
             )
         elif given != prompt.tokens:
             raise DataError(
-                f"{where}: the prompt has other tokens than {prompt.where} gives now; use the tokenizer, chat template, "
-                "data.system and data.max_prompt_length of the run that saved it"
+                f"{where}: the prompt has other tokens than {prompt.where} gives now; use the tokenizer, chat "
+                "template, data.system and data.max_prompt_length of the run that saved it"
             )
         new = len(record.tokens) - len(given)
         if new > self._config.max_new_tokens:
             raise DataError(
-                f"{where}: has {new} tokens after the prompt, and rollout.max_new_tokens is {self._config.max_new_tokens}; "
-                f"set it to at least {new}"
+                f"{where}: has {new} tokens after the prompt, and rollout.max_new_tokens is "
+                f"{self._config.max_new_tokens}; set it to at least {new}"
             )
         return Trajectory(
             prompt=prompt,

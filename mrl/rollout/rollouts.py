@@ -221,8 +221,8 @@ class Rollouts(TrajectorySource):
         if self._max_prompt_length is not None and len(tokens) > self._max_prompt_length:
             raise self._error(
                 conversation,
-                f"reset gave a prompt of {len(tokens)} tokens, and data.max_prompt_length is {self._max_prompt_length}; "
-                "raise it, or give a shorter one",
+                f"reset gave a prompt of {len(tokens)} tokens, and data.max_prompt_length is "
+                f"{self._max_prompt_length}; raise it, or give a shorter one",
             )
         conversation.prompt = dataclasses.replace(conversation.prompt, content=content, tokens=tokens, truncated=False)
 

@@ -240,7 +240,8 @@ def _sample(line: str) -> SavedSample:
     tokens, mask, log_probs = fields["tokens"], fields["mask"], fields["log_probs"]
     if not len(tokens) == len(mask) == len(log_probs):
         raise ValueError(
-            f"tokens, mask and log_probs have {len(tokens)}, {len(mask)} and {len(log_probs)} entries and not one number"
+            f"tokens, mask and log_probs have {len(tokens)}, {len(mask)} and {len(log_probs)} entries and not one "
+            "number"
         )
     if mask[0] or sum(mask) != fields["response_length"]:
         raise ValueError(

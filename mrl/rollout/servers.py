@@ -110,7 +110,8 @@ def answers_of(server: Server, path: str) -> Iterator[None]:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise server.http.error(
-            f"{path} answered otherwise than expected ({error!r}); see docs/rollout-servers.md for the versions that work"
+            f"{path} answered otherwise than expected ({error!r}); see docs/rollout-servers.md for the versions that "
+            "work"
         ) from error
 
 
@@ -215,8 +216,8 @@ class ServerSampler(Sampler):
         for server, version in zip(self._servers, self._each(lambda s: s.version()), strict=True):
             if version != self._version:
                 raise server.http.error(
-                    f"has the weights {version!r} and not {self._version!r} of this run: it was started again, or another "
-                    "run uses it; run the same command again, with servers of its own"
+                    f"has the weights {version!r} and not {self._version!r} of this run: it was started again, or "
+                    "another run uses it; run the same command again, with servers of its own"
                 )
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
@@ -284,7 +285,8 @@ class ServerSampler(Sampler):
         self._folders.keep_only(self._kept())
         after = f"; {', '.join(stuck)} cannot go back, take(s) no requests, and must be started again" if stuck else ""
         return ServerError(
-            f"{failed}; no server samples from the new weights{after}; rollout.server.weights_dir must be one folder for all"
+            f"{failed}; no server samples from the new weights{after}; rollout.server.weights_dir must be one folder "
+            "for all"
         )
 
     def _kept(self) -> pathlib.Path | None:
@@ -296,8 +298,8 @@ class ServerSampler(Sampler):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
             if not gap <= self._probe.tolerance:
                 raise server.http.error(
-                    f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most {self._probe.tolerance:g} "
-                    "is let pass); does it serve the model of actor.model.path?"
+                    f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most "
+                    f"{self._probe.tolerance:g} is let pass); does it serve the model of actor.model.path?"
                 )
 
     # ------------------------------------------------------------------------------------------------------ lifetime

@@ -99,7 +99,8 @@ class VLLMServer(Server):
             if error.status != 404:
                 raise
             raise self.http.error(
-                "cannot take new weights; start vLLM 0.32.0 or newer with the environment variable VLLM_SERVER_DEV_MODE=1"
+                "cannot take new weights; start vLLM 0.32.0 or newer with the environment variable "
+                "VLLM_SERVER_DEV_MODE=1"
             ) from None
         with answers_of(self, "/server_info"):
             config = info["vllm_config"]["model_config"]

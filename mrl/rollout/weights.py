@@ -66,7 +66,8 @@ class WeightFolders:
         if why is not None:
             shutil.rmtree(folder, ignore_errors=True)
             raise ServerError(
-                f"rollout.server.weights_dir: {self.root} cannot be written ({why}); it needs room for two copies of the weights"
+                f"rollout.server.weights_dir: {self.root} cannot be written ({why}); it needs room for two copies of "
+                "the weights"
             ) from why
         return folder, writer.shapes
 

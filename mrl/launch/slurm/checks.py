@@ -44,9 +44,8 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
 
 
 def check_template(config: Config, options: SlurmConfig, given: Collection[str] = (), *, server: Server | None) -> None:
-    """What the template needs is given, and what is given it uses: by what it reads, so that a changed copy is checked too.
-
-    server: what the run samples from.
+    """Refuses options that the template needs and lacks, or has and does not use: by what it reads, so that a changed
+    copy is checked too. server: what the run samples from.
     """
     reads = reads_of(options)
     in_mounts = ":," if "mounts" in reads.names else ""
@@ -153,8 +152,8 @@ def _check_cores(options: SlurmConfig) -> list[str]:
     if options.launcher == "srun" or options.per_node == 1 or options.cpus_per_task is not None or whole:
         return []
     return [
-        f"slurm.cpus_per_task: is not given, and many sites give a task 1 core: all {options.per_node} processes of a node would "
-        f"share it; give --cpus-per-task, as in {4 * options.per_node}"
+        f"slurm.cpus_per_task: is not given, and many sites give a task 1 core: all {options.per_node} processes of a "
+        f"node would share it; give --cpus-per-task, as in {4 * options.per_node}"
     ]
 
 
@@ -163,8 +162,8 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
     if not options.servers.nodes or options.servers.cpus_per_task is not None:
         return []
     return [
-        "slurm.servers.cpus_per_task: is not given, and many sites give a task 1 core: all processes of a server would share it; "
-        f"give --servers-cpus-per-task, as in {4 * max(options.servers_gpus, 2)}"
+        "slurm.servers.cpus_per_task: is not given, and many sites give a task 1 core: all processes of a server would "
+        f"share it; give --servers-cpus-per-task, as in {4 * max(options.servers_gpus, 2)}"
     ]
 
 
@@ -175,8 +174,8 @@ def _check_time(config: Config, options: SlurmConfig) -> list[str]:
     found = []
     if step_s is not None and step_s > options.signal_s:
         found.append(
-            f"slurm.signal_s: value {options.signal_s} is shorter than a step of this run ({step_s:.0f} s): the signal would come too "
-            f"late to save; give at least {2 * step_s:.0f}"
+            f"slurm.signal_s: value {options.signal_s} is shorter than a step of this run ({step_s:.0f} s): the signal "
+            f"would come too late to save; give at least {2 * step_s:.0f}"
         )
     if every is None:
         found.append(
@@ -184,18 +183,18 @@ def _check_time(config: Config, options: SlurmConfig) -> list[str]:
         )
     elif limit_s is not None and config.train.steps is not None and every >= config.train.steps:
         found.append(
-            f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal saves before "
-            "the end; a node that fails loses all"
+            f"checkpoint.every: value {every} is not below the {config.train.steps} steps of the run: only a signal "
+            "saves before the end; a node that fails loses all"
         )
     elif step_s is None and limit_s is not None and every > (left_s := limit_s - options.signal_s):
         found.append(
-            f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit of "
-            f"{in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
+            f"checkpoint.every: value {every} cannot be judged before the run has timed a step: within the time limit "
+            f"of {in_words(limit_s)} it saves only where a step takes less than {left_s / every:.2g} s"
         )
     elif step_s is not None and limit_s is not None and every * step_s > limit_s - options.signal_s:
         found.append(
-            f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time limit is "
-            f"{in_words(limit_s)}: only the signal before it saves; a node that fails loses all"
+            f"checkpoint.every: value {every} is {in_words(every * step_s)} at {step_s:.2g} s a step, and the time "
+            f"limit is {in_words(limit_s)}: only the signal before it saves; a node that fails loses all"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The first rank of a job to fail, or to stop after a save, leaves its exit code and message in a file for the job's script.
+"""The first rank that fails, or stops after a save, leaves its exit code and message in a file for the job's script.
 
 srun and torchrun say something of their own of a rank that fails, and kill the others: their exit codes tell less.
 """
@@ -15,7 +15,7 @@ MOST = 400
 
 
 def record(environ: Mapping[str, str], code: int, message: str, details: str = "") -> bool:
-    """Writes a line with `code`, one with rank and message, and `details`, whole or not at all; the first to do so stays.
+    """Writes a line with `code`, one with rank and message, and `details`, whole or not at all; the first one stays.
 
     Returns whether a job's script asked for it.
     """

@@ -79,8 +79,8 @@ class Job:
         return next((folder for folder in self._folders if (folder / RECORDS).is_file()), None)
 
     def is_of(self, slurm_dir: pathlib.Path) -> bool:
-        """Whether the job writes to that folder: a copy of the folder has the job's record too, and so has one whose job's id
-        Slurm has given to another since."""
+        """Whether the job writes to that folder: a copy of the folder has the job's record too, and so has one whose
+        job's id Slurm has given to another since."""
         return any(_is_same(folder, slurm_dir) for folder in self._folders)
 
     @property
@@ -140,7 +140,7 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def nodes_of(partitions: str | None) -> int | None:
-    """How many nodes the largest of some partitions has, `a,b`, or the site's default; None where Slurm does not say."""
+    """Returns the nodes of the largest of partitions `a,b`, or of the site's default; None where Slurm is silent."""
     with contextlib.suppress(ConfigError):
         found = [_fields(line) for line in call("scontrol", "show", "partition", "--oneliner").splitlines()]
         asked = partitions.split(",") if partitions is not None else None
@@ -195,7 +195,8 @@ def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
 class Target:
     """What `status`, `logs` and `cancel` are about: a job of the run whose slurm/ folder is `slurm_dir`.
 
-    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it, or has another folder's of that id.
+    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it, or has another folder's of
+    that id.
     """
 
     slurm_dir: pathlib.Path
@@ -208,8 +209,8 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """The newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this folder, or all of
-    mine in the queue.
+    """The newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this folder, or
+    all of mine in the queue.
 
     Raises ConfigError where there is none.
     """

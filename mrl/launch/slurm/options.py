@@ -176,8 +176,8 @@ def check_options(options: SlurmConfig) -> None:
 
 _OURS = {
     **{name: f"--{name}" for name in (
-        "job-name", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account", "qos", "constraint",
-        "exclude", "nodelist", "array", "dependency", "mail-type", "mail-user",
+        "job-name", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account", "qos",
+        "constraint", "exclude", "nodelist", "array", "dependency", "mail-type", "mail-user",
     )},
     "ntasks-per-node": "--processes-per-node",
     "signal": "--signal-s",
@@ -189,7 +189,10 @@ _OURS = {
 }  # fmt: skip
 """What Slurm's option of a line that mrl writes is to be given as."""
 
-_SHORT = dict(zip("JNctpAqCxwadDo", ("job-name", "nodes", "cpus-per-task", "time", "partition", "account", "qos", "constraint", "exclude", "nodelist", "array", "dependency", "chdir", "output"), strict=True))  # fmt: skip
+_SHORT = {
+    "J": "job-name", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "partition", "A": "account", "q": "qos",
+    "C": "constraint", "x": "exclude", "w": "nodelist", "a": "array", "d": "dependency", "D": "chdir", "o": "output",
+}  # fmt: skip
 
 
 def _check_repeated(line: str) -> None:
@@ -212,7 +215,7 @@ def _check_repeated(line: str) -> None:
 
 
 def _check_text(section: Any, path: str) -> None:
-    """Line breaks would end an #SBATCH line, and an empty value means nothing to Slurm; an environment variable may have it."""
+    """Refuses line breaks, which would end an #SBATCH line, and empty values, which mean nothing to Slurm."""
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         several = value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else (value,)
@@ -229,7 +232,7 @@ _TIME = re.compile(
 
 
 def seconds_of(time: str) -> int | None:
-    """Slurm's time limit in seconds; None for no limit, as 0 is. Raises ConfigError where it is none of Slurm's forms."""
+    """Returns Slurm's time limit in seconds; None for no limit, as 0 is. ConfigError: it is none of Slurm's forms."""
     if time.upper() in ("UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(time)

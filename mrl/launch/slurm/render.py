@@ -63,7 +63,7 @@ def template_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """What a template and those that it extends read, but for `base`. needs: what they read and do not ask for in an `if`."""
+    """Names that a template and those that it extends read, but for `base`. needs: those outside any `if`."""
 
     names: frozenset[str]
     needs: frozenset[str]

@@ -25,7 +25,7 @@ AT_AN_END = ("afterany", "afterok", "afternotok", "afterburstbuffer")
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A config that can run in the job it is for. job: refers to the user's own file. warnings: of what may go wrong."""
+    """A config that can run in its job. job: refers to the user's own file. warnings: of what may go wrong."""
 
     config: Config
     job: Job
@@ -144,8 +144,9 @@ def _too_many_nodes(options: SlurmConfig) -> list[str]:
     else:
         asked = [("nodes", options.nodes, options.partition), ("servers.nodes", servers.nodes, servers.partition)]
     return [
-        f"slurm.{key}: value {count} is above the {there} of {f'partition {name}' if name else 'the default partition'}: the job waits "
-        "until it has more; cancel it, and give fewer or another partition"
+        f"slurm.{key}: value {count} is above the {there} of "
+        f"{f'partition {name}' if name else 'the default partition'}: the job waits until it has more; cancel it, and "
+        "give fewer or another partition"
         for key, count, name in asked
         if (there := jobs.nodes_of(name)) is not None and count > there
     ]
