@@ -28,8 +28,9 @@ class Batch:
     tokens: [T] int64. labels: [T] int64, the token after each token. loss_mask: [T] float32, the weight of
     each label in the loss (0 where it does not train). lengths: [S] int64, sums to T, each at least 1.
     token_fields: name -> [T, ...] (advantages, old log-probs, ...). sequence_fields: name -> [S, ...].
-    multi_modal_inputs: of each sequence, name -> tensor [N, ...] of what its images are to the model, N its own for each
-    (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are. They are
+    multi_modal_inputs: of each sequence, name -> tensor [N, ...] of what its images are to the model, N its own for
+    each (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are.
+    They are
     no tokens: whatever slices a sequence leaves them whole.
     denominators: counts over the *whole global mini-batch* that this batch is part of: "tokens" is the sum
     of its loss mask, "sequences" its number of sequences with a non-zero mask. They are set once, when the
@@ -83,7 +84,8 @@ class Batch:
         at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
         at, index = at.to(self.tokens.device), index.to(self.tokens.device)
         return dataclasses.replace(
-            self, tokens=self.tokens[at], labels=self.labels[at], loss_mask=self.loss_mask[at], lengths=self.lengths[index],
+            self, tokens=self.tokens[at], labels=self.labels[at], loss_mask=self.loss_mask[at],
+            lengths=self.lengths[index],
             token_fields={k: v[at] for k, v in self.token_fields.items()},
             sequence_fields={k: v[index] for k, v in self.sequence_fields.items()},
             multi_modal_inputs=tuple(self.multi_modal_inputs[i] for i in indices) if self.multi_modal_inputs else (),

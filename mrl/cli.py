@@ -1,4 +1,4 @@
-"""The `mrl` command: makes click commands of the records in `mrl.commands`. Nothing heavy is imported before a command runs.
+"""The `mrl` command: makes click commands of the records in `mrl.commands`, and imports nothing heavy before one runs.
 
 Exit codes: 0 done; 2 the user's mistake, one line on stderr; 1 a fault of ours, with a traceback; 75 stopped by a
 signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
@@ -31,7 +31,7 @@ from mrl.commands import (
 )
 from mrl.config.command import TrainingCommand, all_training, names, record
 from mrl.config.keys import walk
-from mrl.errors import Stopped, UserError
+from mrl.errors import Shown, Stopped, UserError
 from mrl.launch.slurm import ending
 
 INTERRUPTED = (
@@ -106,7 +106,8 @@ class _Text(click.ParamType):
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{param.opts[0]}: value {value!r} is not UTF-8; give another, or rename it") from None
+            name = param.opts[0] if param is not None else self.name
+            raise UserError(name, Shown(repr(value)), "is not UTF-8", "give another, or rename it") from None
         return value
 
 

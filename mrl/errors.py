@@ -24,9 +24,9 @@ SHOWN = 80
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words (values, then
-    paths) lose their middle, and where that does not suffice, the line does. A path that it begins with counts as 60 at most.
-    """
+    """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words
+    (values, then paths) lose their middle, and where that does not suffice, the line does. A path that it begins with
+    counts as 60 at most."""
     line = " ".join(str(text).split())
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
@@ -107,8 +107,8 @@ class _Absent(enum.Enum):
 class UserError(Exception):
     """Something the user can put right; `str` is one line and says how.
 
-    `UserError(key, value, why, fix)` is the line `key: value VALUE why; fix`, without a value where none is given. A text
-    alone is the line, and its `key` is None.
+    `UserError(key, value, why, fix)` is the line `key: value VALUE why; fix`, without a value where none is given. A
+    text alone is the line, and its `key` is None.
     """
 
     longest: int | None = None
@@ -122,6 +122,12 @@ class UserError(Exception):
         line = f"{key}: {shown}{why}" if why else key
         super().__init__(one_line(f"{line}; {fix}" if fix else line, self.longest))
 
+    def going_on(self, text: str) -> Self:
+        """The same error, whose line goes on with `text` after what would work."""
+        if self.key is None:
+            return type(self)(f"{self}; {text}")
+        return type(self)(self.key, self.value, self.why, f"{self.fix}; {text}" if self.fix else text)
+
     def under(self, section: str) -> Self:
         """The same error of the key where it stands in `section`."""
         assert self.key is not None, f"an error of no key: {self}"
@@ -129,7 +135,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; what would work`."""
+    """A config key is unknown, has a wrong value, or does not fit the others: `dotted.key: value ...; fix`."""
 
     longest = LONGEST
 
@@ -161,8 +167,8 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class TrainingError(UserError):
-    """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters. No fault of a program
-    can be told from a rate that is too high, so it ends as the user's mistakes do."""
+    """Training cannot go on (a guard failed, a loss became NaN): names the step and the parameters. No fault of a
+    program can be told from a rate that is too high, so it ends as the user's mistakes do."""
 
 
 class RewardError(UserError):

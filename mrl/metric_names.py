@@ -6,56 +6,87 @@ import re
 
 SFT_METRICS: dict[str, str] = {
     "step": "optimizer steps made, from 1; 0 is the evaluation of `mrl ppo` before training",
-    "train/loss": "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, `actor/loss`",
+    "train/loss": (
+        "mean negative log-likelihood of the global mini-batch's trained tokens, before the step; of `mrl ppo`, "
+        "`actor/loss`"
+    ),
     "train/grad_norm": "global L2 norm of the gradient before clipping",
     "train/lr": "learning rate that the step was made with",
     "train/tokens": "trained tokens (sum of the loss mask) since the start of the run",
     "perf/step_s": "seconds the step took, without evaluation and saving",
     "perf/tokens_per_s": "tokens in the global mini-batch, trained or not, without padding, per second over all ranks",
     "perf/mfu": "model FLOPs of the step over what the GPUs' dense bf16 peak allows; absent where that is not known",
-    "perf/memory_gb": "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none",
+    "perf/memory_gb": (
+        "peak memory of a rank so far, the largest over ranks: of the GPU, or the process where there is none"
+    ),
     "eval/loss": "mean negative log-likelihood of the evaluation set's trained tokens, after the step",
 }
 """Name -> meaning of what `mrl sft` writes."""
 
 CONVERSATION_METRICS: dict[str, str] = {
-    "rollout/turns": "mean number of turns of the policy in a conversation (written where `rollout.environment` is set, as the next four)",
+    "rollout/turns": (
+        "mean number of turns of the policy in a conversation (written where `rollout.environment` is set, as the "
+        "next four)"
+    ),
     "rollout/tool_calls": "mean number of messages of role tool that the environment answered with in a conversation",
     "rollout/turn_length": "mean number of tokens that the policy sampled in a turn",
     "rollout/turn_length_max": "most tokens of a turn",
-    "rollout/observation_length": "mean number of tokens in a conversation that the environment said, the chat template's around them included",
+    "rollout/observation_length": (
+        "mean number of tokens in a conversation that the environment said, the chat template's around them included"
+    ),
 }
 PPO_METRICS: dict[str, str] = {
     "iteration": "the rollout that the step is trained on, from 1; what follows is of it, where it is not of the step",
-    "reward/mean": "mean over the rollout's sequences of what they are rewarded with: rewards times their weights, without KL and length penalties",
+    "reward/mean": (
+        "mean over the rollout's sequences of what they are rewarded with: rewards times their weights, without "
+        "KL and length penalties"
+    ),
     "reward/std": "standard deviation of the same",
     "reward/min": "the smallest of them",
     "reward/max": "the largest of them",
-    "reward/equal_groups": "fraction of the groups of samples, of all that were sampled, whose rewards are all equal, so that group differences teach nothing; absent where a group is one sample",
+    "reward/equal_groups": (
+        "fraction of the groups of samples, of all that were sampled, whose rewards are all equal, so that group "
+        "differences teach nothing; absent where a group is one sample"
+    ),
     "reward/<label>/mean": "the same of one reward alone, before its weight",
     "reward/<label>/std": "and its standard deviation",
     "reward/faults": "calls of reward functions that failed and counted as 0 (`rewards.on_error: zero`)",
     "rollout/response_length": "mean number of tokens that the policy sampled of a sequence",
     "rollout/response_length_min": "tokens of the shortest of these responses",
     "rollout/response_length_max": "tokens of the longest of them",
-    "rollout/response_length_finished": "mean number of tokens of those that ended by themselves; absent where none did",
+    "rollout/response_length_finished": (
+        "mean number of tokens of those that ended by themselves; absent where none did"
+    ),
     "rollout/prompt_length": "mean number of tokens before the first that the policy sampled",
     "rollout/prompt_length_max": "tokens of the longest such prompt",
     "rollout/finished": "fraction of the sequences that ended by themselves, not at a length or turn limit",
     **CONVERSATION_METRICS,
     "rollout/tokens_per_s": "sampled tokens per second of sampling, over all ranks",
-    "rollout/logprob_gap": "mean over sampled tokens of the absolute difference of their log-probs, of sampler and trainer",
+    "rollout/logprob_gap": (
+        "mean over sampled tokens of the absolute difference of their log-probs, of sampler and trainer"
+    ),
     "rollout/logprob_gap_max": "the largest of these differences",
     "rollout/prompts_rejected": "prompts whose group of samples was thrown away and another sampled (dynamic sampling)",
     "advantage/mean": "mean of the advantages over the rollout's trained tokens, as they enter the loss",
     "advantage/std": "standard deviation of the same",
-    "actor/loss": "the actor's whole loss on the mini-batch, aggregated as `algorithm.aggregation` says, before the step",
+    "actor/loss": (
+        "the actor's whole loss on the mini-batch, aggregated as `algorithm.aggregation` says, before the step"
+    ),
     "actor/kl": "mean over trained tokens of the KL from the reference to the policy (k3), in nats, before the step",
-    "actor/sequence_kl": "mean over the rollout's sequences of the sum of the KL from the reference to the policy (k1, of either sign) over their trained tokens; what kl_target is compared with",
+    "actor/sequence_kl": (
+        "mean over the rollout's sequences of the sum of the KL from the reference to the policy (k1, of either "
+        "sign) over their trained tokens; what kl_target is compared with"
+    ),
     "actor/kl_coef": "coefficient that the KL was taken with",
-    "actor/approx_kl": "mean over trained tokens of the KL from the policy to the one that sampled (k3), before the step",
-    "actor/entropy": "mean over trained tokens of the entropy of the policy's next-token distribution, in nats, before the step",
-    "actor/ratio": "mean over trained tokens of how much likelier the policy makes them than the one that sampled, before the step",
+    "actor/approx_kl": (
+        "mean over trained tokens of the KL from the policy to the one that sampled (k3), before the step"
+    ),
+    "actor/entropy": (
+        "mean over trained tokens of the entropy of the policy's next-token distribution, in nats, before the step"
+    ),
+    "actor/ratio": (
+        "mean over trained tokens of how much likelier the policy makes them than the one that sampled, before the step"
+    ),
     "actor/ratio_max": "largest such ratio of a trained token, or its inverse where that is larger",
     "actor/clip_fraction": "fraction of the trained tokens where clipping changed the loss or its gradient",
     "actor/clip_fraction_low": "the part of that fraction whose ratio is below 1",
@@ -65,21 +96,28 @@ PPO_METRICS: dict[str, str] = {
     "critic/loss": "the critic's loss on the mini-batch, aggregated as the actor's, before the step",
     "critic/value": "mean over trained tokens of the critic's value, before the step",
     "critic/clip_fraction": "fraction of the trained tokens where `algorithm.value_clip` took the gradient away",
-    "critic/explained_variance": "1 - Var(return - value) / Var(return) over the mini-batch's trained tokens, before the step",
+    "critic/explained_variance": (
+        "1 - Var(return - value) / Var(return) over the mini-batch's trained tokens, before the step"
+    ),
     "critic/grad_norm": "global L2 norm of the critic's gradient before clipping",
     "critic/lr": "learning rate that the critic's step was made with",
-    "eval/accuracy": "mean over held-out prompts of the first reward function's value (without functions, of the reward): of the greedy answer, or the best of `train.eval_samples`",
+    "eval/accuracy": (
+        "mean over held-out prompts of the first reward function's value (without functions, of the reward): of "
+        "the greedy answer, or the best of `train.eval_samples`"
+    ),
     "eval/reward": "mean reward over all answers to held-out prompts",
     "eval/faults": "calls of reward functions that failed on them and counted as 0",
     "eval/response_length": "mean number of tokens of these answers",
     "perf/rollout_s": "seconds of sampling",
     "perf/reward_s": "seconds of scoring",
-    "perf/log_probs_s": "seconds of the forward passes before training: log-probs of actor and reference, values of the critic",
+    "perf/log_probs_s": (
+        "seconds of the forward passes before training: log-probs of actor and reference, values of the critic"
+    ),
     "perf/update_s": "seconds of the step's forward and backward passes and updates, of all roles",
     "perf/eval_s": "seconds of evaluation",
 }
-"""Name -> meaning of what `mrl ppo` writes beside `SFT_METRICS`, of which it leaves out eval/loss. <label>: of a reward, as
-`mrl.config.rewards.label_of` says."""
+"""Name -> meaning of what `mrl ppo` writes beside `SFT_METRICS`, of which it leaves out eval/loss. <label>: of a
+reward, as `mrl.config.rewards.label_of` says."""
 
 METRICS: dict[str, str] = SFT_METRICS | PPO_METRICS
 """Name -> meaning, the same on every backend and layout."""

@@ -139,7 +139,7 @@ def check_packages(log: LogConfig) -> None:
 
 
 def check_login(log: LogConfig) -> None:
-    """Raises ConfigError where `log.wandb.mode: online` has nobody logged in. For the process that writes the metrics."""
+    """Raises ConfigError where `log.wandb.mode: online` has nobody logged in. For the process that writes."""
     if log.wandb.project is None or log.wandb.mode != "online":
         return
     import wandb as client
@@ -188,7 +188,7 @@ def open_metrics(
 
 
 class WandbSink:
-    """A Weights & Biases run under output_dir/wandb; a resumed run goes on with the same id. note: where it is, in words."""
+    """A Weights & Biases run under output_dir/wandb; a resumed run goes on with the same id. note: says where."""
 
     def __init__(self, output_dir: pathlib.Path, wandb: WandbConfig, *, config: Mapping[str, Any], run_id: str) -> None:
         import wandb as client
@@ -269,8 +269,8 @@ def _cell(value: Cell) -> str:
 
 
 def _why_offline(client: Any) -> str | None:
-    """What keeps wandb from its server, in words; None where somebody is logged in and the server answers. Decided in seconds,
-    never with a prompt."""
+    """What keeps wandb from its server, in words; None where somebody is logged in and the server answers. Decided in
+    seconds, never with a prompt."""
     settings = client.setup().settings
     url = urllib.parse.urlsplit(settings.base_url)
     if (mode := os.environ.get("WANDB_MODE", "online")) != "online":

@@ -77,7 +77,7 @@ class ParallelDims:
 
     @property
     def experts_span_replicas(self) -> bool:
-        """Whether an MoE layer needs ranks of several dense replicas (dp or cp) at once: ep*etp ranks in a row hold its experts."""
+        """Whether an MoE layer needs ranks of several dense replicas (dp or cp): ep*etp ranks hold its experts."""
         return self.tp % (self.ep * self.etp) != 0
 
     def coordinates(self, rank: int) -> "Coordinates":

@@ -1,6 +1,7 @@
-"""The commands of the command line, a module each, whose `COMMAND` is its record. `mrl.cli` makes click commands of them.
+"""The commands of the command line, a module each, whose `COMMAND` is its record; `mrl.cli` makes them click commands.
 
-A command that trains is a `mrl.config.command.TrainingCommand`; any other is a `Command` or a `Group` of them. A module here
+A command that trains is a `mrl.config.command.TrainingCommand`; any other is a `Command` or a `Group` of them. A module
+here
 is imported whenever commands are listed: what a command works with, its functions import.
 """
 
@@ -16,13 +17,13 @@ from typing import Any, Literal
 EXIT_USER_ERROR, EXIT_FAULT, EXIT_STOPPED, EXIT_INTERRUPTED = 2, 1, 75, 130
 
 Kind = Literal["text", "path", "overrides", "number"]
-"""What a word of the command line is. overrides: KEY=VALUE, whose keys a shell completes. text: what can be printed and given
-to a tokenizer, so UTF-8. path: any bytes that a file system may have."""
+"""What a word of the command line is. overrides: KEY=VALUE, whose keys a shell completes. text: what can be printed and
+given to a tokenizer, so UTF-8. path: any bytes that a file system may have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Argument:
-    """Words of the command line by their place. They reach the command's `run` as the keyword `name`, several as a tuple."""
+    """Words of the command line by their place. They reach the command's `run` as the keyword `name`."""
 
     name: str
     kind: Kind = "text"
@@ -70,8 +71,7 @@ class Group:
 def say(message: str) -> None:
     """One line on stderr. Ranks that torchrun or srun started each say theirs, those above 0 with their number.
 
-    What one finds before they have met, the others may not: a file that is missing on one node is on that node's line alone.
-    """
+    What one finds before they have met, the others may not: what is missing on one node is on that node's line."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     prefix = "mrl: " if rank == "0" else f"mrl: rank {rank}: "
     print(prefix + " ".join(message.split()), file=sys.stderr, flush=True)

@@ -15,7 +15,8 @@ def show(names: tuple[str, ...], wanted: str | None) -> None:
 COMMAND = Command(
     help="""Print config keys: type, default, meaning. Without arguments every one of `mrl sft`.
 
-    SECTION is a dotted name, as in rollout or engine.parallel, or that of a key; it is looked for in the commands that have it.
+    SECTION is a dotted name, as in rollout or engine.parallel, or that of a key; it is looked for in the commands that
+    have it.
     """,
     examples="""
         mrl config                           every key of mrl sft

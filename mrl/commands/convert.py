@@ -37,16 +37,14 @@ _ROLE = Option(names="--role", metavar="ROLE", help="Whose weights, of a checkpo
 @contextlib.contextmanager
 def _on_files() -> Iterator[None]:
     """What the file system refuses is a message, too."""
-    gc.set_threshold(
-        100_000
-    )  # importing torch and transformers leaves no garbage, and a fifth of it is looking for some
+    gc.set_threshold(100_000)  # importing torch and transformers leaves no garbage: a fifth of it is looking for some
     try:
         yield
     except OSError as error:
         if error.errno == errno.EPIPE or error.filename is None:
             raise
         name = str(error.filename)[:200]
-        raise UserError(f"{name}: {error.strerror}; give another path, or put it right") from error
+        raise UserError(name, why=str(error.strerror), fix="give another path, or put it right") from error
 
 
 def import_(
@@ -72,7 +70,8 @@ def export(
 ) -> None:  # fmt: skip
     _check_flags(check, no_logits)
     if adapter and max_shard_size is not None:
-        raise UserError("--max-shard-size: has no effect with --adapter, which writes one file; leave it out")
+        why = "has no effect with --adapter, which writes one file"
+        raise UserError("--max-shard-size", why=why, fix="leave it out")
     with _conversion(out):
         from mrl.convert.exporting import export_adapter, export_hf
         from mrl.convert.progress import ProgressBar
@@ -114,9 +113,12 @@ def _compare(
         from mrl.convert.progress import ProgressBar
         from mrl.convert.verifying import compare
 
-        given = {"model": model, "role": role, "allow_pickle": allow_pickle}
-        given_b = given | ({"model": None} if own_base else {})
-        with open_any(a, **given) as of_a, open_any(b, **given_b) as of_b, ProgressBar("compared") as bar:
+        model_b = None if own_base else model
+        with (
+            open_any(a, model=model, role=role, allow_pickle=allow_pickle) as of_a,
+            open_any(b, model=model_b, role=role, allow_pickle=allow_pickle) as of_b,
+            ProgressBar("compared") as bar,
+        ):
             return compare(of_a, of_b, prompts=prompts, logits=logits, progress=bar)
 
 
@@ -130,7 +132,7 @@ def _show(found: Comparison, *, as_json: bool = False) -> None:
 
 def _check_flags(check: bool, no_logits: bool) -> None:
     if no_logits and not check:
-        raise UserError("--no-logits: has no effect without --verify; give both, or leave it out")
+        raise UserError("--no-logits", why="has no effect without --verify", fix="give both, or leave it out")
 
 
 def _verify_result(source: str, out: str, **given: Any) -> None:
@@ -138,13 +140,14 @@ def _verify_result(source: str, out: str, **given: Any) -> None:
     try:
         found = _compare(source, out, **given)
     except UserError as error:
-        raise UserError(f"{error}; nothing was compared, and {out} is now {_renamed(out, 'unverified')}") from None
+        raise error.going_on(f"nothing was compared, and {out} is now {_renamed(out, 'unverified')}") from None
     except Exception:
         say(f"{out}: could not be compared with {source}; it is now {_renamed(out, 'unverified')}")
         raise
     _show(found)
     if not found.same:
-        raise UserError(f"{out}: differs from {source}; it is now {_renamed(out, 'different')}, and not to be used")
+        fix = f"it is now {_renamed(out, 'different')}, and not to be used"
+        raise UserError(out, why=f"differs from {source}", fix=fix)
 
 
 def _renamed(out: str, why: str) -> str:
@@ -169,8 +172,8 @@ def _conversion(out: str) -> Iterator[None]:
 
 
 IMPORT = Command(
-    help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF file
-    (pip install 'mrl[gguf]').
+    help="""Make an mcore distributed checkpoint OUT of a Hugging Face folder, a hub id as in Qwen/Qwen3-0.6B, or a GGUF
+    file (pip install 'mrl[gguf]').
 
     Any layout loads it: name it in model.path to train from it. One that was interrupted goes on where it was.
     """,
@@ -193,7 +196,8 @@ IMPORT = Command(
 )  # fmt: skip
 
 EXPORT = Command(
-    help="Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's output_dir.",
+    help="Make a Hugging Face folder OUT of CKPT: a checkpoint (Megatron or FSDP), an imported one, or a run's "
+    "output_dir.",
     examples="""
         mrl convert export runs/demo exported --verify
         mrl convert export runs/demo/checkpoints/step_00000100 exported --max-shard-size 5GB
@@ -206,8 +210,8 @@ EXPORT = Command(
         _ROLE,
         Option(
             names="--max-shard-size", metavar="SIZE",
-            help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the Hugging Face "
-            "folder that the model comes from.",
+            help="Cut files at this size, as in 5GB, 500MB, 1GiB or a number of bytes; default: files as in the "
+            "Hugging Face folder that the model comes from.",
         ),
         Option(
             names="--adapter", kind="flag",

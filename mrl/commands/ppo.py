@@ -20,7 +20,8 @@ NULL_IS_ACTORS = (
 
 class PPO(TrainingCommand[PPOConfig]):
     name = "ppo"
-    help = """Train a model by reinforcement learning: ppo, grpo and others, as algorithm.name in the YAML file CONFIG says.
+    help = """Train a model by reinforcement learning: ppo, grpo and others, as algorithm.name in the YAML file CONFIG
+    says.
 
     KEY=VALUE sets any config key, as in algorithm.name=grpo; `mrl config ppo` lists them.
     """
@@ -100,13 +101,12 @@ class PPO(TrainingCommand[PPOConfig]):
             path = spec.rpartition(":")[0]
             if not os.path.isfile(path):
                 raise ConfigError(
-                    f"{key}: value {quoted(spec)} names the file {path}, which does not exist; give path.py:name"
+                    key, quoted(spec), f"names the file {path}, which does not exist", "give path.py:name"
                 )
         replayed = config.rollout.path
         if replayed is not None and not os.path.isdir(os.path.expanduser(replayed)):
-            raise ConfigError(
-                f"rollout.path: value {quoted(replayed)} is no folder; give the samples folder of a run, as runs/demo/samples"
-            )
+            fix = "give the samples folder of a run, as runs/demo/samples"
+            raise ConfigError("rollout.path", quoted(replayed), "is no folder", fix)
 
     def check_code(self, config: PPOConfig) -> None:
         """The reward functions, and the environment."""
@@ -131,8 +131,8 @@ class PPO(TrainingCommand[PPOConfig]):
         ]
         lines.append(f"algorithm: {in_words(configured_recipe(config.algorithm))}")
         lines.append(
-            f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained on in "
-            f"{per_iteration} steps of {config.mini_batch_size} sequences"
+            f"iteration: {config.prompts_per_iteration} prompts x {config.rollout.samples_per_prompt} samples, trained "
+            f"on in {per_iteration} steps of {config.mini_batch_size} sequences"
         )
         if train.steps is not None:
             length = f"{train.steps} steps, {train.steps // per_iteration} iterations"

@@ -10,7 +10,7 @@ from typing import Any
 from mrl.commands import Argument, Command, Group, Option, echo, say
 from mrl.config.command import roots
 from mrl.config.keys import Key, section_keys
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, quoted
 from mrl.launch.slurm.options import DEFAULT_PROFILE, SlurmConfig
 
 
@@ -77,7 +77,7 @@ def _checked(
 def _mapping(name: str, pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise ConfigError(f"--{name}: value {pair!r} is no KEY=VALUE; write it as in --{name} NAME=VALUE")
+            raise ConfigError(f"--{name}", quoted(pair), "is no KEY=VALUE", f"write it as in --{name} NAME=VALUE")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -146,7 +146,9 @@ def _one(what: str | None) -> Any:
     if len(found) != 1:
         ids = ", ".join(target.job_id for target in found)
         there = f"there are several ({ids})" if found else "you have none in the queue"
-        raise ConfigError(f"JOBID: is missing, and {there}; give the id of a job, or the output_dir of its run")
+        raise ConfigError(
+            "JOBID", why=f"is missing, and {there}", fix="give the id of a job, or the output_dir of its run"
+        )
     return found[0]
 
 

@@ -37,7 +37,7 @@ def package_of(entry: metadata.EntryPoint) -> str:
 
 
 def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
-    """The one engine of an installed package with this name. Raises ConfigError where there is none, or more than one."""
+    """The one engine of an installed package with this name. Raises ConfigError where there are none or several."""
     found = registered()
     entries = found.get(name, [])
     if len(entries) == 1:

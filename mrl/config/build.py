@@ -1,7 +1,7 @@
 """Plain data, as YAML gives it, to the dataclasses of the schema: types, bounds and names of keys, one key at a time.
 
-Every mistake is a `ConfigError` of one line: `dotted.key: value VALUE is ...; what would work`. Keys are checked against
-each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
+Every mistake is a `ConfigError` of one line: `dotted.key: value VALUE is ...; what would work`. Keys are checked
+against each other elsewhere (`mrl.config.load.from_dict`). Nothing here knows any particular key.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.config.aliases import ALIASES
-from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, show, walk
-from mrl.errors import ConfigError, shortened
+from mrl.config.keys import Key, expected, kind, listed, nearest, section_keys, walk
+from mrl.errors import ConfigError, shortened, show
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:
@@ -37,7 +37,7 @@ def build_section(section: type, raw: Any, path: str, root: type) -> Any:
     for name in raw:
         if name not in keys:
             raise _unknown(name, raw[name], section, path, root)
-    values = {}
+    values: dict[str, Any] = {}
     for name, key in keys.items():
         if key.section is not None and key.nullable and raw.get(name) is None:
             values[name] = None

@@ -204,10 +204,9 @@ def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
     """A key that says more of another one's choice."""
     path = f"{role}.engine" if role else "engine"
     if engine.recompute_every > 1 and engine.recompute != "full":
-        raise ConfigError(
-            f'{path}.recompute_every: value {engine.recompute_every} is not used by {path}.recompute "{engine.recompute}"; set '
-            f"{path}.recompute to full, or leave it out"
-        )
+        why = f'is not used by {path}.recompute "{engine.recompute}"'
+        fix = f"set {path}.recompute to full, or leave it out"
+        raise ConfigError(f"{path}.recompute_every", engine.recompute_every, why, fix)
 
 
 def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:

@@ -1,8 +1,8 @@
-"""The record of a command that trains: what everything that reads or starts a run asks about it; and how a record is found.
+"""The record of a command that trains, which all that reads or starts a run asks about it; and how one is found.
 
-A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or what an installed package registers as NAME under the entry
-points `mrl.commands` (docs/commands.md). Records are found by these names alone, so that what is below them imports none.
-"""
+A record is the `COMMAND` of a module `mrl/commands/NAME.py`, or what an installed package registers as NAME under the
+entry points `mrl.commands` (docs/commands.md). Records are found by these names alone, so that what is below them
+imports none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
-from mrl.config.keys import annotations, walk
+from mrl.config.keys import types_of, walk
 from mrl.config.schema import CheckpointConfig, EngineConfig, LogConfig, ModelConfig, RowsConfig
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
@@ -90,7 +90,8 @@ class Server:
 class TrainingCommand(abc.ABC, Generic[C]):
     """A command `mrl NAME CONFIG [KEY=VALUE]...` that trains.
 
-    Which keys a resumed run may change is said at the keys themselves (`may_change` of `mrl.config.schema.key`). The command
+    Which keys a resumed run may change is said at the keys themselves (`may_change` of `mrl.config.schema.key`). The
+    command
     line imports every record to list it: what a method needs beside the keys, it imports itself.
     """
 
@@ -104,10 +105,10 @@ class TrainingCommand(abc.ABC, Generic[C]):
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
 
     def check(self, config: C) -> None:
-        """Raises ConfigError where keys contradict each other or one would be left unread. Arithmetic alone: no file is read."""
+        """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
-        """Where a user's YAML can only be of this command: what it is, in words that say why. Another command refuses it then."""
+        """Where a user's YAML can only be of this command: what it is, and why. Other commands refuse it then."""
         return None
 
     def meant_by(self, name: str) -> str | None:
@@ -119,7 +120,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         """The models that the config has a section for, whether or not the run needs them, each on its engine."""
 
     def needed(self, config: C) -> Collection[str]:
-        """The roles of the parts that the run builds. Raises ConfigError where keys do not go with what decides that."""
+        """The roles of the parts that the run builds. Raises ConfigError where keys do not go with them."""
         return [part.role for part in self.parts(config)]
 
     def keys_of(self, config: C, role: str) -> contextlib.AbstractContextManager[None]:
@@ -135,7 +136,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return config.train.global_batch_size
 
     def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
-        """The sequences of which every data-parallel replica of a part gets one or more: their key, and how many they are."""
+        """The sequences of which every data-parallel replica of a part gets at least one: their key and number."""
         return "train.global_batch_size", config.train.global_batch_size
 
     def check_files(self, config: C) -> None:
@@ -146,7 +147,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def describe(self, config: C, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Sequence[str]:
-        """What a dry run says beside the resolved config, line by line. layouts: of each of the parts that are built."""
+        """What a dry run says beside the resolved config, line by line. layouts: of each part."""
 
     def server(self, config: C) -> Server | None:
         """The inference server that a run samples from, as many as there are; None where it needs none."""
@@ -181,13 +182,14 @@ def record(name: str) -> Any:
         return importlib.import_module(f"mrl.commands.{name}").COMMAND
     first, *others = registered()[name]
     if others:
-        raise ConfigError(f"mrl {name}: is registered by {1 + len(others)} packages; uninstall all but one")
+        raise ConfigError(
+            f"mrl {name}", why=f"is registered by {1 + len(others)} packages", fix="uninstall all but one"
+        )
     try:
         return first.load()
     except Exception as error:  # the package's own code runs, and may raise anything
-        raise ConfigError(
-            f"mrl {name}: cannot be imported from {first.value} ({type(error).__name__}: {error}); mend or uninstall that package"
-        ) from error
+        why = f"cannot be imported from {first.value} ({type(error).__name__}: {error})"
+        raise ConfigError(f"mrl {name}", why=why, fix="mend or uninstall that package") from error
 
 
 def training(command_names: Collection[str]) -> list[TrainingCommand]:
@@ -215,7 +217,7 @@ def command_of(root: type) -> TrainingCommand:
 
 
 def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
-    """The command whose resolved config `data` is, as plain data of this or an older version: the one whose keys are nearest."""
+    """The command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
 
     def distance(command: TrainingCommand) -> tuple[int, int]:
         known = {key.path for key in walk(command.root, sections=True) if key.path.count(".") < 2}
@@ -229,11 +231,11 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
 
 
 def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
-    """Raises ConfigError where the user's YAML has a section that is not of `root`, and is plainly another command's config."""
-    unknown = raw.keys() - annotations(root).keys()
+    """Raises ConfigError where the user's YAML has a section that is not of `root`, plainly of another command."""
+    unknown = raw.keys() - types_of(root).keys()
     if not unknown:
         return
     for command in all_training():
         what = command.recognise(raw)
-        if what is not None and unknown & annotations(command.root).keys():
-            raise ConfigError(f"{path}: is a config of {what}; run mrl {command.name} {path}")
+        if what is not None and unknown & types_of(command.root).keys():
+            raise ConfigError(path, why=f"is a config of {what}", fix=f"run mrl {command.name} {path}")

@@ -17,17 +17,17 @@ from mrl.errors import ConfigError
 _HEADER = """\
 # Config keys
 
-    mrl sft config.yaml train.steps=10 data.columns='{{question: prompt}}'   # a file, and any key over it; values are YAML
+    mrl sft config.yaml train.steps=10 data.columns='{{question: prompt}}'   # any key over the file's, in YAML
     mrl config ppo rollout                # the keys of a command, or of a section, on the terminal
     mrl config --grep clip                # those whose name or meaning has a text
     mrl sft config.yaml --dry-run         # check them all, start nothing
 
 Keys of {commands}, made from {files} by `make docs`.
 Where no bound is given, a whole number may be up to 2147483647 and a number up to 1e9, and as far below
-zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing files, a
-layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the engine does not
-know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked at by the run, before its
-first step.
+zero. An unknown key, a wrong type or keys that contradict each other stop the run before it starts, and so do missing
+files, a layout that does not fit, an output_dir that is a model's folder, and an architecture in config.json that the
+engine does not know: `--dry-run` checks these and starts nothing. Weights, tokenizer, rows and checkpoints are looked
+at by the run, before its first step.
 """
 
 
@@ -49,7 +49,7 @@ def _yaml(value: Any) -> str:
 
 
 def sections(section: type, path: str = "", help: str = "") -> Iterator[tuple[str, str, list[Key]]]:
-    """(dotted path, meaning, keys that hold a value) of `section` and each section below it, those that may be null too."""
+    """(dotted path, meaning, keys that hold a value) of `section` and each section below it, also where it is null."""
     keys = list(section_keys(section, path))
     yield path, help, [key for key in keys if key.section is None]
     for key in keys:
@@ -124,8 +124,7 @@ def asked(names: Sequence[str], wanted: str | None) -> str:
 def text(root: type, part: str = "", wanted: str | None = None) -> str:
     """Keys for a terminal: default and type on one line, the meaning below.
 
-    part: only the section or key of that dotted name. wanted: only keys whose name or meaning has that text, in any case.
-    """
+    part: only the section or key of that dotted name. wanted: only keys with that text in name or meaning."""
     lines: list[str] = []
     for path, help, keys in sections(root):
         if part:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from mrl.errors import shortened
-from mrl.errors import show as show  # for those who name it here
 
 NUMBERS = (int, float)
 MOST = {int: 2**31 - 1, float: 1e9}
-"""The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is larger
-does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32 arithmetic."""
+"""The largest value of a numeric key that states none, by its type; the smallest is the negative of it. A count that is
+larger does not fit the 32-bit integers that kernels and files hold it in, and a number does not survive float32
+arithmetic."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,10 @@ class Key:
 
     @property
     def section(self) -> type | None:
-        """The dataclass of a key that holds other keys, also where it may be null; None for a key that holds a value."""
-        return next((arm for arm in _arms(self.annotation) if dataclasses.is_dataclass(arm)), None)
+        """The dataclass of a key that holds other keys, also where it may be null; None for other keys."""
+        return next(
+            (arm for arm in _arms(self.annotation) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None
+        )
 
     @property
     def nullable(self) -> bool:
@@ -82,15 +84,16 @@ def numbers_in(annotation: Any) -> set[type]:
 
 
 @functools.cache
-def annotations(section: type) -> dict[str, Any]:
+def types_of(section: type) -> dict[str, Any]:
     """Name -> type of the keys of one section, with string annotations resolved."""
     return typing.get_type_hints(section)
 
 
 @functools.cache
-def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
+def section_keys(section: type[Any], path: str = "") -> tuple[Key, ...]:
     """The keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
-    hints, found = annotations(section), []
+    hints = types_of(section)
+    found: list[Key] = []
     for field in dataclasses.fields(section):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -103,7 +106,7 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
 
 
 def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
-    """Every key below `section` that holds a value, depth first in the schema's order, also in sections that may be null.
+    """Every key below `section` that holds a value, in the schema's order, also in sections that may be null.
 
     sections: the keys of sections too, each before what it holds.
     """
@@ -136,7 +139,8 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
     everywhere = [key.path for key in walk(root, sections=True)]
     same_name = [p for p in everywhere if p.rsplit(".", 1)[-1] == unknown]
     names = {p.rsplit(".", 1)[-1]: p for p in reversed(everywhere)}
-    return (same_name or [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)] or [None])[0]
+    similar = [names[n] for n in difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)]
+    return next(iter([*same_name, *similar]), None)
 
 
 def listed(names: Iterable[str], room: int = 200) -> str:
@@ -160,9 +164,9 @@ def kind(value: Any) -> str:
 
 def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
     words = [
-        f"{prefix} {_number(bounds[name])}"
+        f"{prefix} {_number(bound)}"
         for name, prefix in (("minimum", "at least"), ("above", "above"), ("maximum", "at most"))
-        if bounds.get(name) is not None
+        if (bound := bounds.get(name)) is not None
     ]
     return (" of " if words and not words[0].startswith("above") else " ") + " and ".join(words) if words else ""
 

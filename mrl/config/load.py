@@ -1,6 +1,7 @@
 """YAML and dotted overrides to a frozen, checked config, and back.
 
-What a config is made of, its `root`, is that of the command, whose record checks it, too. Every mistake is a `ConfigError` of
+What a config is made of, its `root`, is that of the command, whose record checks it, too. Every mistake is a
+`ConfigError` of
 one line: `dotted.key: value VALUE is ...; what would work`.
 """
 
@@ -15,14 +16,15 @@ from typing import Any, TypeVar
 from mrl.config import yaml_text
 from mrl.config.build import build_section
 from mrl.config.command import check_recognised, command_of
-from mrl.config.keys import kind, show
+from mrl.config.keys import kind
 from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 
 Root = TypeVar("Root")
+_SFT: Any = SFTConfig  # a default that a type variable cannot have
 
 
-def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: type[Root] = SFTConfig) -> Root:
+def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: type[Root] = _SFT) -> Root:
     """The config in the YAML file `path` with `overrides` (`dotted.key=VALUE`, VALUE in YAML) over it, checked."""
     raw = read_yaml(path)
     for override in overrides:
@@ -34,18 +36,19 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     """The mapping in a YAML file, not checked against the schema."""
     if not os.path.exists(path):
-        raise ConfigError(f"{path}: the config file does not exist; give the path of a YAML file")
+        raise ConfigError(path, why="the config file does not exist", fix="give the path of a YAML file")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(yaml_text.LONGEST + 1)  # it may be a file of rows by mistake
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"{path}: the config file cannot be read: {reason}; give a YAML file") from None
+        raise ConfigError(path, why=f"the config file cannot be read: {reason}", fix="give a YAML file") from None
     raw = yaml_text.parse(text, str(path))
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the config file holds {kind(raw)}; give a mapping such as `output_dir: runs/demo`")
+        why = f"the config file holds {kind(raw)}"
+        raise ConfigError(path, why=why, fix="give a mapping such as `output_dir: runs/demo`")
     return raw
 
 
@@ -54,9 +57,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     names = dotted.split(".")
     if not equals or not all(names):
-        raise ConfigError(f"{override}: is not an override; write KEY=VALUE, as in train.steps=10")
+        raise ConfigError(override, why="is not an override", fix="write KEY=VALUE, as in train.steps=10")
     if not text.strip():
-        raise ConfigError(f"{dotted}: the override has no value; write {dotted}=null for none")
+        raise ConfigError(dotted, why="the override has no value", fix=f"write {dotted}=null for none")
     value = yaml_text.parse(text, dotted, dotted)
     node = raw
     for depth, name in enumerate(names[:-1], start=1):
@@ -64,14 +67,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             node[name] = {}
         if not isinstance(node[name], dict):
             section = ".".join(names[:depth])
-            raise ConfigError(
-                f"{section}: value {show(node[name])} is {kind(node[name])}; {dotted} needs a mapping here"
-            )
+            raise ConfigError(section, node[name], f"is {kind(node[name])}", f"{dotted} needs a mapping here")
         node = node[name]
     node[names[-1]] = value
 
 
-def from_dict(raw: Mapping[str, Any], root: type[Root] = SFTConfig) -> Root:
+def from_dict(raw: Mapping[str, Any], root: type[Root] = _SFT) -> Root:
     """A checked config from plain data, as YAML gives it."""
     config = build_section(root, raw, "", root)
     command_of(root).check(config)

@@ -1,8 +1,8 @@
 """The keys of `mrl ppo`: roles, rollout, algorithm, and what they share with `mrl sft`.
 
-Everything that counts counts in optimizer steps and in sequences: a rollout of `train.global_batch_size` sequences (prompts
-times `rollout.samples_per_prompt`) is trained on in `algorithm.epochs * global_batch_size / mini_batch_size` steps, which
-make one iteration.
+Everything that counts counts in optimizer steps and in sequences: a rollout of `train.global_batch_size` sequences
+(prompts times `rollout.samples_per_prompt`) is trained on in `algorithm.epochs * global_batch_size / mini_batch_size`
+steps, which make one iteration.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ class ReferenceConfig:
     model: RoleModelConfig = key(RoleModelConfig, "the policy that the KL is measured against")
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     update_every: int | None = key(
-        None, "take the actor's weights at the end of an iteration in which N more steps were made; null for never", minimum=1
-    )  # fmt: skip
+        None,
+        "take the actor's weights at the end of an iteration in which N more steps were made; null for never",
+        minimum=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
     model: RoleModelConfig = key(
         RoleModelConfig,
-        "a sequence classifier with one label, or a critic that mrl exported, with its own tokenizer and chat template (docs/rl.md); "
-        "a null path means no reward model",
+        "a sequence classifier with one label, or a critic that mrl exported, with its own tokenizer and chat "
+        "template (docs/rl.md); a null path means no reward model",
     )
     engine: EngineConfig | None = key(None, "its engine and layout; null is the actor's")
     weight: float = key(1.0, "factor of its score in the total")
@@ -95,16 +97,21 @@ class RolloutConfig:
         "native", "what samples: the actor's own engine, a server or engine of that name, or rollouts that were saved"
     )
     samples_per_prompt: int = key(8, "completions of each prompt: a group", minimum=1)
-    max_new_tokens: int = key(512, "tokens after the prompt; in conversations with an environment all turns together", minimum=1)  # fmt: skip
+    max_new_tokens: int = key(
+        512, "tokens after the prompt; in conversations with an environment all turns together", minimum=1
+    )
     temperature: float = key(1.0, "divides the logits, of the sampler and of the trainer", minimum=0.01, maximum=100)
     top_k: int = key(0, "sample from the k most probable tokens; 0 for all", minimum=0)
     top_p: float = key(1.0, "sample from the fewest tokens whose probabilities reach p; 1 for all", above=0, maximum=1)
-    min_p: float = key(0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1)  # fmt: skip
+    min_p: float = key(
+        0.0, "sample from tokens of at least this fraction of the largest probability", minimum=0, maximum=1
+    )
     stop: tuple[str, ...] = key((), "texts that end a completion, beside the model's own end tokens")
     stop_tokens: tuple[int, ...] = key((), "token ids that end a completion, beside the model's own", minimum=0)
     cache_tokens: int = key(
         65536,
-        "tokens whose keys and values a replica of the model keeps at once; up to half of conversations between their turns",
+        "tokens whose keys and values a replica of the model keeps at once; up to half of conversations between "
+        "their turns",
         minimum=1,
         may_change=True,
     )
@@ -130,7 +137,7 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """`name` chooses a recipe; null in a part means "as the recipe says". mrl.algorithms.recipes knows what each may be."""
+    """`name` chooses a recipe; null in a part means "as the recipe says" (mrl.algorithms.recipes)."""
 
     name: str = key(REQUIRED, f"{', '.join(ALGORITHMS[:-1])} or {ALGORITHMS[-1]}")
     epochs: int = key(1, "passes over the sequences of a rollout", minimum=1)
@@ -184,12 +191,18 @@ class PPOTrainConfig:
     steps: int | None = key(None, "optimizer steps, in whole iterations; excludes `epochs`", minimum=1, may_change=True)
     epochs: float | None = key(
         None,
-        "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; neither means one",
+        "passes over the prompts, in whole iterations (at least: dynamic sampling takes more); excludes `steps`; "
+        "neither means one",
         above=0,
         maximum=1e6,
         may_change=True,
     )
-    global_batch_size: int = key(REQUIRED, "sequences of an iteration: prompts times rollout.samples_per_prompt", minimum=1, maximum=MOST_SEQUENCES)  # fmt: skip
+    global_batch_size: int = key(
+        REQUIRED,
+        "sequences of an iteration: prompts times rollout.samples_per_prompt",
+        minimum=1,
+        maximum=MOST_SEQUENCES,
+    )
     eval_every: int | None = key(
         None,
         "evaluate before training, every N steps and at the end; null: at the end, where data.eval is set",
@@ -216,7 +229,8 @@ class PPOTrainConfig:
 class PPOCheckpointConfig(CheckpointConfig):
     best: str | None = key(
         None,
-        "metric whose best checkpoint is kept too, as eval/accuracy; those of a rollout or a step are of the weights before it",
+        "metric whose best checkpoint is kept too, as eval/accuracy; those of a rollout or a step are of the weights "
+        "before it",
     )
     best_is: Literal["highest", "lowest"] = key("highest", "what is best")
 
@@ -246,8 +260,10 @@ def parse_samples(raw: Any, path: str) -> SamplesConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOLogConfig(LogConfig):
     samples: SamplesConfig = key(
-        SamplesConfig, "rollouts that are written to output_dir/samples as JSONL; true and false are every 1 and none", parse=parse_samples
-    )  # fmt: skip
+        SamplesConfig,
+        "rollouts that are written to output_dir/samples as JSONL; true and false are every 1 and none",
+        parse=parse_samples,
+    )
     table: int = key(3, "samples of a rollout shown on the console; 0 for none", minimum=0)
     table_every: int = key(
         20, "show them of the first rollout and once every N steps, on the console, in wandb and in tensorboard",

@@ -278,7 +278,7 @@ def _check_best(config: PPOConfig) -> None:
 
 
 def written_metrics(config: PPOConfig) -> list[str]:
-    """Metrics by which a checkpoint can be the best: what is learned and what it is learned from; times and counters are not."""
+    """Metrics by which a checkpoint can be the best: what is learned, and from what; no times and no counters."""
     labels = [label_of(function) for function in config.rewards.functions] if config.rewards is not None else []
     labels += [REWARD_MODEL] if config.reward.model.path is not None else []
     labels += [ENVIRONMENT] if config.rollout.environment is not None else []
@@ -291,7 +291,7 @@ def written_metrics(config: PPOConfig) -> list[str]:
 
 
 def refuse_unread(keys: Iterator[tuple[Key, object]], reason: str, advice: str) -> None:
-    """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them: they would be accepted and do nothing."""
+    """Raises for the first of `keys`, (Key, value) pairs as `changed` gives them, which would do nothing."""
     for key, value in keys:
         if key.section is not None:
             raise ConfigError(key.path, why=f"is given and not used {reason}", fix=advice)

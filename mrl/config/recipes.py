@@ -1,7 +1,7 @@
 """The algorithms that `algorithm.name` chooses: which parts make up each, and which number each part has.
 
-A row holds what differs from the defaults of `mrl.algorithms.recipes.Recipe`, where the parts are explained. The table is
-plain data, so that names are known without torch.
+A row holds what differs from the defaults of `mrl.algorithms.recipes.Recipe`, where the parts are explained. The table
+is plain data, so that names are known without torch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "grpo": dict(advantage="grpo", aggregation="sequence_mean", kl_in="loss", kl_estimator="k3", kl_coef=0.04),
     # Liu 2025: neither std nor length in the denominators, no KL.
     "dr_grpo": dict(advantage="group_mean", aggregation="fixed_length"),
-    # Ahmadian 2024: REINFORCE on whole sequences. Of the first update after a rollout the clipped surrogate has the same
-    # gradient; in later ones it bounds how far a rollout that is no longer the policy's own can lead. The coefficient: TRL,
-    # trl/trainer/rloo_config.py, beta.
+    # Ahmadian 2024: REINFORCE on whole sequences. Of the first update after a rollout the clipped surrogate has the
+    # same gradient; in later ones it bounds how far a rollout that is no longer the policy's own can lead. The
+    # coefficient: TRL, trl/trainer/rloo_config.py, beta.
     "rloo": dict(advantage="rloo", aggregation="fixed_length", kl_in="reward", kl_estimator="k1", kl_coef=0.05),
-    # Hu 2025: returns with the KL in the reward, whitened over the global batch, PPO's clip. The coefficient: the authors'
-    # OpenRLHF, openrlhf/cli/train_ppo_ray.py, --algo.kl.init_coef.
+    # Hu 2025: returns with the KL in the reward, whitened over the global batch, PPO's clip. The coefficient: the
+    # authors' OpenRLHF, openrlhf/cli/train_ppo_ray.py, --algo.kl.init_coef.
     "reinforce_pp": dict(advantage="returns", whiten=True, kl_in="reward", kl_estimator="k1", kl_coef=0.01),
-    # Hu 2025, with baseline: the group's mean, then the global batch; the KL in the loss, by k2. The coefficient: OpenRLHF,
-    # examples/scripts/train_reinforce_baseline_hybrid_engine.sh.
+    # Hu 2025, with baseline: the group's mean, then the global batch; the KL in the loss, by k2. The coefficient:
+    # OpenRLHF, examples/scripts/train_reinforce_baseline_hybrid_engine.sh.
     "reinforce_pp_baseline": dict(advantage="group_mean", whiten=True, kl_in="loss", kl_estimator="k2", kl_coef=1e-5),
-    # Li 2023: REINFORCE on whole sequences against the greedy answer; the clip as for rloo. Discount and coefficient: the
-    # authors' step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh (liziniu/ReMax).
+    # Li 2023: REINFORCE on whole sequences against the greedy answer; the clip as for rloo. Discount and coefficient:
+    # the authors' step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh (liziniu/ReMax).
     "remax": dict(
         advantage="remax", aggregation="fixed_length", gamma=0.99, kl_in="reward", kl_estimator="k1", kl_coef=0.05
     ),
-    # Yu 2025, section 4.1: clip-higher, token mean, dynamic sampling, overlong punishment (4096 of 20480 tokens), no KL.
+    # Yu 2025, section 4.1: clip-higher, token mean, dynamic sampling, overlong punishment (4096 of 20480 tokens), no
+    # KL.
     "dapo": dict(advantage="grpo", clip_low=0.2, clip_high=0.28, dynamic_sampling=True, overlong_fraction=0.2),
     # Zheng 2025, section 5.1: ratios of whole sequences stay far closer to 1.
     "gspo": dict(advantage="grpo", ratio="sequence", aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),

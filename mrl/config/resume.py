@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.command import command_of_data
-from mrl.config.keys import show, walk
-from mrl.errors import ConfigError
+from mrl.config.keys import walk
+from mrl.errors import ConfigError, Shown, show
 
 ABSENT = "(absent)"
 
@@ -22,7 +22,8 @@ def may_change(root: type) -> tuple[str, ...]:
 
 
 def moving(root: type) -> tuple[str, ...]:
-    """Those of them that name what must be the same wherever it lies now; the run compares its content with the checkpoint's."""
+    """Those of them that name what must be the same wherever it lies now; the run compares its content with the
+    checkpoint's."""
     return tuple(key.path for key in walk(root) if key.moves)
 
 
@@ -31,8 +32,8 @@ def changed_keys(
 ) -> dict[str, tuple[Any, Any]]:
     """Dotted key -> (old value, new value) where two configs as plain data differ; ABSENT where one lacks the key.
 
-    A section that is null in one of them is one key, and so is a mapping that is the value of one of the keys `whole`, such as
-    data.columns.
+    A section that is null in one of them is one key, and so is a mapping that is the value of one of the keys `whole`,
+    such as data.columns.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for name in [*old, *(name for name in new if name not in old)]:
@@ -40,8 +41,8 @@ def changed_keys(
         before, after = (_plain(data.get(name, ABSENT)) for data in (old, new))
         kinds = [isinstance(value, Mapping) for value in (before, after)]
         if any(kinds) and (all(kinds) or ABSENT in (before, after)) and dotted not in whole:
-            sections = [value if isinstance(value, Mapping) else {} for value in (before, after)]
-            found |= changed_keys(*sections, dotted, whole)
+            inner = [value if isinstance(value, Mapping) else {} for value in (before, after)]
+            found |= changed_keys(inner[0], inner[1], dotted, whole)
         elif before != after:
             found[dotted] = (before, after)
     return found
@@ -55,10 +56,8 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     """
     before_command, command = command_of_data(old), command_of_data(new)
     if before_command is not command:
-        raise ConfigError(
-            f"output_dir: value {show(new.get('output_dir'))} is given to `mrl {command.name}`, and what was saved is of `mrl "
-            f"{before_command.name}`; give another output_dir"
-        )
+        why = f"is given to `mrl {command.name}`, and what was saved is of `mrl {before_command.name}`"
+        raise ConfigError("output_dir", new.get("output_dir"), why, "give another output_dir")
     root = command.root
     old, new = _spell_out(old, new, command.null_is)
     keys = {key.path: key for key in walk(root)}
@@ -74,27 +73,28 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
         (key, before, after), *others = (_innermost(key, *pair, keys) for key, pair in breaking.items())
         rest = "".join(f"; {k} was {_short(b)} and is {_short(a)}" for k, b, a in others)
         raise ConfigError(
-            f"{key}: value {_short(after)} is not the {_short(before)} that the checkpoint was saved with{rest}; "
-            "set the saved values again, or start anew with another output_dir"
+            key,
+            Shown(_short(after)),
+            f"is not the {_short(before)} that the checkpoint was saved with{rest}",
+            "set the saved values again, or start anew with another output_dir",
         )
     return [Change(key, *pair) for key, pair in differing.items()]
 
 
 def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
-    """A run that trains adapters, or none, where what was saved is of the other kind: nothing else that differs matters."""
+    """A run that trains adapters, or none, where what was saved is of the other kind: that alone matters."""
     for key, pair in breaking.items():
         if key.endswith("model.lora") and None in pair:
-            was, now, fix = ("with", "without", "give it as config.yaml of output_dir has it") if pair[1] is None else (
-                "without", "with", "set it to null"
-            )  # fmt: skip
-            raise ConfigError(
-                f"{key}: the checkpoint was saved {was} adapters, and this run is {now}; {fix}, or start anew with another output_dir"
-            )
+            was, now, fix = "without", "with", "set it to null"
+            if pair[1] is None:
+                was, now, fix = "with", "without", "give it as config.yaml of output_dir has it"
+            why = f"the checkpoint was saved {was} adapters, and this run is {now}"
+            raise ConfigError(key, why=why, fix=f"{fix}, or start anew with another output_dir")
 
 
 def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tuple[str, Any, Any]:
-    """The first key, entry of a list or both below `key` that differs, with its values: a list of mappings is too long to
-    show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
+    """The first key, entry of a list or both below `key` that differs, with its values: a list of mappings is too long
+    to show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         entries = enumerate(zip(before, after, strict=True))
@@ -134,7 +134,7 @@ def _may_change(key: str, pair: tuple[Any, Any], root: type) -> bool:
 def _spell_out(
     old: Mapping[str, Any], new: Mapping[str, Any], null_is: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both configs, where a key is null in one of them alone, with the value that it takes from another key written out."""
+    """Both configs, where a key is null in one of them alone, with the value that it takes from another key."""
     both = copy.deepcopy(dict(old)), copy.deepcopy(dict(new))
     for dotted, taken in null_is.items():
         (*sections, name), (*others, other) = dotted.split("."), taken.split(".")

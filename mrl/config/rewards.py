@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mrl.config.build import build_section
-from mrl.config.keys import kind, section_keys, show
+from mrl.config.keys import kind, section_keys
 from mrl.config.schema import MOST_SECONDS, MOST_WAYS, REQUIRED, key
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, show
 
 
 def _weight() -> Any:
@@ -102,7 +102,8 @@ class CodeReward:
 class FunctionReward:
     function: str = key(
         REQUIRED,
-        "path.py:name of your (prompt, completion, row) -> number, or of one with verl's or TRL's parameters; plain or async",
+        "path.py:name of your (prompt, completion, row) -> number, or of one with verl's or TRL's parameters; plain or "
+        "async",
     )
     weight: float = _weight()
     label: str | None = _label()
@@ -228,9 +229,9 @@ def _check(config: RewardsConfig, path: str) -> None:
             case LengthReward(maximum=None, minimum=0):
                 why = "value has no minimum and no maximum, so every length gets 1"
                 raise ConfigError(here, why=why, fix="give one of them")
-            case LengthReward(maximum=int()) if reward.maximum < reward.minimum:
+            case LengthReward(maximum=int(longest)) if longest < reward.minimum:
                 raise ConfigError(
-                    f"{here}.maximum", reward.maximum, f"is below minimum {reward.minimum}", "give at least that"
+                    f"{here}.maximum", longest, f"is below minimum {reward.minimum}", "give at least that"
                 )
             case CodeReward() if reward.total_s >= config.timeout_s:
                 raise ConfigError(
@@ -248,7 +249,7 @@ def _check(config: RewardsConfig, path: str) -> None:
 
 
 def check_spec(spec: str, path: str, example: str) -> None:
-    """Raises ConfigError where what is written at `path` is not path.py:name; whether the file exists is not looked at."""
+    """Raises ConfigError where what is written at `path` is not path.py:name; the file may not exist."""
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
         raise ConfigError(path, spec, "is not path.py:name", f"write it as {example}")

@@ -1,7 +1,7 @@
 """The roles of `mrl ppo`: which a run has, and what each one's engine is built from.
 
-The actor is the policy that is trained; the critic estimates values; the reference is what the KL is measured against; the
-reward is a model that scores. What a role leaves null is the actor's.
+The actor is the policy that is trained; the critic estimates values; the reference is what the KL is measured against;
+the reward is a model that scores. What a role leaves null is the actor's.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def reference_is_base(config: PPOConfig) -> bool:
 def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) -> dict[str, RoleConfig]:
     """What each engine of the run is built from, by role. folders: the folder that each role's model path stands for.
 
-    A reference that is the actor's base has none of its own. The length of the learning-rate schedules is set later, by `engine.set_total_steps`.
-    """
+    A reference that is the actor's base has none of its own. The length of the learning-rate schedules is set later, by
+    `engine.set_total_steps`."""
     made: dict[str, RoleConfig] = {}
     for role in roles_of(config, needs):
         if role == "reference" and reference_is_base(config):
@@ -109,7 +109,6 @@ def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
         if section in ("engine", "model"):
             raise error.under(role) from None
         if section is None:
-            raise type(error)(
-                f"{role}.model: {error}" if isinstance(error, ModelError) else f"{role}: {error}"
-            ) from None
+            at = f"{role}.model" if isinstance(error, ModelError) else role
+            raise type(error)(at, why=str(error)) from None
         raise

@@ -13,7 +13,7 @@ from typing import Any, Literal
 REQUIRED: Any = dataclasses.MISSING
 
 MOST_WAYS = 2**16
-"""Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or any weight matrix has."""
+"""Ranks that one degree of parallelism may have, and ranks of an adapter: more than any machine or matrix has."""
 
 MOST_SEQUENCES = 10**7
 """Sequences of a batch: what a run holds of it on the host would take hundreds of gigabytes with more."""
@@ -33,11 +33,12 @@ def key(
     may_change: bool = False,
     moves: bool = False,
 ) -> Any:
-    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that states none has
-    those of `mrl.config.keys.MOST`).
+    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that
+    states none has those of `mrl.config.keys.MOST`).
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
-    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the same.
+    may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the
+    same.
     moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
     """
     metadata = {
@@ -53,7 +54,8 @@ def key(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters, with peft's names and meanings: a weight `W` acts as `W + scale * B A`, and only A and B train."""
+    """Low-rank adapters, with peft's names and meanings: a weight `W` acts as `W + scale * B A`, and only A and B
+    train."""
 
     rank: int = key(16, "rank of each adapter", minimum=1, maximum=MOST_WAYS)
     alpha: float = key(32.0, "adapters are scaled by alpha / rank", above=0)
@@ -140,7 +142,8 @@ class FSDPConfig:
     )
     reshard_after_forward: bool = key(
         True,
-        "free a layer's gathered weights after its forward and gather them again for its backward pass; false keeps them",
+        "free a layer's gathered weights after its forward and gather them again for its backward pass; false keeps "
+        "them",
     )
     compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
@@ -165,7 +168,8 @@ class EngineConfig:
     )
     offload: tuple[Literal["parameters", "gradients", "optimizer", "activations"], ...] = key(
         (),
-        "state that waits in host memory between uses; activations (fsdp backend) from a layer's forward to its backward",
+        "state that waits in host memory between uses; activations (fsdp backend) from a layer's forward to its "
+        "backward",
         may_change=True,
     )
     parallel: ParallelConfig = key(

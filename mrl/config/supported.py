@@ -1,4 +1,4 @@
-"""What a config may ask of an engine that says which keys it reads: any other key that is set is an error, not ignored."""
+"""What a config may ask of an engine that says which keys it reads: any other key that is set is an error."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_supported(
 ) -> None:
     """Raises ConfigError for a key of `model` or `engine` that does not hold its default and is not supported.
 
-    supports: keys and sections, as "engine.parallel.cp"; single choices of a key, entries of a list and names of a mapping,
-    as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb". role: whose sections these are.
-    """
+    supports: keys and sections, as "engine.parallel.cp"; single choices of a key, entries of a list and names of a
+    mapping, as "engine.recompute.full", "engine.offload.optimizer" and "engine.options.bucket_mb". role: whose sections
+    these are."""
     known, of_role = (*ALWAYS, *supports), f"{role}." if role else ""
     for key, value in itertools.chain(changed(model, "model"), changed(engine, "engine")):
         if _within(key.path, known) or (key.path, value) in SAME_AS_LEFT_OUT:

@@ -11,7 +11,7 @@ import yaml
 from mrl.errors import ConfigError, quoted
 
 LONGEST = 100_000
-"""Characters of a config, which PyYAML reads in about a second and a half; a file of rows that was named by mistake has more."""
+"""Characters of a config, which PyYAML reads in about a second and a half; a file of rows has more."""
 
 _DEEPEST = 100
 """Levels of lists and mappings in a config: the schema has fewer than ten."""
@@ -74,9 +74,9 @@ def parse(text: str, source: str, path: str = "") -> Any:
     except yaml.MarkedYAMLError as error:
         marks = (error.problem_mark, error.context_mark)  # at the end of the text, what it began with says more
         at = next((m for m in marks if m is not None and m.line < len(text.splitlines())), None)
-        line = f":{at.line + 1}" if at else ""
+        place = f":{at.line + 1}" if at else ""
         problem = " ".join((error.problem or error.context or "cannot be read").split())
-        raise ConfigError(f"{source}{line}", why=f"is not valid YAML: {problem}", fix="correct it there") from None
+        raise ConfigError(f"{source}{place}", why=f"is not valid YAML: {problem}", fix="correct it there") from None
     except RecursionError:
         raise _too_deep(source) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -84,7 +84,8 @@ def parse(text: str, source: str, path: str = "") -> Any:
 
 
 def _construct(loader: _Loader, node: yaml.Node) -> Any:
-    """A scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as in `!!int x`."""
+    """A scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as in
+    `!!int x`."""
     name = node.tag.rpartition(":")[2]
     try:
         value = getattr(yaml.SafeLoader, f"construct_yaml_{name}")(loader, node)
@@ -104,8 +105,8 @@ for _name in _KINDS:
 
 
 def _check_nodes(root: yaml.Node, source: str) -> None:
-    """Refuses what no function that walks the value would end with: a value that holds itself, aliases of aliases that stand
-    for millions of values, and lists in lists without end."""
+    """Refuses what no function that walks the value would end with: a value that holds itself, aliases of aliases that
+    stand for millions of values, and lists in lists without end."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, above: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,12 @@ def wait_for_all() -> None:
 def is_main() -> bool:
     """Whether this process speaks and writes for all: one of them does, also before they have met."""
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
+
+
+class OnMain(Protocol):
+    """`on_main`, or that of an engine or of all roles, as an argument."""
+
+    def __call__(self, fn: Callable[[], T]) -> T: ...
 
 
 def on_main(fn: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,13 +23,12 @@ from mrl.data.formats import Chat, parse_prompt
 from mrl.data.prompts import Prompt
 from mrl.data.turns import TurnEncoder
 from mrl.engine.base import Completion
+from mrl.engine.collective import OnMain
 from mrl.engine.sampling import GREEDY, SamplingKey, SamplingParams
 from mrl.errors import DataError, RewardError
 from mrl.rollout.base import SERIES_NAMES, Limit, Sampler, SampleRequest, Series, Trajectory, TrajectorySource
 from mrl.rollout.environment import KEY, Content, Environments, Step, load_environment
 
-T = TypeVar("T")
-OnMain = Callable[[Callable[[], T]], T]
 """As `BaseEngine.on_main`: runs a function on the main process and gives all ranks its result, or its UserError."""
 
 ROUND, SERIES = 2**32, 2**48

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
+from mrl.engine.collective import OnMain
 from mrl.engine.sampling import SamplingParams, noise_key
 from mrl.errors import ConfigError, ServerError, UserError
 from mrl.rollout.base import Sampler, SampleRequest
@@ -33,7 +34,6 @@ from mrl.rollout.http import Http
 from mrl.rollout.weights import Shapes, WeightFolders
 
 T = TypeVar("T")
-OnMain = Callable[[Callable[[], T]], T]
 """`BaseEngine.on_main`: calls a function on the main process and gives every rank what it returned or the UserError it
 raised."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -179,11 +180,11 @@ def mtp_tensors_of(folder: str) -> list[str]:
 def say_mtp_layers(ranks: Ranks, console: Console, folders: Mapping[str, str]) -> None:
     """Says which layers of the models stay out of the run, a line for each folder. folders: by config key."""
     for folder in dict.fromkeys(folders.values()):
-        if names := ranks.on_main(lambda folder=folder: mtp_tensors_of(folder)):
+        if names := ranks.on_main(functools.partial(mtp_tensors_of, folder)):
             key = next(key for key, of in folders.items() if of == folder)
             console.say(
-                f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded and not "
-                "trained, and what is exported has none"
+                f"{key}: {folder} has layers that predict further tokens (MTP: {some(names, 1)}); they are not loaded "
+                "and not trained, and what is exported has none"
             )
 
 

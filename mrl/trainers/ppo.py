@@ -238,7 +238,7 @@ def saved_before_errors(
         trainer.source.load_state_dict(position)
         log_without_evaluation(trainer.dispatch, log, progress)
         saved = save(trainer, progress, experience)
-        raise type(error)(f"{error}; steps 1 to {progress.step} are saved in {saved}") from error
+        raise error.going_on(f"steps 1 to {progress.step} are saved in {saved}") from error
 
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
 from mrl.engine import atomic_checkpoint, checkpoint_remote
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
-from mrl.errors import CheckpointError, ConfigError, quoted
+from mrl.errors import CheckpointError, ConfigError, Shown, quoted
 
 HEADER = "# Written by mrl: the resolved config of this run. `mrl {command}` takes this file.\n"
 OURS = ("config.yaml", "metrics.jsonl", "checkpoints", "hf", "samples", "wandb", "tb", "failed", "pending")
@@ -187,8 +187,9 @@ def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: Ch
 
 def copy_missed(run: RunDirectory, start: Start, config: CheckpointConfig) -> None:
     """Copies the run's own newest checkpoint to `checkpoint.remote` where a kill came between the save and its copy."""
-    own = start.checkpoint is not None and _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints))
-    if own and config.remote is not None:
+    if start.checkpoint is None or config.remote is None:
+        return
+    if _same_folder(os.path.dirname(start.checkpoint), str(run.checkpoints)):
         checkpoint_remote.ensure(start.checkpoint, config.remote, keep=config.keep, protect=run.best())
 
 
@@ -196,8 +197,8 @@ def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
     """Checkpoints of which none is whole: a start from the beginning would overwrite them and metrics.jsonl."""
     if found := [*atomic_checkpoint.damage(str(run.checkpoints)), *damaged.values()]:
         raise CheckpointError(
-            f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to start "
-            "from the beginning, or give another output_dir"
+            f"{'; '.join(found)}; no checkpoint in {run.checkpoints} is whole: put one back, remove that folder to "
+            "start from the beginning, or give another output_dir"
         )
 
 
@@ -241,10 +242,9 @@ def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> st
         found = atomic_checkpoint.find_checkpoint(resume, but=damaged)
     if found is None:
         wrong = [] if "://" in resume else [*atomic_checkpoint.damage(resume), *damaged.values()]
-        raise CheckpointError(
-            f"checkpoint.resume: value {resume!r} holds no whole checkpoint{''.join(f' ({what})' for what in wrong)}; give a folder such as "
-            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
-        )
+        why = "holds no whole checkpoint" + "".join(f" ({what})" for what in wrong)
+        fix = f"give a folder such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}"
+        raise CheckpointError("checkpoint.resume", Shown(repr(resume)), why, fix)
     return found
 
 

@@ -12,7 +12,7 @@ import time
 
 from filelock import FileLock, Timeout
 
-from mrl.errors import ConfigError, unwritable
+from mrl.errors import ConfigError, quoted, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +50,18 @@ class RunLock:
                 self.output_dir.mkdir(parents=True, exist_ok=True)
                 self._lock.acquire(timeout=max(deadline - time.monotonic(), 0), poll_interval=POLL_S)
             except Timeout:
-                raise ConfigError(
-                    f"output_dir: value {str(self.output_dir)!r} is in use by another run ({self._holder()}); "
-                    "wait for it, stop it, or give another output_dir"
-                ) from None
-            except (
-                FileNotFoundError
-            ) as error:  # a run that ended has just removed the folder; or none can be made there
+                why = f"is in use by another run ({self._holder()})"
+                fix = "wait for it, stop it, or give another output_dir"
+                raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from None
+            except FileNotFoundError as error:
+                # a run that ended has just removed the folder; or none can be made there
                 if time.monotonic() > deadline:
                     raise unwritable(str(self.output_dir), self.output_dir, error) from error
                 time.sleep(POLL_S)
             except OSError as error:
                 if error.errno not in _NO_FLOCK:
-                    raise ConfigError(
-                        f"output_dir: value {str(self.output_dir)!r} cannot be locked ({error}); give a folder that "
-                        "can "
-                        "be written"
-                    ) from error
+                    why, fix = f"cannot be locked ({error})", "give a folder that can be written"
+                    raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from error
                 self._remove()
                 logger.warning("output_dir: no lock in %s (%s): start no second run there", self.output_dir, error)
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -88,9 +89,11 @@ def _run(config: SFTConfig, command_line: str, console: Console) -> None:
     folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
     hf_config = read_hf_config(folder)  # first: a wrong config.json fails the tokenizer too
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    about = {"vocab_size": vocab_size_of(hf_config), "vision": load_vision(folder, hf_config)}
-    train_set = SFTDataset(config.data, tokenizer, **about)
-    eval_set = None if config.data.eval is None else SFTDataset(config.data, tokenizer, part="eval", **about)
+    of_part = functools.partial(
+        SFTDataset, config.data, tokenizer, vocab_size=vocab_size_of(hf_config), vision=load_vision(folder, hf_config)
+    )
+    train_set = of_part()
+    eval_set = None if config.data.eval is None else of_part(part="eval")
     engine = build_engine(role_config(config, folder))
     directory = RunDirectory(pathlib.Path(config.output_dir))
     lock = RunLock(directory.path)
@@ -128,7 +131,8 @@ def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int
     check_batch(batch, batch, rows)
     if epochs is None:
         return config.train.steps
-    usable, counts = rows, {}
+    usable = rows
+    counts: Mapping[str, int] = {}
     if may_leave_out(config.data):
         console.say(f"data.train: counting which of its {rows} rows can be used, for the length of the run")
         usable, counts = count_usable(train_set)

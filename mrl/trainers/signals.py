@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import types
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -21,7 +22,7 @@ class StopSignal:
     def __init__(self, says: str | None = None) -> None:
         self.says = says
         self.name: str | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:

@@ -96,7 +96,8 @@ class Throughput:
         peak = peak_flops(engine.device)
         model, head = engine.config.model, engine.config.head
         self.hf = read_hf_config(model.path) if peak is not None else {}
-        self.peak = peak * engine.world_size if self.hf.get("model_type") in FAMILIES else None
+        known = self.hf.get("model_type") in FAMILIES
+        self.peak = peak * engine.world_size if peak is not None and known else None
         self.adapters = None
         if self.peak is not None and model.lora is not None:
             self.adapters = adapter_weights(adapters(model.path, model.lora, head).values(), self.hf)

@@ -10,9 +10,8 @@ import re
 import shlex
 from typing import Any, Literal
 
-from mrl.config.keys import show
 from mrl.config.schema import key
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, show
 
 DEFAULT_PROFILE = "~/.config/mrl/slurm.yaml"
 

@@ -138,7 +138,7 @@ class Collector:
             trajectories, scores = self._sample(prompts, self.samples, step=step)
             sampled = list(range(len(trajectories)))
         else:
-            (trajectories, scores), rejected, sampled = self._with_signal(prompts, step)
+            (trajectories, scores), rejected, sampled = self._with_signal(prompts, step, self.rounds)
         kept = [t.prompt for t in trajectories[:: self.samples]]
         baselines_S = None
         if self.greedy_answers:
@@ -163,14 +163,18 @@ class Collector:
         return trajectories, scores
 
     def _with_signal(
-        self, prompts: Sequence[Prompt], step: int
+        self, prompts: Sequence[Prompt], step: int, rounds: int
     ) -> tuple[tuple[list[Trajectory], Scores], tuple[list[Trajectory], Scores], list[int]]:
         """DAPO's dynamic sampling (Yu 2025, eq. 11): groups whose rewards are all equal give way to other prompts'.
 
         Returns what is kept, what was rejected, and `Collected.sampled`.
         """
-        kept, rejected, kept_at, rejected_at, count = [], [], [], [], 0
-        for number in range(self.rounds):
+        kept: list[tuple[list[Trajectory], Scores]] = []
+        rejected: list[tuple[list[Trajectory], Scores]] = []
+        kept_at: list[int] = []
+        rejected_at: list[int] = []
+        count = 0
+        for number in range(rounds):
             trajectories, scores = self._sample(prompts, self.samples, step=step, round=number)
             totals_S = torch.tensor(scores.totals, dtype=torch.float64)
             groups_S = torch.arange(len(prompts)).repeat_interleave(self.samples)
@@ -184,13 +188,15 @@ class Collector:
             if not missing:
                 sampled = sorted(range(count), key=[*kept_at, *rejected_at].__getitem__)
                 return _joined(kept), _joined(rejected), sampled
-            if number + 1 < self.rounds:
+            if number + 1 < rounds:
                 prompts = self.take(missing)
         failed = sum(len(part) for part, _ in rejected) // self.samples
         raise TrainingError(
-            f"algorithm.max_sampling_rounds: {self.rounds} rounds found {self.prompts - missing} of {self.prompts} prompts whose completions "
-            f"have different rewards ({failed} had one reward for all {self.samples}); the task may be too hard or too easy for the "
-            "model: give more rounds or samples_per_prompt, other prompts, or set algorithm.dynamic_sampling to false"
+            "algorithm.max_sampling_rounds",
+            why=f"{rounds} rounds found {self.prompts - missing} of {self.prompts} prompts whose completions have "
+            f"different rewards ({failed} had one reward for all {self.samples})",
+            fix="the task may be too hard or too easy for the model: give more rounds or samples_per_prompt, other "
+            "prompts, or set algorithm.dynamic_sampling to false",
         )
 
 

@@ -36,8 +36,9 @@ def check_rollout(batch: Batch, *, dtype: str) -> None:
     for value, limit, what in found:
         if not value <= limit:
             raise TrainingError(
-                f"the first rollout's log-probs differ from the trainer's {what} {value:.3g} nats ({limit:g} is allowed): "
-                "the policy that samples is not the one that trains; report this, or set train.guards to false to go on"
+                f"the first rollout's log-probs differ from the trainer's {what} {value:.3g} nats ({limit:g} is "
+                "allowed): the policy that samples is not the one that trains; report this, or set train.guards to "
+                "false to go on"
             )
 
 
@@ -59,8 +60,8 @@ def check_reference(batch: Batch, *, same_layout: bool, dtype: str) -> None:
     )
     if not value <= limit:
         raise TrainingError(
-            f"the reference's log-probs differ from the actor's by {value:.3g} nats before the first update ({limit:g} is allowed), "
-            "though both have the same model; report this, or set train.guards to false to go on"
+            f"the reference's log-probs differ from the actor's by {value:.3g} nats before the first update ({limit:g} "
+            "is allowed), though both have the same model; report this, or set train.guards to false to go on"
         )
 
 
@@ -72,9 +73,9 @@ def check_ratios(predicted_T: Tensor, batch: Batch) -> None:
     if bool(differing.any()):
         largest = float((predicted_T.to(old_T.device).double() - old_T.double())[trained_T].abs().max())
         raise TrainingError(
-            f"before the first update {int(differing.sum())} of {int(trained_T.sum())} ratios are not 1 (log-probs differ by up to "
-            f"{largest:.3g}): the training forward is another one than the forward for old log-probs; where config.json has a "
-            "dropout, set it to 0; else report this, or set train.guards to false to go on"
+            f"before the first update {int(differing.sum())} of {int(trained_T.sum())} ratios are not 1 (log-probs "
+            f"differ by up to {largest:.3g}): the training forward is another one than the forward for old log-probs; "
+            "where config.json has a dropout, set it to 0; else report this, or set train.guards to false to go on"
         )
 
 

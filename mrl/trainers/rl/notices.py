@@ -55,8 +55,8 @@ class EqualRewards:
         beside = [what for what, is_there in terms if is_there]
         nothing = "nothing but " + " and ".join(beside) if beside else "nothing"
         return (
-            f"every group's rewards are equal{count}: this rollout trains {nothing}; if it stays so, give prompts of another "
-            "difficulty, more rollout.samples_per_prompt, or rewards that tell completions apart"
+            f"every group's rewards are equal{count}: this rollout trains {nothing}; if it stays so, give prompts of "
+            "another difficulty, more rollout.samples_per_prompt, or rewards that tell completions apart"
         )
 
 

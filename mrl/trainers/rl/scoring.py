@@ -6,18 +6,16 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from mrl.config.ppo import PPOConfig
-from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL
+from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
+from mrl.engine.collective import OnMain
 from mrl.rewards import scorer as scoring
 from mrl.rewards.calls import Position, Sample
 from mrl.rewards.scorer import Scorer, Scores
 from mrl.rewards.text import Row
 from mrl.roles.reward_model import RewardModel
 from mrl.rollout.base import Trajectory
-
-T = TypeVar("T")
 
 
 class Scoring:
@@ -32,7 +30,7 @@ class Scoring:
         self,
         config: PPOConfig,
         *,
-        on_main: Callable[[Callable[[], T]], T],
+        on_main: OnMain,
         reward_model: RewardModel | None,
         total_steps: int,
         first: tuple[Row, str],
@@ -41,12 +39,12 @@ class Scoring:
         self.config, self.on_main, self.reward_model = config, on_main, reward_model
         self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
-        if config.rewards is not None:
-            on_main(lambda: self._start(*first))
+        if (rewards := config.rewards) is not None:
+            on_main(lambda: self._start(rewards, *first))
 
-    def _start(self, row: Row, where: str) -> None:
+    def _start(self, rewards: RewardsConfig, row: Row, where: str) -> None:
         reports = pathlib.Path(self.config.output_dir) / "failed"
-        self._scorer = Scorer(self.config.rewards, reports=reports, first=Sample("", "", row, where))
+        self._scorer = Scorer(rewards, reports=reports, first=Sample("", "", row, where))
 
     def close(self) -> None:
         """Ends the pool. May be called twice."""
@@ -72,11 +70,13 @@ class Scoring:
         return scores
 
     def _by_functions(self, trajectories: Sequence[Trajectory], position: Position) -> Scores:
+        scorer = self._scorer
+        assert scorer is not None, "on the main process it lives from the start to `close`"
         groups = itertools.accumulate(t.sample == 0 for t in trajectories)
         try:
-            return self._scorer.score([_sample(*both) for both in zip(trajectories, groups, strict=True)], position)
+            return scorer.score([_sample(*both) for both in zip(trajectories, groups, strict=True)], position)
         finally:
-            if again := self._scorer.made_again:
+            if again := scorer.made_again:
                 calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
                 self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
 

@@ -49,7 +49,9 @@ def show_rollout(
     if log.has_sinks:
         rows = table(collected.trajectories, collected.scores, LOGGED_ROWS)
         labels = list(rows[0][3])
-        cells = [[prompt, completion, reward, *parts.values()] for prompt, completion, reward, parts in rows]
+        cells: list[list[str | float | None]] = [
+            [prompt, completion, reward, *parts.values()] for prompt, completion, reward, parts in rows
+        ]
         log.table(step, "samples", ["prompt", "completion", "reward", *labels], cells)
 
 
@@ -77,7 +79,8 @@ def write_rollout(
     answers. Returns how many older files had to give way.
     """
     rejected, of_rejected = collected.rejected
-    trajectories, with_none = [*collected.trajectories, *rejected], [*advantages, *(None for _ in rejected)]
+    trajectories = [*collected.trajectories, *rejected]
+    with_none: list[float | None] = [*advantages, *(None for _ in rejected)]
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
     scores = scoring.select(scores, collected.sampled)
     write_samples(

@@ -125,8 +125,9 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
         progress.best = progress.best_step = None  # nor are its checkpoints here
     if _best_changed(state["config"]["checkpoint"], config):
         progress.best = progress.best_step = None
-    if progress.best_step is not None:  # a kill may have come between the save and the note
-        dispatch.on_main(lambda: directory.name_best(step_name(progress.best_step), config.checkpoint.remote))
+    best_step = progress.best_step
+    if best_step is not None:  # a kill may have come between the save and the note
+        dispatch.on_main(lambda: directory.name_best(step_name(best_step), config.checkpoint.remote))
     saved = state["experience"]
     return progress, None if saved is None else Experience.from_state_dict(saved)
 
