@@ -237,5 +237,5 @@ def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:
         return
     for command in all_training():
         what = command.recognise(raw)
-        if what is not None and unknown & types_of(command.root).keys():
+        if what is not None and unknown & types_of(command.root).keys():  # type: ignore[arg-type]
             raise ConfigError(path, why=f"is a config of {what}", fix=f"run mrl {command.name} {path}")

@@ -90,7 +90,7 @@ def types_of(section: type) -> dict[str, Any]:
 
 
 @functools.cache
-def section_keys(section: type[Any], path: str = "") -> tuple[Key, ...]:
+def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
     """The keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
     hints = types_of(section)
     found: list[Key] = []
@@ -122,7 +122,7 @@ def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
 
     A section that is null by default and is not here is one key.
     """
-    for key in section_keys(type(section), path):
+    for key in section_keys(type(section), path):  # type: ignore[arg-type]  # mypy takes no class for hashable
         value = getattr(section, key.path.rsplit(".", 1)[-1])
         if key.section is not None and not key.nullable:
             yield from changed(value, key.path)

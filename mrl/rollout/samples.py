@@ -71,7 +71,7 @@ def write_samples(
     series: Series = "step",
     rewards: Sequence[float] | None = None,
     parts: Mapping[str, Sequence[float]] | None = None,
-    advantages: Sequence[float] | None = None,
+    advantages: Sequence[float | None] | None = None,
     tokens: bool = True,
     compress: bool = False,
 ) -> str:
