@@ -97,8 +97,8 @@ def writing(
     """Gives all ranks a folder to write a checkpoint into; on a clean exit it becomes `root/step_XXXXXXXX`.
 
     Collective. backend: which engine's files these are. keep: newest whole checkpoints that stay, None for all; older
-    ones are deleted after the new one is whole, but for folders named in `protect`. An exception inside leaves the temporary folder, which no reader
-    takes for a checkpoint and the next save removes.
+    ones are deleted after the new one is whole, but for folders named in `protect`. An exception inside leaves the
+    temporary folder, which no reader takes for a checkpoint and the next save removes.
     """
     name = step_name(step)
     temporary = os.path.join(root, TEMPORARY + name)
@@ -108,9 +108,8 @@ def writing(
         os.mkdir(temporary)
     ranks.gather(None)
     if not os.path.isdir(temporary):
-        raise CheckpointError(
-            f"{root}: rank {ranks.rank} does not see the folder that rank 0 made; put checkpoints on storage all nodes share"
-        )
+        fix = "put checkpoints on storage all nodes share"
+        raise CheckpointError(root, why=f"rank {ranks.rank} does not see the folder that rank 0 made", fix=fix)
     yield temporary
     files = _settle(temporary, ranks)
     if ranks.rank == 0:
@@ -187,7 +186,9 @@ def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
     if saved == ROLES:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
     if own == ROLES:
-        return "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name that in actor.model.path"
+        return (
+            "holds one model, as of `mrl sft`, and no roles; export it to Hugging Face and name it in actor.model.path"
+        )
     start = "export it to Hugging Face and start from that" if saved in OWN else "start from the hf folder of its run"
     return f"was saved by the {saved} engine and this is the {own} engine; set {key} to {saved}, or {start}"
 
@@ -378,7 +379,7 @@ def _read_bytes(path: str) -> bytes | None:
 
 
 def check_file(path: str, file: str, facts: dict, *, content: bool, stop: threading.Event | None = None) -> None:
-    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it, too, until `stop`."""
+    """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too, until `stop`."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
         raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")

@@ -29,7 +29,7 @@ from mrl.engine.guards import Problem
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import read_fitting, write_adapter
 from mrl.engine.offload import KINDS, Offload
-from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, tell_nobody
+from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, no_progress
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
 
@@ -38,10 +38,10 @@ Ctx = dict[str, Any]
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
-data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]:
-"log_probs" and "entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what counts, never a
-mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over micro-batches and
-data-parallel ranks and divided by the same denominator as the loss.
+data: one micro-batch, whole (also under context parallelism). predictions: token-aligned tensors [T]: "log_probs" and
+"entropy" (lm head; 0 where a label's loss mask is 0) or "values" (value head). loss_sum: a scalar *sum* over what
+counts, never a mean. ctx: a private copy of the caller's; `ctx["metrics"]` (name -> scalar sum) is summed over
+micro-batches and data-parallel ranks and divided by the same denominator as the loss.
 """
 
 
@@ -144,12 +144,12 @@ class BaseEngine(EngineChecks, abc.ABC):
     ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
-        ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none" (what is
-        left out), "detached" or "differentiable". The rest is the caller's own. None is `PLAIN_CTX`.
-        Gradients accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or
-        `(predictions, ctx)` when `forward_only`: predictions [T] in the order of `batch`, detached, on every
-        rank of the replica; loss is the global mean (the same float on every rank); `ctx["metrics"]` likewise.
-        When `forward_only` and a loss function is set, `ctx["loss"]` carries the loss.
+        ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none"
+        (what is left out), "detached" or "differentiable". The rest is the caller's own. None is `PLAIN_CTX`. Gradients
+        accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)` when
+        `forward_only`: predictions [T] in the order of `batch`, detached, on every rank of the replica; loss is the
+        global mean (the same float on every rank); `ctx["metrics"]` likewise. When `forward_only` and a loss function
+        is set, `ctx["loss"]` carries the loss.
         """
 
     @abc.abstractmethod
@@ -158,11 +158,14 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def optimizer_step(self) -> GradNorm:
-        """Clips by the global norm and updates the parameters; a gradient that is not finite updates nothing and the result says so."""
+        """Clips by the global norm and updates the parameters.
+
+        A gradient that is not finite updates nothing, and the result says so.
+        """
 
     @abc.abstractmethod
     def guard_before_step(self) -> Any:
-        """Remembers parameters and gradients just before an `optimizer_step`, for `guard_after_step` (see engine/guards.py)."""
+        """Remembers parameters and gradients just before an `optimizer_step`, for `guard_after_step`."""
 
     @abc.abstractmethod
     def guard_after_step(self, token: Any) -> list[Problem]:
@@ -189,13 +192,13 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
-        """Inverse of `shard_data` for token-aligned tensors: the shares of all ranks, in the order of the global `batch`."""
+        """Undoes `shard_data` for token-aligned tensors: joins all shares, in the order of the global `batch`."""
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, gradients: bool | None = None) -> None:
         """Moves model and/or optimizer state to "device" (where it computes) or to "host".
 
-        gradients: what becomes of the accumulated gradients; by default they go with the model. Each method brings what it
-        needs and puts it back where it was, so that an engine on the host still works.
+        gradients: what becomes of the accumulated gradients; by default they go with the model. Each method brings what
+        it needs and puts it back where it was, so that an engine on the host still works.
         """
         if device not in ("device", "host"):
             raise ValueError(f"device {device!r}: use 'device' (where the engine computes) or 'host'")
@@ -206,7 +209,7 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
-        """Writes model, optimizer, schedule, RNG and the caller's `state` into `folder`, which is there and empty on all ranks."""
+        """Writes model, optimizer, schedule, RNG and the caller's `state` into `folder`, an empty one all ranks see."""
 
     @abc.abstractmethod
     def load_state(self, folder: str) -> dict[str, Any]:
@@ -243,7 +246,7 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def load_hf(self, path: str) -> None:
-        """Replaces the model's weights, and fp32 masters where there is an optimizer, by those of a Hugging Face folder.
+        """Replaces the model's weights, and fp32 masters with an optimizer, by those of a Hugging Face folder.
 
         They are read as in `init_model`. What the optimizer has gathered stays. Raises ModelError, before anything has
         changed, where the folder's tensors are not those of this model.
@@ -256,31 +259,32 @@ class BaseEngine(EngineChecks, abc.ABC):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
-        told: Callable[[int, int], None] = tell_nobody,
+        progress: Callable[[int, int], None] = no_progress,
         kept: KeptSequences | None = None,
     ) -> list[Completion]:
-        """Completions of the prompts in their order, the same on every rank and layout (fp32). Every rank passes all requests.
+        """Completes the prompts, in their order: the same on every rank and layout (fp32).
 
-        A completion depends on its request and the weights alone. cache_tokens: tokens whose keys and values each
-        replica keeps at once, which bounds how many sequences run together; each has room for the longest request.
-        prefill_tokens: prompt tokens in one forward at most. told: called after each forward with how many of this replica's
-        requests are complete, and how many it has. kept: what stays from call to call of the requests' keys and values; completions are the
-        same without it, and an engine may leave it alone. Raises ConfigError where a request alone does not fit.
+        Every rank passes all requests. A completion depends on its request and the weights alone. cache_tokens: tokens
+        whose keys and values each replica keeps at once, which bounds how many sequences run together; each has room
+        for the longest request. prefill_tokens: prompt tokens in one forward at most. progress: called after each
+        forward with how many of this replica's requests are complete, and how many it has. kept: what stays from call
+        to call of the requests' keys and values; completions are the same without it, and an engine may leave it alone.
+        Raises ConfigError where a request alone does not fit.
         """
 
     @abc.abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams (Hugging Face name, whole tensor on the host), tensor by tensor, on rank 0; other ranks take part and get nothing.
+        """Streams (Hugging Face name, whole tensor on the host) on rank 0; other ranks take part and get nothing.
 
         Adapters are added into the weights that they adapt.
         """
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Streams the adapters' tensors (fp32), and the score of a value head, as `hf_weights`, under the names of peft's files."""
+        """Streams the adapters (fp32), and a value head's score, as `hf_weights`, under the names of peft's files."""
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the adapters, their masters, and the score of a value head by what `adapter_weights` gave, whole on every rank.
+        """Replaces adapters, their masters and a value head's score by what `adapter_weights` gave, on every rank.
 
         What the optimizer has gathered stays.
         """
@@ -302,19 +306,21 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `hf_weights`, for the accumulated gradients (fp32), reduced over all ranks: what `optimizer_step` would use.
+        """Streams the accumulated gradients (fp32) as `hf_weights`, reduced as `optimizer_step` would use them.
 
-        With adapters they are those of `adapter_weights`, under the same names: nothing else has one. Nor has a parameter that
-        a model itself declares to need none.
-        Call it after the last `forward_backward_step` of an optimizer step: megatron's reduction ends the accumulation, and
-        another one before `optimizer_zero_grad` is refused.
+        With adapters they are those of `adapter_weights`, under the same names: nothing else has one. Nor has a
+        parameter that a model itself declares to need none. Call it after the last `forward_backward_step` of an
+        optimizer step: megatron's reduction ends the accumulation, and another one before `optimizer_zero_grad` is
+        refused.
         """
 
     @abc.abstractmethod
     def export_hf(self, path: str, *, merged: bool = False) -> None:
-        """Writes a folder that transformers loads: weights, config, tokenizer, generation config. Layers that predict further
-        tokens are not in it, and config.json says so. Where `exports_adapter`, that of `export_adapter` instead, unless
-        `merged`."""
+        """Writes a folder that transformers loads: weights, config, tokenizer, generation config.
+
+        MTP layers are not in it, and config.json says so. Where `exports_adapter`, it is the folder of
+        `export_adapter`, unless `merged`.
+        """
 
     @property
     def exports_adapter(self) -> bool:
@@ -323,7 +329,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         return lora is not None and lora.export == "adapter"
 
     def export_adapter(self, path: str) -> None:
-        """Writes the adapters as a folder that peft loads over the model of `model.path`, with tokenizer and chat template."""
+        """Writes the adapters as a folder that peft loads over the model of `model.path`, with the tokenizer."""
         lora, model, streamed = self.config.model.lora, self.config.model.path, self.adapter_weights()
         assert lora is not None, "there are no adapters"
         tensors = list(streamed)  # every rank takes part in the stream
@@ -332,7 +338,7 @@ class BaseEngine(EngineChecks, abc.ABC):
     def _write_hf(
         self, path: str, infos: Mapping[str, TensorInfo], family: Family | None, hf_config: Mapping[str, Any]
     ) -> None:
-        """What `export_hf` does with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective."""
+        """Does `export_hf` with the tensors of `hf_weights`, of which `infos` says dtypes and shapes. Collective."""
         writer: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.is_main:
             changes = self._config_changes(family, hf_config)

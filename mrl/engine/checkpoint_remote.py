@@ -47,9 +47,9 @@ def probe(url: str) -> None:
 def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> str:
     """Copies the whole checkpoint at `path` to `url/step_XXXXXXXX`, its marker last. Returns that URL.
 
-    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too. protect:
-    names of folders that stay as well. After an error of the file system the copy is begun again after each of PAUSES_S;
-    then CheckpointError.
+    keep: newest whole checkpoints that stay at the URL, None for all; a half copy, which a kill left, goes too.
+    protect: names of folders that stay as well. After an error of the file system the copy is begun again after each of
+    PAUSES_S; then CheckpointError.
     """
     return _persist(
         lambda: _upload(path, url, keep, protect),
@@ -59,7 +59,7 @@ def upload(path: str, url: str, *, keep: int | None = None, protect: Collection[
 
 
 def name_best(url: str, name: str) -> None:
-    """Writes `url/best`, the name of the best checkpoint yet, where that one is at the URL. Tried again as an upload is."""
+    """Writes `url/best`, the name of the best checkpoint yet, where that one is there. Tries again as `upload` does."""
 
     def write() -> None:
         files, base = _open(url)
@@ -108,7 +108,7 @@ def _upload(path: str, url: str, keep: int | None, protect: Collection[str]) -> 
 
 
 def ensure(path: str, url: str, *, keep: int | None = None, protect: Collection[str] = ()) -> None:
-    """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between the save and its copy."""
+    """Uploads the checkpoint at `path` unless `url` has it whole: a kill may have come between a save and its copy."""
     marker = atomic_checkpoint.validate(path)
     files, base = _open(url)
     files.invalidate_cache()
@@ -199,7 +199,7 @@ def _delete(files: fsspec.AbstractFileSystem, path: str) -> None:
 
 
 def locate(local: str, remote: str | None, *, backend: str) -> str:
-    """The folder to load from: what `remote` has, fetched into `local`, else the newest whole one in `local`. For one rank.
+    """Returns the folder to load: what `remote` has, fetched into `local`, else the newest whole one. For one rank.
 
     Raises CheckpointError where there is none, or it is damaged, foreign or of another backend.
     """

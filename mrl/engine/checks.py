@@ -34,8 +34,8 @@ class EngineChecks:
     def check_config(cls, model: ModelConfig, engine: EngineConfig) -> None:
         """Raises ConfigError where a config asks for what this engine does not do.
 
-        This one refuses every key that is not at its default, but for those that all engines read and those in `supports`.
-        An engine that looks at values, too, overrides it and calls it.
+        This one refuses every key that is not at its default, but for those that all engines read and those in
+        `supports`. An engine that looks at values, too, overrides it and calls it.
         """
         check_supported(cls.backend, cls.supports, model, engine)
 

@@ -135,7 +135,7 @@ def add_over(sums: Mapping[str, float], group: dist.ProcessGroup | None) -> dict
 
 
 def in_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]], batch: Batch) -> Predictions:
-    """Joins token-aligned predictions of parts of `batch` and puts them in its order. order: the sequences of each part."""
+    """Joins token-aligned predictions of parts of `batch`, in its order. order: the sequences of each part."""
     starts = batch.cu_seqlens.tolist()
     where = [torch.arange(starts[i], starts[i + 1]) for indices in order for i in indices]
     at = torch.cat(where) if where else torch.zeros(0, dtype=torch.int64)
@@ -155,7 +155,7 @@ def share_of(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
 
 
 def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup | None) -> Predictions:
-    """Inverse of `share_of`: the predictions of all ranks of the data-parallel group, in the order of the global batch."""
+    """Undoes `share_of`: joins the predictions of all data-parallel ranks, in the order of the global batch."""
     shares = balanced_shards(batch.lengths.tolist(), dist.get_world_size(group))
     if len(shares) == 1:
         return in_batch_order([predictions], shares, batch)

@@ -1,17 +1,18 @@
 """Continuous batching: which tokens of which sequences each forward of a generation takes. No tensors.
 
-Every running sequence has a row of a key/value cache of fixed size. A step feeds one token of each sequence that is past
-its prompt, and a bounded number of prompt tokens of those that are not; a finished sequence leaves, a waiting one takes
-its place. Sequences are in row order: those with one new token first, in rows 0, 1, ..., then those with prompts, of
-which only the last can be fed in part. Prompts that are equal (the samples of a group) are fed once: while a sequence
-with the same prompt runs, a new one copies its row and feeds the prompt's last token alone.
+Every running sequence has a row of a key/value cache of fixed size. A step feeds one token of each sequence that is
+past its prompt, and a bounded number of prompt tokens of those that are not; a finished sequence leaves, a waiting one
+takes its place. Sequences are in row order: those with one new token first, in rows 0, 1, ..., then those with prompts,
+of which only the last can be fed in part. Prompts that are equal (the samples of a group) are fed once: while a
+sequence with the same prompt runs, a new one copies its row and feeds the prompt's last token alone.
 
 Few completions are as long as they may be. So rows start short and many, and where one is full all become longer and
 fewer within the same memory; sequences that have no row any more wait, and are fed again from their first token. What
 they draw does not change by it.
 
-A conversation is several requests, each of which begins with all that was said before. Where the caller gives `KeptSequences`, the
-keys and values of a sequence that ends are copied out of its row, and back into one for the request that goes on with it.
+A conversation is several requests, each of which begins with all tokens of the one before. Where the caller gives
+`KeptSequences`, the keys and values of a sequence that ends are copied out of its row, and back into one for the
+request that goes on with it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,16 @@ FIRST_NEW_TOKENS = 256
 
 @dataclasses.dataclass(eq=False)
 class _Running:
-    """A request at work. context: its prompt and what followed. cached: how many of these the cache has. kept: how many of its
-    prompt are kept from an earlier request."""
+    """A request at work."""
 
     request: GenerateRequest
-    index: int
+    index: int  # in the caller's list
     prompt: tuple[int, ...]
-    context: list[int]
+    context: list[int]  # the prompt and what followed
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    kept: int = 0
-    cached: int = 0
-    row: int = -1
+    kept: int = 0  # tokens of the prompt that are kept from an earlier request
+    cached: int = 0  # tokens of the context that the cache has
+    row: int = -1  # of the cache
     finished: bool = False
 
     @property
@@ -62,20 +62,18 @@ class _Running:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One forward. Row `i` of the cache belongs to sequence `i`.
-
-    shape: (rows, places of a row) of the cache from this forward on; None for as it is. copies: (source row, target row,
-    places), to be made in order before the shape changes and the forward is made. restored: (row, key) of sequences whose keys and
-    values are then put back into their rows (`KeptSequences.restore`). new: the tokens of each sequence. cached: how many tokens of each the cache has. sampled: the sequences whose last new token the next follows from.
-    """
+    """One forward. Row `i` of the cache belongs to sequence `i`."""
 
     shape: tuple[int, int] | None
+    """(rows, places of a row) of the cache from this forward on; None for as it is."""
     copies: list[tuple[int, int, int]]
-    new: list[list[int]]
-    cached: list[int]
-    sampled: list[int]
+    """(source row, target row, places), made in order before the shape changes and the forward is made."""
+    new: list[list[int]]  # the tokens of each sequence
+    cached: list[int]  # how many tokens of each sequence the cache has
+    sampled: list[int]  # the sequences whose last new token the next follows from
     sequences: list[_Running]
     restored: list[tuple[int, SamplingKey]] = dataclasses.field(default_factory=list)
+    """(row, key) of sequences whose keys and values are then put back into their rows (`KeptSequences.restore`)."""
 
     @property
     def ended(self) -> list[_Running]:
@@ -166,7 +164,7 @@ class Schedule:
         return Step(shape, copies, new, cached, sampled, self.running, restored)
 
     def _grow(self) -> tuple[int, int] | None:
-        """Longer rows where a sequence has filled its own; the shortest sequences wait again where rows become too few."""
+        """Makes rows longer where a sequence has filled its own; the shortest wait where rows become too few."""
         needed = max((len(s.context) for s in self.running), default=0)
         if needed <= self.length:
             return None
@@ -181,7 +179,7 @@ class Schedule:
         return self.rows, self.length
 
     def _admit(self, left: int) -> tuple[list[_Running], list[_Running]]:
-        """Takes from the waiting: those whose prompt another has in the cache, and those with `left` prompt tokens in all."""
+        """Takes from the waiting: those whose prompt is in the cache, and those with `left` prompt tokens in all."""
         followers, fresh, kept = [], [], []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():

@@ -3,11 +3,12 @@
 An engine hands over its local tensors before and after the step; nothing here knows how they are split. A tensor is
 compared by a 64-bit checksum of its bits, so no second copy of the weights is held.
 
-Each rank's piece of a parameter is judged on its own: a piece that stayed as it was is a fault where its gradient would
-have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a long
-warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows that never occur of an embedding.
-A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token, or a tower that got no
-image. And an adapter `B A` starts with B = 0: until B has moved, the gradient of A is zero, which is said, and is no fault.
+Each rank's shard of a parameter is judged on its own: one that stayed as it was is a fault where its gradient would
+have moved it. Adam moves a weight `w` by about `lr * g / (|g| + eps)`, and where that is below the rounding of `w` (a
+long warm-up, a norm weight of 1) staying put is right, as it is where the gradient is zero: rows of an embedding that
+never occur. A parameter without any gradient, seen from all ranks, is a fault, but for an expert that got no token, or
+a tower that got no image. And an adapter `B A` starts with B = 0: until B has moved, the gradient of A is zero, which
+is no fault.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ gradients smaller and Adam's eps weigh more."""
 
 
 class Kind(enum.Enum):
-    """What a step can leave wrong with a parameter, as the sentence that a user reads; {} stands for `Problem.detail`."""
+    """What a step can leave wrong with a parameter, as a sentence for the user; {} stands for `Problem.detail`."""
 
     NOT_FINITE = "its gradient is not finite"
     NO_GRADIENT = "it has no gradient"
@@ -60,18 +61,13 @@ def faults(problems: Iterable[Problem]) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """One trainable parameter as this rank holds it, just before the step.
-
-    weight: the local piece of what the optimizer updates: the fp32 master where there is one. gradient: what it will
-    be updated with, of the same shape, or None where there is none. may_be_idle: a zero gradient is no fault
-    (experts, which see only the tokens routed to them). waits: it is an adapter's A, and this rank's piece of B is zero.
-    """
+    """One trainable parameter as this rank holds it, just before the step."""
 
     name: str
-    weight: Tensor
-    gradient: Tensor | None
-    may_be_idle: bool = False
-    waits: bool = False
+    weight: Tensor  # the local shard of what the optimizer updates: the fp32 master where there is one
+    gradient: Tensor | None  # what it will be updated with, of the same shape
+    may_be_idle: bool = False  # a zero gradient is no fault: experts see only the tokens routed to them
+    waits: bool = False  # it is an adapter's A, and this rank's shard of B is zero
 
 
 @dataclasses.dataclass
@@ -148,7 +144,7 @@ def _fault(found: list[Finding]) -> Kind | None:
 def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup | None) -> list[Problem]:
     """One for each tensor that is not bitwise the same on all ranks of `group`; on these ranks only.
 
-    Collective over `group`, whose ranks give the same names in the same order. Join the lists of all groups with `union`.
+    Collective over `group`, whose ranks give the same names in the same order. `union` joins the lists of all groups.
     """
     named = list(parameters)
     if not named or dist.get_world_size(group) == 1:
@@ -184,11 +180,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def hashes(words: Tensor, start: int) -> Tensor:
-    """[.., n] int64: a hash of each of the words [.., n], integers of any size, and its place, which counts from `start`.
+    """[.., n] int64: a hash of each of the words [.., n], integers of any size, and its place, counted from `start`.
 
-    Their sum needs a hash in which every bit counts everywhere: AdamW's first step moves all entries between two powers of
-    two by equally many roundings, so that a sum of linear functions of word and place stays as it was in 13 % of pieces of
-    4 entries (+ - - +).
+    Their sum needs a hash in which every bit counts everywhere: AdamW's first step moves all entries between two powers
+    of two by equally many roundings, so that a sum of linear functions of word and place stays as it was in 13 % of
+    shards of 4 entries (+ - - +).
     """
     places = torch.arange(start + 1, start + 1 + words.shape[-1], device=words.device)
     return splitmix.mix(places * splitmix.signed(splitmix.GAMMA) + words)

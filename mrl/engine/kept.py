@@ -1,4 +1,4 @@
-"""What stays of conversations between two calls of `BaseEngine.generate`, and which replica has it. No tensors are looked into."""
+"""What stays of conversations between two calls of `BaseEngine.generate`, and which replica has it. No tensors."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Ended(Protocol):
 
 
 class KeptSequences:
-    """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on with them.
+    """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
 
-    A request goes on with the sequence of its key, which no other has, where its tokens begin with that sequence's. What no request of a call goes on with
-    is forgotten. Weights must not change between the calls. room: tokens that each replica of the model keeps at most, beside the cache_tokens of the
-    call; a sequence that finds none free is fed from its first token again.
+    A request goes on with the sequence of its key, which no other has, where its tokens begin with that sequence's.
+    What no request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that
+    each replica of the model keeps at most, beside the cache_tokens of the call; a sequence that finds none free is fed
+    from its first token again.
     """
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self._copies: dict[
-            SamplingKey, tuple[list[int], list[Any]]
-        ] = {}  # tokens, and a copy for each chunk of the model
+        # tokens, and a copy for each chunk of the model
+        self._copies: dict[SamplingKey, tuple[list[int], list[Any]]] = {}
         self._replicas: dict[SamplingKey, int] = {}
 
     @property
@@ -52,7 +52,7 @@ class KeptSequences:
         return sum(len(tokens) for tokens, _ in self._copies.values())
 
     def share(self, requests: Sequence[GenerateRequest], part: int, parts: int) -> list[int]:
-        """As the function `share`, but a request stays with the replica that has had its key before, where anything is kept."""
+        """As the function `share`; but where anything is kept, a request stays with the replica that had its key."""
         if not self.room:
             return list(share(len(requests), part, parts))
         fresh = [request.key for request in requests if request.key not in self._replicas]
@@ -77,7 +77,7 @@ class KeptSequences:
             cache.put_row(row, self._copies[key][1][chunk])
 
     def keep(self, ended: Sequence[Ended], caches: Sequence[Rows]) -> None:
-        """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks of the model."""
+        """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks."""
         for s in ended:
             key = s.request.key
             if self.tokens - self.length(key) + s.cached <= self.room:

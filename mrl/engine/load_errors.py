@@ -1,4 +1,4 @@
-"""What goes wrong where torch.distributed.checkpoint reads: a module of its own, because importing that takes half a second."""
+"""What goes wrong where torch.distributed.checkpoint reads: apart, because importing that takes half a second."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class VocabShard:
 
 @dataclasses.dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of what its output layer gives: `scale * x`, and of that `softcap * tanh(z / softcap)` where it is set."""
+    """What a model makes of its output layer's numbers: `scale * x`, of that `softcap * tanh(z / softcap)` if set."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -78,16 +78,17 @@ def log_probs_from_hidden(
     reduce_hidden_grad: bool = True,
     rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and the entropy of each distribution if asked for.
+    """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and each distribution's entropy if asked.
 
-    hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T] global
-    ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64) each, the
-    same on every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A label that no
-    rank holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all others give 0; None: of all.
+    hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T]
+    global ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64)
+    each, the same on every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A
+    label that no rank holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all
+    others give 0; None: of all.
 
-    keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there;
-    None keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each
-    rank's part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
+    keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there; None
+    keeps them while they are small. reduce_hidden_grad: sum hidden's gradient over the group; False leaves each rank's
+    part to a caller whose own backward reduces it (sequence parallelism reduce-scatters).
     """
     columns = weight.shape[0]
     count = hidden.shape[0] if rows is None else rows.shape[0]
@@ -124,7 +125,7 @@ class _Spec:
         assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
-        """The real columns by the rule and divided by the temperature, in fp32 or better; a new tensor where that changes anything."""
+        """The real columns by the rule, divided by the temperature, in fp32 or better; new if that changes anything."""
         logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
         logits_CV = self.rule(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)))
         return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV

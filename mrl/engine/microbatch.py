@@ -41,10 +41,10 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
-    """Tokens of a micro-batch, where no number of sequences is set. tokens: engine.micro_batch.tokens; longest: sequence at hand.
+    """Tokens of a micro-batch, where no number of sequences is set.
 
-    A model that never trains takes a longer sequence too: a reward model renders conversations by its own template, whose
-    length no key bounds.
+    tokens: engine.micro_batch.tokens. longest: the longest sequence at hand; a model that never trains takes a longer
+    one than `tokens`, too: a reward model renders conversations by its own template, whose length no key bounds.
     """
     if tokens is None:
         return max(4096, longest)

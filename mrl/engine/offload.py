@@ -1,8 +1,8 @@
 """Host memory for parameters, gradients and optimizer state that are not in use.
 
-Many objects hold views of the same memory: megatron lays parameters and gradients into a few flat buffers, FSDP keeps its
-shards in several places. So nothing is replaced: a storage is copied to host memory and shrunk to nothing, and later grown
-and filled again; every view stays valid.
+Many objects hold views of the same memory: megatron lays parameters and gradients into a few flat buffers, FSDP keeps
+its shards in several places. So nothing is replaced: a storage is copied to host memory and shrunk to nothing, and
+later grown and filled again; every view stays valid.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 
 class Offload:
-    """Which state is where. kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what
-    there is of each of KINDS, asked anew at each move."""
+    """Which state is where.
+
+    kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what there is of each
+    of KINDS, asked anew at each move.
+    """
 
     def __init__(self, kinds: Sequence[str], tensors: Mapping[str, Callable[[], Iterable[Tensor]]]) -> None:
         assert set(tensors) == set(KINDS), sorted(tensors)

@@ -44,8 +44,8 @@ class Generators:
         return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Puts the process's generators there. Another type of device cannot go on bitwise, nor read the other's state: its
-        generator stays as it is."""
+        """Puts the process's generators there. Where the type of device is another, its generator stays as it is:
+        neither can read the other's state."""
         torch.set_rng_state(states["host"])
         random.setstate(states["python"])
         if self.device.type == "cuda" and states["device_type"] == "cuda":

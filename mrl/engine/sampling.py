@@ -1,12 +1,13 @@
-"""Which token follows: a pure function of logits, parameters and a key, the same wherever and beside whatever it is computed.
+"""Which token follows: a pure function of logits, parameters and a key, the same wherever and beside whatever it runs.
 
-Dimensions: `S` sequences, `V` columns of the vocabulary that this rank holds, `W` 64-bit words of noise, `C` candidates.
+Dimensions: `S` sequences, `V` columns of the vocabulary that this rank holds, `W` 64-bit words of noise, `C`
+candidates.
 
 **Noise.** Token `argmax_v (z_v + g_v)` is a draw from softmax(z) where the `g_v = -log(-log u_v)` are independent
-(Gumbel-max; Maddison et al., 2014, 1411.0030). `u_v` is the half `v % 2` of word `v // 2` of a SplitMix64 sequence (Steele
-et al., 2014) that starts at a hash of (seed, step, prompt, sample, position). No generator has a state, so a draw does not
-depend on what else is in the batch, on which rank holds which columns, or on the device. Layouts round logits
-differently; in fp32 that turns a near tie, and with it the choice, in about one of a million tokens.
+(Gumbel-max; Maddison et al., 2014, 1411.0030). `u_v` is the half `v % 2` of word `v // 2` of a SplitMix64 sequence
+(Steele et al., 2014) that starts at a hash of (seed, step, prompt, sample, position). No generator has a state, so a
+draw does not depend on what else is in the batch, on which rank holds which columns, or on the device. Layouts round
+logits differently; in fp32 that turns a near tie, and with it the choice, in about one of a million tokens.
 
 **Filters**, in the order of transformers: the temperature divides; top_k keeps the k largest; top_p keeps the fewest
 largest whose probabilities, normalised over what top_k left, reach p (Holtzman et al., 2020); min_p keeps what has at
@@ -59,7 +60,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class SamplingKey(NamedTuple):
-    """What the noise of a completion follows from: integers of 64 bits. Two completions with one key and prompt are equal."""
+    """What the noise of a completion follows from: 64-bit integers. Two completions of one key and prompt are equal."""
 
     seed: int = 0
     step: int = 0
@@ -97,19 +98,15 @@ def gumbel(keys: Tensor, start: int, count: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-    """What the sequences of a batch are sampled with; tensors [S] on the device of the logits, None where no row has any.
+    """What a batch is sampled with: tensors [S] on the device of the logits, None where no row has any."""
 
-    temperature: 1 for greedy rows. random: which rows are not greedy. noise_keys: int64. top_k (0), top_p (1), min_p (0).
-    candidates: how many of the largest logits their bounds are first looked for among.
-    """
-
-    noise_keys: Tensor | None
-    random: Tensor | None
-    temperature: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    candidates: int
+    noise_keys: Tensor | None  # int64
+    random: Tensor | None  # which rows are not greedy
+    temperature: Tensor | None  # 1 for greedy rows
+    top_k: Tensor | None  # 0: none
+    top_p: Tensor | None  # 1: none
+    min_p: Tensor | None  # 0: none
+    candidates: int  # how many of the largest logits the filters' bounds are first looked for among
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], noise_keys: Sequence[int], device: torch.device) -> "SamplingRows":
@@ -136,8 +133,8 @@ class SamplingRows:
 def choose(logits: Tensor, rows: SamplingRows, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """(next token [S] int64, its log-probability [S] fp64) from local columns [S, V] of the logits.
 
-    The log-probability is that of the model at the temperature, before any filter: log_softmax(logits / temperature), which
-    is what a trainer computes again (at temperature 0 as at 1). The same on every rank of the group.
+    The log-probability is that of the model at the temperature, before any filter: log_softmax(logits / temperature),
+    which is what a trainer computes again (at temperature 0 as at 1). The same on every rank of the group.
     """
     z = logits[:, : shard.num_valid(logits.shape[1])].float()
     if z.shape[1] == 0:  # this rank holds nothing but padding

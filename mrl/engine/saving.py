@@ -1,4 +1,4 @@
-"""A checkpoint of all ranks: the folder (engine/atomic_checkpoint.py), its copy at a URL, and whoever writes into it or reads."""
+"""A checkpoint of all ranks: its folder (engine/atomic_checkpoint.py), its copy at a URL, who writes and reads it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def save(
     keep: int | None = None,
     protect: Collection[str] = (),
 ) -> str:
-    """Saves `root/step_XXXXXXXX`, whole or not at all, and copies it to the URL `remote`. Returns that folder. Collective.
+    """Saves `root/step_XXXXXXXX`, whole or not at all, and copies it to the URL `remote`. Collective; returns it.
 
-    write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect: as in
-    `atomic_checkpoint.writing`.
+    write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect:
+    as in `atomic_checkpoint.writing`.
     """
     with atomic_checkpoint.writing(
         root, step, backend=backend, ranks=all_ranks(), keep=keep, protect=protect
@@ -41,10 +41,10 @@ def save(
 
 @contextlib.contextmanager
 def loading(path: str, *, backend: str, remote: str | None = None, delete_local: bool = False) -> Iterator[str]:
-    """The folder to read: the newest whole checkpoint of `path` (or `path` itself), or what `remote` has. Collective.
+    """Gives the folder to read: the newest whole checkpoint of `path`, or `path`, or what `remote` has. Collective.
 
-    Every file has been read and found whole. Raises CheckpointError on every rank where there is none, it is damaged, or of
-    another backend. delete_local: it is deleted when all ranks have read it.
+    Every file has been read and found whole. Raises CheckpointError on every rank where there is none, it is damaged,
+    or of another backend. delete_local: it is deleted when all ranks have read it.
     """
     found = on_main(lambda: checkpoint_remote.locate(path, remote, backend=backend))
     atomic_checkpoint.verify(found, all_ranks())
@@ -58,7 +58,7 @@ def loading(path: str, *, backend: str, remote: str | None = None, delete_local:
 def starting_weights(
     path: str, family: Family, hf_config: HFConfig, *, head: str, trained: bool
 ) -> Iterator[Callable[[str], Any]]:
-    """`stored_weights`; each file of a folder that `mrl convert import` made is read first and its checksum compared. Collective.
+    """Gives `stored_weights`, after the checksums of the files of an imported folder have been compared. Collective.
 
     Raises CheckpointError on every rank where one of them is damaged.
     """

@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele et al., 2014): a bijection of 64-bit words in which every bit of the input turns every bit of the output.
+"""SplitMix64 (Steele et al., 2014): a bijection of 64-bit words; every bit of the input turns every bit of the output.
 
 Words are int64 tensors, whose arithmetic wraps around, or integers from 0 to 2**64 - 1.
 """

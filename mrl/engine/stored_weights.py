@@ -38,7 +38,7 @@ def stored_weights(
 
 
 def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
-    """Tensors of the folder `path`, Hugging Face or imported, that engines leave unread: of layers that predict further tokens."""
+    """The tensors of MTP layers, which engines leave unread, of the folder `path`, Hugging Face or imported."""
     if not announced(hf_config):
         return []
     if is_imported(path):
@@ -53,8 +53,10 @@ def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig)
 def open_imported(
     path: str | Path, family: Family, hf_config: HFConfig, companions: str | Path | None = None
 ) -> McoreReader:
-    """The weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine. companions: the folder that
-    `hf_config` is from, if it is another."""
+    """Opens the weights of a folder of `mrl convert import` or of a checkpoint of the Megatron engine.
+
+    companions: the folder that `hf_config` is from, if it is another.
+    """
     about = read_description(path)["architecture"]
     check_architecture(about, family, hf_config, companions or path)
     stored = TorchDistReader(Path(path) / FOLDER)

@@ -124,7 +124,9 @@ class Seen:
     to_host: int = 0
     samples_mb: int | None = 0
 
-    def note_generate(self, dispatch: WorkerDispatch, role: str, requests: Any, *, told: Any, **limits: int) -> None:
+    def note_generate(
+        self, dispatch: WorkerDispatch, role: str, requests: Any, *, progress: Any, **limits: int
+    ) -> None:
         self.limits, self.generated = limits, self.generated + 1
 
     def note_score(self, scorer: Scorer, *_: Any) -> None:

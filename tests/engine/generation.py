@@ -75,10 +75,12 @@ def samples_as_hugging_face(config: RoleConfig, expected: list[tuple[list[int], 
     """The tokens are those that one process would draw; log-probs are those of a forward at the temperature (trap 19)."""
     engine = make_engine(config)
     requests = sampled_requests()
-    told: list[tuple[int, int]] = []
-    completions = engine.generate(requests, told=lambda done, of: told.append((done, of)))
+    done_of: list[tuple[int, int]] = []
+    completions = engine.generate(requests, progress=lambda done, of: done_of.append((done, of)))
     assert [(c.tokens, c.finished) for c in completions] == expected
-    assert told == sorted(told) and told[-1][0] == told[-1][1] <= len(requests), "all of this replica's share"
+    assert done_of == sorted(done_of) and done_of[-1][0] == done_of[-1][1] <= len(requests), (
+        "all of this replica's share"
+    )
     check_log_probs(engine, requests, completions)
 
 

@@ -25,7 +25,7 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Predictions,
-    tell_nobody,
+    no_progress,
 )
 from mrl.engine.fsdp import dcp_checkpoint, forward, generate
 from mrl.engine.fsdp.checks import FSDPChecks, check_shared_sequences
@@ -263,7 +263,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
-        told: Callable[[int, int], None] = tell_nobody,
+        progress: Callable[[int, int], None] = no_progress,
         kept: KeptSequences | None = None,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
@@ -279,7 +279,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
                 any_rank=bool if alone else lambda here: bool(self.max_over_ranks(here)[0]),
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
-                told=told,
+                progress=progress,
                 kept=kept,
                 rule=self.model.rule,
             )

@@ -29,7 +29,7 @@ def generate(
     any_rank: Callable[[bool], bool],
     cache_tokens: int,
     prefill_tokens: int,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
     kept: KeptSequences,
     rule: LogitRule,
 ) -> dict[int, Completion]:
@@ -46,7 +46,7 @@ def generate(
         kept.restore(step.restored, cache)
         schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device, rule)))
         kept.keep(step.ended, [cache])
-        told(schedule.completed, len(requests))
+        progress(schedule.completed, len(requests))
     return dict(schedule.completions())
 
 

@@ -29,8 +29,8 @@ _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
     """The adapters that `lora` stands for on the model of a Hugging Face folder, by the name of what each adapts.
 
-    head: "lm" or "value". Only config.json is read. Raises ConfigError where a part of the selection matches nothing, or
-    it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
+    head: "lm" or "value". Only config.json is read. Raises ConfigError where a part of the selection matches nothing,
+    or it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
     experts that transformers holds as one parameter, that parameter's, as `model.layers.0.mlp.experts.gate_up_proj`.
     """
     from mrl.engine.lora.selection import injection  # peft is slow to import: only a model with adapters waits for it
@@ -39,7 +39,7 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
 
 
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the file of the adapters that `lora` stands for on the model of a Hugging Face folder, with its shape."""
+    """The shape of every tensor of the adapter file that `lora` stands for on the model of a Hugging Face folder."""
     from mrl.engine.lora.selection import injection  # as above
 
     found = injection(model_folder, lora, head)
@@ -54,10 +54,10 @@ def write_adapter(
     *,
     head: str = "lm",
 ) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained(base model, path)` loads, tokenizer and chat template beside it.
+    """Writes a folder that `peft.PeftModel.from_pretrained(base model, path)` loads, with tokenizer and template.
 
-    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives it another
-    name. An interrupted write leaves no folder that loads.
+    tensors: what `BaseEngine.adapter_weights` gives. base_model_path: the folder of the base model; `name_base` gives
+    it another name. An interrupted write leaves no folder that loads.
     """
     from mrl.engine.lora.selection import injection  # as above
 
@@ -89,7 +89,7 @@ def write_adapter(
 
 
 def name_base(path: str | os.PathLike[str], name: str) -> None:
-    """Makes the adapter folder `path` say that its base is `name`, a folder or a hub id, where peft's users look it up."""
+    """Makes the adapter folder `path` say that its base is `name`, a folder or hub id, where peft's users see it."""
     config = Path(path) / CONFIG
     about = json.loads(config.read_text(encoding="utf-8"))
     about["base_model_name_or_path"] = os.path.abspath(name) if os.path.isdir(name) else name
@@ -109,7 +109,7 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
 
 
 def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
-    """The tensors of an adapter folder that has the adapters which `lora` stands for on the model of a Hugging Face folder.
+    """The tensors of an adapter folder that has the adapters which `lora` stands for on the model of a folder.
 
     Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
     """
@@ -121,9 +121,10 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differ:
         name = differ[0]
+        there, here = found.get(name, "absent"), expected.get(name, "absent")
         raise ModelError(
-            f"{path}: {name} is {found.get(name, 'absent')} there and {expected.get(name, 'absent')} with this config's model.lora "
-            f"({len(differ)} tensors differ); give the adapter's own rank and targets"
+            f"{path}: {name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ); "
+            "give the adapter's own rank and targets"
         )
     ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}
     theirs = {name: shape.scale for name, shape in shapes_of_folder(str(path), model_folder)[0].items()}
@@ -131,7 +132,7 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     if differ:
         name = differ[0]
         raise ModelError(
-            f"{path}: {CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} and this config's model.lora "
-            f"{ours[name]} ({len(differ)} adapters differ); give the adapter's own alpha and rslora"
+            f"{path}: {CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} and this config's "
+            f"model.lora {ours[name]} ({len(differ)} adapters differ); give the adapter's own alpha and rslora"
         )
     return tensors

@@ -47,9 +47,10 @@ def _hash(shapes: Mapping[str, Sequence[int]], read: Callable[[str], Any]) -> st
 
 
 def samples(names: Iterable[str]) -> list[str]:
-    """`SAMPLES` of the names: of each kind of tensor (a name without its layer and expert) as many as of any other, or all.
+    """`SAMPLES` of the names, or all: of each kind (a name without layer and expert) as many as of any other.
 
-    Which ones a hash of the name says: layers in regular steps would be of one kind where a model repeats a pattern of layers.
+    A hash of the name says which: layers in regular steps would be of one kind where a model repeats a pattern of
+    layers.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -60,8 +61,8 @@ def samples(names: Iterable[str]) -> list[str]:
 
 
 def _parts(shape: Sequence[int]) -> list[Any]:
-    """What is read of a tensor: a vector whole, of a matrix and of a stack of them the first, the middle and the last row or matrix,
-    and of a matrix in a stack one row."""
+    """What is read of a tensor: a vector whole; of a matrix and of a stack of them the first, the middle and the last
+    row or matrix, and of a matrix in a stack one row."""
     if len(shape) == 1:
         return [slice(None)]
     rows = sorted({0, shape[0] // 2, shape[0] - 1})
@@ -83,7 +84,7 @@ def facts(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dic
 
 
 def check_facts(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None, folder: str) -> None:
-    """Raises CheckpointError where the checkpoint in `folder` is of other adapters, or of the same over another base."""
+    """Raises CheckpointError where the checkpoint in `folder` is of other adapters, or of these over another base."""
     if saved is None and mine is None:
         return
     if saved is None or mine is None:
@@ -98,6 +99,6 @@ def check_facts(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None,
             )
     if saved["base"] != mine["base"]:
         raise CheckpointError(
-            f"{folder}: holds adapters over the base model {saved['path']}, and the weights of {mine['path']} are others; "
-            "give the base model as model.path"
+            f"{folder}: holds adapters over the base model {saved['path']}, and the weights of {mine['path']} are "
+            "others; give the base model as model.path"
         )

@@ -1,7 +1,7 @@
 """Which modules get an adapter: peft's to say.
 
-The Hugging Face model is built on the meta device, without memory, and peft injects into it; names, shapes and scales are
-read off the result. What peft leaves unsaid (a part of a selection that matches nothing) is an error here.
+The Hugging Face model is built on the meta device, without memory, and peft injects into it; names, shapes and scales
+are read off the result. What peft leaves unsaid (a part of a selection that matches nothing) is an error here.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ ADAPTER = "default"
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """What peft made of a selection. config: as peft resolved it, which is what a folder says. shapes: by name. hidden_size: of
-    the model, which is what a value head takes."""
+    """What peft made of a selection."""
 
-    config: peft.LoraConfig
-    shapes: Mapping[str, AdapterShape]
-    hidden_size: int
+    config: peft.LoraConfig  # as peft resolved it, which is what a folder says
+    shapes: Mapping[str, AdapterShape]  # by name
+    hidden_size: int  # of the model, which is what a value head takes
 
 
 @functools.lru_cache(maxsize=8)
@@ -95,7 +94,7 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
 def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
     """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head.
 
-    Raises ModelError where the folder's adapter_config.json is of something else than B A added to the weights of a model.
+    Raises ModelError where the folder's adapter_config.json is of something else than B A added to a model's weights.
     """
     _check_is_plain(path)
     config = peft.LoraConfig.from_pretrained(path)
@@ -116,8 +115,8 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
 def _check_is_plain(path: str) -> None:
     """Refuses adapters that are more than B A over the base as it is published.
 
-    An init that takes B A out of the base, or quantises it, leaves an adapter that is right over that other base alone; a folder that
-    peft converted (`path_initial_model_for_weight_conversion`) says true.
+    An init that takes B A out of the base, or quantises it, leaves an adapter that is right over that other base alone;
+    a folder that peft converted (`path_initial_model_for_weight_conversion`) says true.
     """
     file = Path(path) / CONFIG
     about = json.loads(file.read_text(encoding="utf-8"))
@@ -126,8 +125,9 @@ def _check_is_plain(path: str) -> None:
         raise ModelError(f"{file}: peft_type {kind!r} is not supported; give an adapter of peft_type 'LORA'")
     if init not in _INITS:
         raise ModelError(
-            f"{file}: init_lora_weights {init!r} changed the base, and B A is right over that other one alone; save the adapter with "
-            "peft's path_initial_model_for_weight_conversion, or the changed base with init_lora_weights true"
+            f"{file}: init_lora_weights {init!r} changed the base, and B A is right over that other one alone; save "
+            "the adapter with peft's path_initial_model_for_weight_conversion, or the changed base with "
+            "init_lora_weights true"
         )
     variants = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
     more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]  # it changes gradients
@@ -167,7 +167,7 @@ class Selection:
     def check(
         self, config: peft.LoraConfig, shapes: Mapping[str, AdapterShape], dropped: list[str], model: nn.Module
     ) -> None:
-        """Raises ConfigError for a part of the selection that has no effect, and for modules that get no adapter here."""
+        """Raises ConfigError for a part of the selection without effect, and for modules that get no adapter here."""
         resolved = config.target_modules or ()
         for entry in () if isinstance(self.lora.target_modules, str) else self.lora.target_modules:
             known = any(_is_end(entry, name) for name in (*self.names, *self.stacks))
@@ -273,8 +273,8 @@ def _meta_model(folder: str, head: str) -> nn.Module:
     ]
     if type(config) not in kind._model_mapping:
         raise ModelError(
-            f"config.json: model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are named by; set "
-            f"{'critic.model.lora to null' if head == 'value' else 'model.lora to null'}, or use another model"
+            f"config.json: model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are "
+            f"named by; set {'critic.model.lora' if head == 'value' else 'model.lora'} to null, or use another model"
         )
     with torch.device("meta"):
         return kind.from_config(config, dtype=torch.float32)

@@ -21,22 +21,17 @@ SCORE = PREFIX + "score.weight"
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShape:
-    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts.
-
-    peft_name: the module under which peft keeps A and B (of two parameters of one module, one wraps the other).
-    rank: of each expert's adapter where there are experts. scale: of B A. experts: E, or 0 for a plain matrix. transposed:
-    the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]. parameter: its full name where peft adapts a parameter, not a module.
-    """
+    """One adapter, of the weight `name.weight`, or of the parameter `name` where that is a stack of experts."""
 
     name: str
-    peft_name: str
+    peft_name: str  # the module under which peft keeps A and B (of two parameters of one module, one wraps the other)
     in_features: int
     out_features: int
-    rank: int
-    scale: float
-    experts: int = 0
-    transposed: bool = False
-    parameter: str | None = None
+    rank: int  # of each expert's adapter where there are experts
+    scale: float  # of B A
+    experts: int = 0  # E, or 0 for a plain matrix
+    transposed: bool = False  # the weight is held [I, O], not [O, I] (gpt2's), or the experts [E, I, O]
+    parameter: str | None = None  # its full name where peft adapts a parameter, not a module
 
     @property
     def a_name(self) -> str:
@@ -65,7 +60,7 @@ class AdapterShape:
         ]
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What the adapter adds to its weight, in that one's shape: [O, I] or [I, O], or a stack for experts. In the dtype of A and B."""
+        """What the adapter adds to its weight, in its shape: [O, I], [I, O] or a stack. In the dtype of A and B."""
         if not self.experts:
             delta = self.scale * (b @ a)
             return delta.mT if self.transposed else delta
@@ -79,7 +74,7 @@ class AdapterShape:
 
 
 def initial_a(shape: AdapterShape, seed: int) -> Tensor:
-    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), a function of the seed and the name alone. B is 0."""
+    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), by seed and name alone. B is 0."""
     digest = hashlib.sha256(f"{seed}:{shape.a_name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return (torch.rand(shape.a_shape, generator=generator) * 2 - 1) / math.sqrt(shape.in_features)

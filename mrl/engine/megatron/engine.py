@@ -26,7 +26,7 @@ from mrl.engine.base import (
     GenerateRequest,
     GradNorm,
     Predictions,
-    tell_nobody,
+    no_progress,
 )
 from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
@@ -251,13 +251,13 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         *,
         cache_tokens: int = CACHE_TOKENS,
         prefill_tokens: int = PREFILL_TOKENS,
-        told: Callable[[int, int], None] = tell_nobody,
+        progress: Callable[[int, int], None] = no_progress,
         kept: KeptSequences | None = None,
     ) -> list[Completion]:
         assert self.config.head == "lm", "a value head generates nothing"
         with self.eval_mode():
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
-            return generate.run(self.model, requests, **limits, told=told, kept=kept)
+            return generate.run(self.model, requests, **limits, progress=progress, kept=kept)
 
     def _stream(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self.offload.used(kind):

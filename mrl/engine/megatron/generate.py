@@ -35,7 +35,7 @@ def run(
     *,
     cache_tokens: int,
     prefill_tokens: int,
-    told: Callable[[int, int], None],
+    progress: Callable[[int, int], None],
     kept: KeptSequences | None,
 ) -> list[Completion]:
     """Completions in the order of the requests, on every rank."""
@@ -53,7 +53,7 @@ def run(
             step = DUMMY if schedule.done else schedule.next()
             schedule.take(step, *runner.forward(step))
             kept.keep(step.ended, runner.caches)
-            told(schedule.completed, len(mine))
+            progress(schedule.completed, len(mine))
     found = dict(schedule.completions())
     if replicas > 1:
         everyone: list[dict[int, Completion]] = [{}] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The data files of a distributed checkpoint (`torch_dist`), written from front to back, on one process, in bounded memory.
+"""The data files of a distributed checkpoint (`torch_dist`), written front to back, by one process, in bounded memory.
 
 A file's items are what `torch.save` writes. An item's bytes are streamed into its archive block by block.
 """
@@ -32,7 +32,7 @@ STORAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What a data file holds: a part of the tensor `key` that begins at `offsets`, or an object where offsets is None."""
+    """What a data file holds: a part of the tensor `key`, beginning at `offsets`, or an object if offsets is None."""
 
     key: str
     offsets: Shape | None
@@ -43,8 +43,8 @@ class Item:
 
 WRITE_BACK_BYTES, PAGE_BYTES = 2**23, 2**12
 WRITE_BYTES = 2**17
-"""Of one write: Linux gives a larger one larger pages, which a virtual machine may first have to ask its host for. Measured on
-Linux 6.18 in Firecracker: 4 GB in writes of 1 MB took 10.8 s, of 128 KB 1.9 s."""
+"""Bytes of one write. Linux gives a larger one larger pages, which a virtual machine may first have to ask its host
+for: 4 GB in writes of 1 MB took 10.8 s, of 128 KB 1.9 s (Linux 6.18 in Firecracker)."""
 
 
 class ItemFile:
@@ -150,7 +150,7 @@ def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
 
 
 def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
-    """The objects that megatron's linear modules have beside their weights; they hold nothing, and loading asks for them.
+    """The objects that megatron's linear modules have beside their weights: empty, and loading asks for them.
 
     The down-projections of latent attention are modules of ours (mrl/mcore_models/latent.py), and have none.
     """

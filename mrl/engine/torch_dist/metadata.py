@@ -1,4 +1,4 @@
-"""What makes data files (mrl/engine/torch_dist/data_files.py) an mcore distributed checkpoint (`torch_dist`): `.metadata` and two more.
+"""What makes data files (data_files.py, beside this) an mcore distributed checkpoint: `.metadata` and two more files.
 
 The files are those that megatron's dist_checkpointing writes and reads.
 """
@@ -51,6 +51,9 @@ def write_metadata(
     with (folder / ".metadata").open("wb") as out:
         pickle.dump(metadata, out)
     torch.save({}, folder / "common.pt")
-    facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+    facts = {
+        "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+        "common_backend": "torch", "common_backend_version": 1,
+    }  # fmt: skip
     (folder / "metadata.json").write_text(json.dumps(facts), encoding="utf-8")
     return [".metadata", "common.pt", "metadata.json"]

@@ -1,9 +1,9 @@
-"""Read a distributed checkpoint in torch's format (mcore's `torch_dist`, FSDP's), with no process group and no megatron.
+"""Reads a distributed checkpoint in torch's format (`torch_dist`, FSDP's) with no process group and no megatron.
 
 A folder holds `.metadata`, a pickle that says where each part of each tensor is, and data files whose items are each
-what `torch.save` writes: a zip archive whose one storage is stored as it is. Pickles are read by an unpickler that knows
-the few classes of the format and runs nothing else. Tensor bytes are read with `pread` at the moment that they are asked
-for, so memory holds no more than was asked for.
+what `torch.save` writes: a zip archive whose one storage is stored as it is. Pickles are read by an unpickler that
+knows the few classes of the format and runs nothing else. Tensor bytes are read with `pread` at the moment that they
+are asked for, so memory holds no more than was asked for.
 
 Format: `torch/distributed/checkpoint/{metadata,filesystem}.py` of torch 2.13, `torch/serialization.py`.
 """
@@ -89,7 +89,7 @@ class _OpenFile:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads `data.pkl` of a saved tensor as (shape, strides, storage offset, (dtype, key of the storage in the archive))."""
+    """Reads `data.pkl` of a saved tensor as (shape, strides, storage offset, (dtype, key of its storage))."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -161,7 +161,7 @@ class StoredTensor:
         return max((chunk.sizes[0] for chunk in self.chunks), default=0)
 
     def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
-        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those that are asked for."""
+        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those asked for."""
         if not self.shape:
             return self.chunks
         start, stop = region[0]
@@ -172,8 +172,8 @@ class StoredTensor:
 class TorchDistReader:
     """The tensors of the folder `path`, by their key in the checkpoint. Safe to use from several threads.
 
-    Raises CheckpointError, naming the folder, where it is missing, incomplete or damaged. That the bytes of the tensors are
-    those that were saved is for the checkpoint's checksums to tell. objects: keys of what is no tensor.
+    Raises CheckpointError, naming the folder, where it is missing, incomplete or damaged. That the bytes of the tensors
+    are those that were saved is for the checkpoint's checksums to tell. objects: keys of what is no tensor.
     """
 
     def __init__(self, path: str | Path) -> None:

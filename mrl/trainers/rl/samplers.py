@@ -41,7 +41,7 @@ def make_sampler(
 
         def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
             limits = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
-            limits |= {"prefill_tokens": rollout.prefill_tokens, "told": console.generated}
+            limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": console.generated}
             return dispatch.generate("actor", requests, **limits, **kept)
 
         return EngineSampler(generate, tokenizer, kept_tokens=kept_tokens)

@@ -282,7 +282,7 @@ class PlainEngine(BaseEngine):
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, cache_tokens=base.CACHE_TOKENS, prefill_tokens=base.PREFILL_TOKENS,
-        told: Callable[[int, int], None] = base.tell_nobody, kept: base.KeptSequences | None = None,
+        progress: Callable[[int, int], None] = base.no_progress, kept: base.KeptSequences | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Nothing is cached or kept: each token takes a forward of all before it."""
         check_room(requests, cache_tokens)
@@ -291,7 +291,7 @@ class PlainEngine(BaseEngine):
             weights, found = self.model.cast(), []
             for number, i in enumerate(mine, start=1):
                 found.append(self._complete(requests[i], weights))
-                told(number, len(mine))
+                progress(number, len(mine))
         everyone: list[list[Completion]] = [[]] * self.dp_size
         dist.all_gather_object(everyone, found)
         return [completion for part in everyone for completion in part]
