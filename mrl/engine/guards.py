@@ -72,7 +72,7 @@ class Watched:
 
 @dataclasses.dataclass
 class Finding:
-    """What one rank knows of its piece of a parameter; has_gradient to should_change are from before the step."""
+    """What one rank knows of its shard of a parameter; has_gradient to should_change are from before the step."""
 
     checksum: int
     has_gradient: bool
@@ -108,7 +108,7 @@ def inspect(parameters: Iterable[Watched], *, lr: float, eps: float) -> dict[str
 def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]) -> list[Problem]:
     """One for each parameter that failed, the same list on every rank. Collective over the default group.
 
-    weights: names and local pieces as in `inspect`, after the step.
+    weights: names and local shards as in `inspect`, after the step.
     """
     for name, weight in weights:
         findings[name].changed = checksum(weight) != findings[name].checksum
@@ -126,7 +126,7 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
 
 
 def _fault(found: list[Finding]) -> Kind | None:
-    """What is wrong with one parameter, from every rank that holds a piece of it."""
+    """What is wrong with one parameter, from every rank that holds a shard of it."""
     if not all(f.finite for f in found):
         return Kind.NOT_FINITE
     if not any(f.has_gradient for f in found):

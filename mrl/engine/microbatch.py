@@ -1,4 +1,4 @@
-"""How a mini-batch is cut: into shares of the data-parallel ranks, and a share into micro-batches.
+"""How a mini-batch is divided: into shares of the data-parallel ranks, and a share into micro-batches.
 
 Pure arithmetic on lengths. Everything is a function of its arguments alone, so ranks that are given the same
 lengths agree without talking. A micro-batch is a list of indices into `lengths`; an empty list is a micro-batch
@@ -127,7 +127,7 @@ def _by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def _even_runs(order: Sequence[int], count: int) -> list[list[int]]:
-    """`order` cut into `count` runs whose sizes differ by at most one."""
+    """`order` divided into `count` runs whose sizes differ by at most one."""
     base, surplus = divmod(len(order), count)
     starts = [i * base + min(i, surplus) for i in range(count + 1)]
     return [list(order[a:b]) for a, b in zip(starts, starts[1:], strict=False)]

@@ -3,11 +3,11 @@
 Dimensions: `T` tokens of a micro-batch on this rank, `H` query heads and `G` key/value groups on this tensor-parallel
 rank, `D` head size, `S` sequences, `L` length of a sequence.
 
-Tokens come end to end, [T, 1, H, D], and a layout object that travels as megatron's `packed_seq_params` says which belong
-together: `PackedLayout` for training and log-probs (a padded micro-batch is the case of equal lengths and runs as one
-batch), `CacheLayout` for generation. Without one, the input is megatron's own [L, S, H, D], optionally left-padded.
-Context parallelism: each rank holds segments `r` and `2*cp-1-r` of the `2*cp` segments of every sequence (the zigzag
-that balances causal work); keys and values are gathered over the group and queries stay where they are.
+Tokens come end to end, [T, 1, H, D], and a layout object that travels as megatron's `packed_seq_params` says which
+belong together: `PackedLayout` for training and log-probs (a padded micro-batch is the case of equal lengths and runs
+as one batch), `CacheLayout` for generation. Without one, the input is megatron's own [L, S, H, D], optionally
+left-padded. Context parallelism: each rank holds segments `r` and `2*cp-1-r` of the `2*cp` segments of every sequence
+(the zigzag that balances causal work); keys and values are gathered over the group and queries stay where they are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PackedLayout(PackedSeqParams):
     def make(
         cls, lengths: Sequence[int], padded: Sequence[int], *, positions: Tensor, qkv_format: str = "sbhd"
     ) -> "PackedLayout":
-        """For sequences of `lengths` real tokens that occupy `padded` places each. qkv_format "thd" is for transformer-engine."""
+        """For sequences of `lengths` tokens in `padded` places each. qkv_format "thd" is for transformer-engine."""
 
         def starts(sizes: Sequence[int]) -> Tensor:
             return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0).to(torch.int32).to(positions.device)
@@ -156,9 +156,9 @@ class SdpaAttention(MegatronModule):
         parts = []
         runs = packed_seq_params.runs
         # split, not slices: the gradients of slices are each as long as the micro-batch
-        pieces = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
-        for (_, count, length), *piece in zip(runs, *pieces, strict=True):
-            q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in piece)  # [count, heads, length, D]
+        split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
+        for (_, count, length), *run in zip(runs, *split, strict=True):
+            q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in run)  # [count, heads, length, D]
             if self.window is None or self.window >= length:
                 out = self._attend(q, k, v, None, causal=True)
             else:
@@ -209,7 +209,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(parts).unsqueeze(1)
 
     def _left_padded(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> Tensor:
-        """query [Lq, S, H, D], key and value [Lk, S, G, D]; padding [S, >=Lk] bool, True at left padding. [Lq, S, H*D]."""
+        """query [Lq, S, H, D], key, value [Lk, S, G, D]; padding [S, >=Lk] bool, True at left padding. [Lq, S, H*D]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         mask = causal_mask(q.shape[2], k.shape[2], self.window, q.device)[None, None]
         if padding is not None:

@@ -1,7 +1,7 @@
 """HF config and layout -> TransformerConfig and this rank's chunks of GPTModel.
 
-`cpu_stand_in.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the layout's
-groups before `build_chunks` is called.
+`cpu_stand_in.prepare()` must have run before this module is imported, and megatron's parallel_state must hold the
+layout's groups before `build_chunks` is called.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
             "pipeline_model_parallel_layout": stages,
             "variable_seq_lengths": True,  # packed micro-batches differ in length
             "moe_token_dispatcher_type": "alltoall",  # dense models too: megatron checks it beside variable lengths
-            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross: gradients
-            # are wrong in silence. Separate sends, each with its own tag order, are right.
+            # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross:
+            # gradients are wrong in silence. Separate sends, each with its own tag order, are right.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": dims.vpp > 1,
         }
@@ -142,10 +142,10 @@ def build_chunks(
             if dims.vpp > 1:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
             model = Model(
-                config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)), vocab_size=padded_vocab,
-                max_sequence_length=hf.get("max_position_embeddings") or 0, pre_process=chunk.has_embedding,
-                post_process=chunk.has_output, share_embeddings_and_output_weights=tied, position_embedding_type="rope",
-                pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
+                config=config, transformer_layer_spec=layers.block_spec(config, list(chunk.layers)),
+                vocab_size=padded_vocab, max_sequence_length=hf.get("max_position_embeddings") or 0,
+                pre_process=chunk.has_embedding, post_process=chunk.has_output, position_embedding_type="rope",
+                share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=v if dims.vpp > 1 else None,
             )  # fmt: skip
             model.rotary_pos_emb = layers.Rotary(inverse, groups.cp)
             for layer in model.decoder.layers:
@@ -166,9 +166,9 @@ def build_chunks(
 def _experts_keep_their_sums(model: Model) -> None:
     """Experts with biases lie on one rank each (`check_layout`): there is nothing to sum over tensor-parallel ranks.
 
-    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input. It sums the
-    bias' gradient over the ranks of a sequence, where the experts' replicas are summed already; and it leaves it out of the
-    gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it.
+    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input. It
+    sums the bias' gradient over the ranks of a sequence, where the experts' replicas are summed already; and it leaves
+    it out of the gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:

@@ -18,12 +18,11 @@ class Config(TransformerConfig):
 
 @dataclasses.dataclass
 class LatentConfig(MLATransformerConfig):
-    """With multi-head latent attention. rope_interleave: channels that turn together are neighbours. latent_scale: of the
-    products of queries and keys."""
+    """With multi-head latent attention."""
 
     qk_norm_over_heads: bool = False
-    rope_interleave: bool = True
-    latent_scale: float = 1.0
+    rope_interleave: bool = True  # channels that turn together are neighbours
+    latent_scale: float = 1.0  # of the products of queries and keys
 
 
 def config_class(fields: dict) -> type[Config] | type[LatentConfig]:

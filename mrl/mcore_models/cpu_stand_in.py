@@ -32,8 +32,8 @@ _FACTORIES = (
 _MODULES = tuple(
     f"megatron.core.{name}"
     for name in (
-        "parallel_state", "models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer", "optimizer",
-        "distributed", "pipeline_parallel", "dist_checkpointing", "inference.contexts",
+        "parallel_state", "models.gpt.gpt_model", "models.gpt.gpt_layer_specs", "transformer.moe.moe_layer",
+        "optimizer", "distributed", "pipeline_parallel", "dist_checkpointing", "inference.contexts",
     )
 )  # fmt: skip
 _prepared = False
@@ -182,7 +182,7 @@ def _replace_tensor_creation() -> None:
 
 
 def _complete_gloo() -> None:
-    """gloo's all_gather wants equal sizes; expert dispatch under tensor parallelism gathers unequal ones: pad and slice."""
+    """gloo's all_gather wants equal sizes, and expert dispatch under tensor parallelism has others: pads and slices."""
     all_gather = dist.all_gather
 
     @functools.wraps(all_gather)
@@ -233,7 +233,8 @@ def _mend_megatron() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would warn
+    # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would
+    # warn
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")

@@ -1,9 +1,9 @@
 """A chunk's layers for generation: the computation of megatron's modules on their own weights, and nothing else.
 
-In a step of generation a layer has few tokens, and what megatron's modules do around the arithmetic (autograd functions,
-dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks the modules
-that `layers._local_layer` builds, for every family made of RMSNorm, grouped-query attention and SwiGLU; `fits` says
-whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
+In a step of generation a layer has few tokens, and what megatron's modules do around the arithmetic (autograd
+functions, dispatch by configuration, bookkeeping of features that are off) takes as long as the arithmetic. This walks
+the modules that `layers._local_layer` builds, for every family made of RMSNorm, grouped-query attention and SwiGLU;
+`fits` says whether a chunk is one. Any other goes through GPTModel itself, and tests hold both to the same tokens.
 
 Dimensions: `T` tokens, `N` hidden size, `G` key/value groups and `H` query heads on this rank, `D` head size. Tensor
 parallelism without sequence parallelism: hidden states are whole on every rank, and partial sums are all-reduced.
@@ -55,7 +55,7 @@ class Decoder:
         self.layers = [_Layer(layer) for layer in model.decoder.layers]
 
     def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep) -> Tensor:
-        """tokens [T]; hidden [T, N] from the stage before, None on the first. Returns [T, N], normed on the last stage."""
+        """tokens [T]; hidden [T, N] from the stage before, None on the first. [T, N], normed on the last stage."""
         x = self._embedded(tokens) if self.model.pre_process else hidden
         angles = torch.outer(step.positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None]
@@ -131,8 +131,8 @@ class _Layer:
 
 
 def _columns(weight: Tensor) -> Tensor:
-    """[in, out] for `x @ w`. On a CPU laid out so: a product of few rows is a quarter faster than with the weight as it is
-    stored, and takes the weight's memory once more while completions are made. On a GPU a view."""
+    """[in, out] for `x @ w`. On a CPU laid out so: a product of few rows is a quarter faster than with the weight as it
+    is stored, and takes the weight's memory once more while completions are made. On a GPU a view."""
     weight = weight.detach().t()
     return weight.contiguous() if weight.is_cpu else weight
 

@@ -1,8 +1,8 @@
 """RMSNorm, SwiGLU and rotary embedding with few passes over memory, for the CPU.
 
-On a CPU an elementwise operation costs a pass over memory, and autograd's pieces of these functions cost many: each here
-is one autograd function that keeps its input alone and computes the rest again, in place where it can. A GPU has fused
-kernels for them. Dimensions: `T` tokens, `N` channels.
+On a CPU an elementwise operation costs a pass over memory, and autograd's parts of these functions cost many: each
+here is one autograd function that keeps its input alone and computes the rest again, in place where it can. A GPU has
+fused kernels for them. Dimensions: `T` tokens, `N` channels.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *_: Any) -> Tensor:
 
 
 def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
-    """Stands in for megatron's `weighted_bias_swiglu_impl`: the router's weights are fp32 and the result has x's dtype."""
+    """Stands in for megatron's `weighted_bias_swiglu_impl`: the router's weights are fp32, the result has x's dtype."""
     return (swiglu(x, bias) * weights).to(x.dtype)
 
 
@@ -86,7 +86,7 @@ class RotaryFunction(torch.autograd.Function):
 
 
 def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """[a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Both halves of sin and cos are equal."""
+    """[a cos + sign b sin, b cos - sign a sin]: forward for -1, transposed for 1. Halves of sin and cos are equal."""
     half = t.shape[-1] // 2
     out = t * cos
     out[..., :half].addcmul_(t[..., half:], sin[..., :half], value=sign)
@@ -95,8 +95,8 @@ def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rotary(t: Tensor, angles: Tensor) -> Tensor:
-    """t [T, 1, heads, D] turned by angles [T, 1, 1, D] (both halves alike). Every layer is handed the same angles: their
-    cosines and sines stay with them."""
+    """t [T, 1, heads, D] turned by angles [T, 1, 1, D] (both halves alike). Every layer is handed the same angles:
+    their cosines and sines stay with them."""
     known = getattr(angles, "cos_sin", None)
     if known is None or known[0].dtype != t.dtype:
         known = angles.cos_sin = (angles.cos().to(t.dtype), angles.sin().to(t.dtype))

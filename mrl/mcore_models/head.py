@@ -44,7 +44,7 @@ class LanguageHead(ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """value_t = w . h_t, with w replicated on every tensor-parallel rank. Not tied to anything (a tied model unties)."""
+    """value_t = w . h_t, w on every tensor-parallel rank. Not tied to anything (a tied model unties)."""
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
         super().__init__()

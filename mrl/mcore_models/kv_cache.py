@@ -1,7 +1,7 @@
 """Keys and values of the sequences that are being generated, and attention over them. Plain torch: both engines use it.
 
-Dimensions: `R` rows of the cache, `L` places of a row, `T` new tokens of a forward, `H` query heads, `G` key/value heads,
-`D` head size. Row `i` belongs to the `i`-th sequence of the forward at hand.
+Dimensions: `R` rows of the cache, `L` places of a row, `T` new tokens of a forward, `H` query heads, `G` key/value
+heads, `D` head size. Row `i` belongs to the `i`-th sequence of the forward at hand.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class CachedStep:
         return self._made[name]
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[decoding, 1, 1, longest], 0 for the places that the new token of each decoding sequence may look at, else -inf."""
+        """[decoding, 1, 1, longest], 0 for the places that a decoding sequence's new token may look at, else -inf."""
         name = ("decode", window)
         if name not in self._made:
             at = self.positions[: self.decoding, None]
@@ -195,7 +195,7 @@ class CachedStep:
 
 
 def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
-    """[q_length, k_length] bool, True where the query (aligned to the end of the keys) may look; `window` tokens back at most."""
+    """[q_length, k_length] bool, True where a query (aligned to the keys' end) may look: at most `window` back."""
     allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
     return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
 
@@ -213,9 +213,9 @@ def explicit_attention(
 ) -> Tensor:
     """Attention by its formula, for what torch's has not.
 
-    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q, 1]: the
-    softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap: scores `s` are
-    `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
+    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q,
+    1]: the softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap:
+    scores `s` are `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
     """
     groups = query.shape[-3] // key.shape[-3]
     key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))

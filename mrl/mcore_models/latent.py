@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for both layer specs.
 
-Dimensions: `T` tokens on this rank, `N` hidden size, `H` heads on this tensor-parallel rank, `Q` and `C` ranks of the latents
-of queries and of keys and values, `D` channels of a head that do not turn, `R` those that do, `V` of a value.
+Dimensions: `T` tokens on this rank, `N` hidden size, `H` heads on this tensor-parallel rank, `Q` and `C` ranks of the
+latents of queries and of keys and values, `D` channels of a head that do not turn, `R` those that do, `V` of a value.
 
-megatron's MLASelfAttention has the same parameters, names and meaning. Not used here: without transformer-engine it cuts the
-down-projections over tensor-parallel ranks and loses the gradient that the other ranks' heads have of the rotary key;
-its rotary embedding knows no positions; and its norms take the model's epsilon, where transformers has 1e-6. Down-projections
-here are whole on every rank. Keys and values are cached per head, not as latents.
+megatron's MLASelfAttention has the same parameters, names and meaning. Not used here: without transformer-engine it
+splits the down-projections over tensor-parallel ranks and loses the gradient that the other ranks' heads have of the
+rotary key; its rotary embedding knows no positions; and its norms take the model's epsilon, where transformers has
+1e-6. Down-projections here are whole on every rank. Keys and values are cached per head, not as latents.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class LatentAttention(MegatronModule):
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(
-                query, key, value, attention_mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed_seq_params
+                query, key, value, attention_mask, attn_mask_type=AttnMaskType.causal,
+                packed_seq_params=packed_seq_params,
             )  # fmt: skip
 
         if self.config.recompute_granularity == "selective" and self.training:

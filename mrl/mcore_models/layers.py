@@ -1,8 +1,8 @@
 """Norms, rotary embedding and layer specs for megatron's GPTModel.
 
 Two specs build the same model. `te` uses transformer-engine's fused modules, where it is installed and there is a GPU.
-`local` uses megatron's own linear layers with the norms here and `SdpaAttention`; it runs on any machine and is what the
-tests compare against Hugging Face. Parameter names of both are in mrl/converters.
+`local` uses megatron's own linear layers with the norms here and `SdpaAttention`; it runs on any machine and is what
+the tests compare against Hugging Face. Parameter names of both are in mrl/converters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class RMSNorm(torch.nn.Module):
 class NormOverHeads(RMSNorm):
     """RMSNorm over all heads of a query or key together, though each tensor-parallel rank has some of them.
 
-    Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in part.
+    Every rank holds the whole weight and uses the part of its heads. Where ranks share key heads each counts them in
+    part.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -108,7 +109,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Tensor:
-    """[head_dim / 2] fp32 RoPE frequencies; `scaling` is Hugging Face's: None, linear, llama3 or yarn (with any values)."""
+    """[head_dim / 2] fp32 RoPE frequencies; `scaling`: Hugging Face's None, linear, llama3 or yarn, of any values."""
     inverse = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if scaling is None:
         return inverse
@@ -127,7 +128,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: dict | None) -> Te
 
 
 def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): slow frequencies are divided by the factor, fast ones stay, as transformers does."""
+    """YaRN (arXiv 2309.00071, section 3.2), as in transformers: slow frequencies are divided, fast ones stay."""
 
     def channel(rotations: float) -> float:
         """The channel that turns so often over the original length."""
@@ -215,8 +216,8 @@ def _over_heads(config: Config) -> dict[str, type]:
 
 
 def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
-    """An MoE layer's spec with `Router` in it; a dense one as it is. 0.16 describes the MLP by a ModuleSpec, 0.19 by a partial."""
-    mlp = layer.submodules.mlp
+    """An MoE layer's spec with `Router` in it; a dense one as it is."""
+    mlp = layer.submodules.mlp  # a ModuleSpec in megatron-core 0.16, a partial in 0.19
     parts = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
     if isinstance(parts, MoESubmodules):
         parts.router = Router
@@ -226,8 +227,8 @@ def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
 def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
     if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
         raise ModelError(
-            f"config.json: rms_norm_eps = {config.layernorm_epsilon!r} does not work with transformer-engine, whose norm of "
-            f"latents takes it where the model has {LATENT_EPS}; run it where transformer-engine is not installed"
+            f"config.json: rms_norm_eps = {config.layernorm_epsilon!r} does not work with transformer-engine, whose "
+            f"norm of latents takes it where the model has {LATENT_EPS}; run it where that is not installed"
         )
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer

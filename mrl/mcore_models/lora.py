@@ -1,20 +1,21 @@
-"""Low-rank adapters (Hu et al., arXiv 2106.09685) beside megatron's linear layers: y = W x + scale * B A x, with W frozen.
+"""Low-rank adapters (Hu et al., arXiv 2106.09685) on megatron's linear layers: y = W x + scale * B A x, W frozen.
 
-A linear of megatron's may hold several of Hugging Face's (q, k and v; gate and up). Each of these has its own A and B, as
-peft trains them, and any of them may have none. Only A x, of `rank` channels, crosses ranks:
+A linear of megatron's may hold several of Hugging Face's (q, k and v; gate and up). Each of these has its own A and B,
+as peft trains them, and any of them may have none. Only A x, of `rank` channels, crosses ranks:
 
-    column-parallel   A is whole on every rank and B is split like the rows of W. A x is gathered along the sequence (its
-                      gradient scattered), or, without sequence parallelism, its gradient is summed over the ranks
-    row-parallel      A is split like the columns of W and B is whole. A x is summed and scattered along the sequence, or
-                      summed
+    column-parallel   A is whole on every rank and B is split like the rows of W. A x is gathered along the sequence
+                      (its gradient scattered); without sequence parallelism its gradient is summed over the ranks
+    row-parallel      A is split like the columns of W and B is whole. A x is summed and scattered along the sequence,
+                      or summed
     whole             both are whole and nothing is communicated (latent attention's down-projections, routers)
-    expert            nothing is communicated: every rank of an expert has all of its tokens, and the dispatcher sums what
-                      they give. The gradient of the tensor that is whole is a part on each rank: `sum_over_experts_tp`
+    expert            nothing is communicated: every rank of an expert has all of its tokens, and the dispatcher sums
+                      what they give. The gradient of the whole tensor is a part on each rank: `sum_over_experts_tp`
 
-Under sequence parallelism the gradient of a tensor that is whole is a part on each rank too, which megatron sums as it does
-for norms (`sequence_parallel` on the parameter).
+Under sequence parallelism the gradient of a tensor that is whole is a part on each rank too, which megatron sums as it
+does for norms (`sequence_parallel` on the parameter).
 
-Dimensions: `T` tokens, `I` inputs and `O` outputs of the linear on this rank, `R` rank of an adapter, `P` adapters of a linear.
+Dimensions: `T` tokens, `I` inputs and `O` outputs of the linear on this rank, `R` rank of an adapter, `P` adapters of a
+linear.
 """
 
 from __future__ import annotations
@@ -51,24 +52,22 @@ Split = Literal["column", "row", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One Hugging Face adapter of a linear. name: its parameters are `A.name` and `B.name`.
+    """One Hugging Face adapter of a linear."""
 
-    blocks: (first row, count) of the outputs that it has on this rank, in the order of B's rows; none where the rank has none.
-    """
-
-    name: str
+    name: str  # its parameters are `A.name` and `B.name`
     blocks: tuple[tuple[int, int], ...]
+    """(first row, count) of the outputs that it has on this rank, in the order of B's rows; none where it has none."""
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one linear. A: name -> [R, I]. B: name -> [rows of its blocks, R]; absent where there are no rows.
+    """The adapters of one linear. A: name -> [R, I]. B: name -> [rows of its blocks, R]; absent if there are no rows.
 
     split: how the linear is. All parts have one rank and scale. Values are whatever the memory holds: fill them.
     """
 
     def __init__(
-        self, config: TransformerConfig, parts: Sequence[Part], *, split: Split, expert: bool, inputs: int, outputs: int,
-        rank: int, scale: float, dropout: float,
+        self, config: TransformerConfig, parts: Sequence[Part], *, split: Split, expert: bool, inputs: int,
+        outputs: int, rank: int, scale: float, dropout: float,
     ) -> None:  # fmt: skip
         super().__init__()
         self.split, self.expert, self.scale, self.dropout, self.outputs = split, expert, scale, dropout, outputs
@@ -155,7 +154,7 @@ class Adapter(torch.nn.Module):
 
 
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Makes `module` add what `adapter` gives: to its output, a router to its logits, shared experts to their gate's."""
+    """Makes `module` add what `adapter` gives: to its output, a router to its logits, shared experts to their gate."""
     module.add_module(NAME, adapter)
     if isinstance(module, SharedExpertMLP):
         module.forward = functools.partial(_gated, module)
@@ -170,7 +169,7 @@ def beside(module: torch.nn.Module, x: Tensor) -> Tensor | float:
 
 
 def added_on_this_rank(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tensor:
-    """`out`, which the linear `module` gives for `x` on this rank alone, with what its adapter does (`Adapter.local`)."""
+    """`out`, which the linear `module` gives for `x` on this rank alone, with its adapter's part (`Adapter.local`)."""
     adapter = module._modules.get(NAME)
     return out + adapter.local(x) if adapter is not None and adapter.enabled else out
 
@@ -200,8 +199,8 @@ def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def needs_gradient(model: torch.nn.Module) -> None:
-    """Frozen embeddings give hidden states without a gradient, and then recomputed layers and the schedules of pipelines
-    take no gradient further: here the hidden states ask for one."""
+    """Frozen embeddings give hidden states without a gradient, and then recomputed layers and the schedules of
+    pipelines take no gradient further: here the hidden states ask for one."""
 
     def ask(module: torch.nn.Module, args: tuple, output: Tensor) -> None:
         if torch.is_grad_enabled() and not output.requires_grad:

@@ -1,4 +1,4 @@
-"""Which device models compute on in this process, and what follows from it. Nothing else asks whether there is a GPU."""
+"""Which device models compute on in this process, and what follows from it. Nothing else asks for a GPU."""
 
 from __future__ import annotations
 

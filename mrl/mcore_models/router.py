@@ -1,15 +1,16 @@
 """The router of MoE layers: megatron's top-k router with router losses that count every token of a micro-batch once.
 
-Dimensions: `T` tokens of a micro-batch on all ranks that share it (tensor parallel x context parallel), `N` of them that are
-no padding, `E` experts. For router probabilities `p` (a softmax over all experts) and `n_e` tokens sent to expert `e`:
+Dimensions: `T` tokens of a micro-batch on all ranks that share it (tensor parallel x context parallel), `N` of them
+that are no padding, `E` experts. For router probabilities `p` (a softmax over all experts) and `n_e` tokens sent to
+expert `e`:
 
-    load balancing   coefficient * E / (topk * N^2) * sum_e n_e * sum_t p_te     (W. Fedus et al., arXiv 2101.03961, eq. 4)
-    z-loss           coefficient / N * sum_t (log sum_e exp(logit_te))^2         (B. Zoph et al., arXiv 2202.08906, eq. 5)
+    load balancing   coefficient * E / (topk * N^2) * sum_e n_e * sum_t p_te    (Fedus et al., arXiv 2101.03961, eq. 4)
+    z-loss           coefficient / N * sum_t (log sum_e exp(logit_te))^2        (Zoph et al., arXiv 2202.08906, eq. 5)
 
-Each rank attaches the part of its own tokens; gradients of the router's weight add up over the ranks. Two things differ from
-megatron's own: a micro-batch of padding alone, which keeps a rank in step with the others, has losses of 0 and not 0 / 0;
-and the z-loss divides by N where megatron averages each rank's mean, which depends on where the padding lies. Nothing is
-written to megatron's process-wide table of router losses.
+Each rank attaches the part of its own tokens; gradients of the router's weight add up over the ranks. Two things differ
+from megatron's own: a micro-batch of padding alone, which keeps a rank in step with the others, has losses of 0 and not
+0 / 0; and the z-loss divides by N where megatron averages each rank's mean, which depends on where the padding lies.
+Nothing is written to megatron's process-wide table of router losses.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Router(TopKRouter):
         return count
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """megatron counts tokens here, to move the experts' bias after the step; ours stays what the model came with."""
+        """megatron counts tokens here, to move the experts' bias after a step; ours stays what the model came with."""
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False

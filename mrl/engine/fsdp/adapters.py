@@ -1,4 +1,4 @@
-"""LoRA in a transformers model that is going to be sharded: peft's layers, their names in files, and what they start from."""
+"""LoRA in a transformers model that is to be sharded: peft's layers, their names in files, and what they start from."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ is that of the documents and not of the row, and nothing of one document can rea
 rounding. A padded micro-batch has its padding on the right, where causal attention never looks.
 
 What else a model asks of attention comes by transformers' two interfaces: its mask, which is kept as the rule that it
-was made by (`DocumentMask`), and keyword arguments (soft capping, sinks). What is neither supported nor harmless is refused.
+was made by (`DocumentMask`), and keyword arguments (soft capping, sinks). What is neither supported nor harmless is
+refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ UNSUPPORTED = ("position_bias", "indices", "block_indices", "sinks", "head_mask"
 
 @dataclasses.dataclass(frozen=True)
 class DocumentMask:
-    """What a model's mask allows beside what is causal: `window` tokens back, itself included, or a `chunk`'s own tokens."""
+    """What a model's mask allows of what is causal: `window` tokens back, itself included, or a `chunk`'s own."""
 
     window: int | None = None
     chunk: int | None = None
@@ -84,8 +85,8 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
-    sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and `sinks` of
-    `explicit_attention`.
+    sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and
+    `sinks` of `explicit_attention`.
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
     ulysses: the ranks that share the rows; each then gives and gets its own places of them, and has all heads' sinks.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
@@ -123,7 +124,7 @@ def document_attention(
 def over_documents(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
-    """[R, L, H, D] of `attend`, called with the tensors of one document after the other. lengths: None where a row is one."""
+    """[R, L, H, D] of `attend`, called with one document's tensors after the other. lengths: None if a row is one."""
     if lengths is None:
         return attend(query, key, value)
     assert query.shape[0] == 1 and sum(lengths) == query.shape[2], (
@@ -163,8 +164,8 @@ def _rule(
 def _refused(of: Any, why: str) -> str:
     config = getattr(of, "config", of)  # noqa: B009 - a module's, or the config itself
     return (
-        f"config.json: model_type {getattr(config, 'model_type', type(of).__name__)!r} {why}, which backend fsdp does not "
-        "support; use another model"
+        f"config.json: model_type {getattr(config, 'model_type', type(of).__name__)!r} {why}, which backend fsdp does "
+        "not support; use another model"
     )
 
 

@@ -1,8 +1,9 @@
 """The blocks of a model, found from the model itself: what FSDP gathers at a time, and what is computed again.
 
-A block is a member of a list of modules (`nn.ModuleList`) that is in no other block, that has modules of its own, and whose class
-repeats in its list: the layers of a decoder, and those of a vision tower, each in a list of its own. Experts are lists
-inside of blocks. No names of classes are needed; `_no_split_modules` of transformers decides for a list of one layer.
+A block is a member of a list of modules (`nn.ModuleList`) that is in no other block, that has modules of its own, and
+whose class repeats in its list: the layers of a decoder, and those of a vision tower, each in a list of its own.
+Experts are lists inside of blocks. No names of classes are needed; `_no_split_modules` of transformers decides for a
+list of one layer.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ def check_known(model_type: str) -> None:
         return
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, or upgrade "
-            "transformers"
+            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, "
+            "or upgrade transformers"
         )
 
 
 def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
-    """Raises ModelError where transformers builds no language model of the config.json `raw`, or one that cannot take a run's sequences.
+    """Raises ModelError where transformers builds no language model of `raw`, or one that cannot take the sequences.
 
     For models that mrl has no table of; the model is built without memory.
     """
@@ -67,18 +67,18 @@ def check_sequences(raw: Mapping[str, Any], sequences: Sequences) -> None:
 
 def _not_packed(model_type: str) -> str:
     return (
-        f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are not packed "
-        "for it on backend fsdp; set data.packing to false"
+        f"config.json: model_type {model_type!r} does not use transformers' attention interface, and so sequences are "
+        "not packed for it on backend fsdp; set data.packing to false"
     )
 
 
 def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
-    """The model of config.json, fp32, on the meta device, with our attention where it takes any. Raises ModelError by name."""
+    """The model of config.json, fp32, on the meta device, with our attention where it takes any, or a ModelError."""
     model_type = hf_config["model_type"]
     if hf_config.get("quantization_config") and model_type not in FAMILIES:
         raise ModelError(
-            f"config.json: quantization_config of a {model_type!r} model is not supported by backend fsdp; give the model that it "
-            "was made from"
+            f"config.json: quantization_config of a {model_type!r} model is not supported by backend fsdp; give the "
+            "model that it was made from"
         )
     check_known(model_type)
     # never by code of the model's own
@@ -104,8 +104,8 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
 def with_value_head(hf: nn.Module, *, checked: bool) -> None:
     """Puts a layer of one output in the place of the output layer; a module of its own, also where that was tied.
 
-    checked: raises ModelError where transformers has no sequence classifier that is this model with a layer `score`: its folder could
-    not be loaded.
+    checked: raises ModelError where transformers has no sequence classifier that is this model with a layer `score`:
+    its folder could not be loaded.
     """
     before = hf.get_output_embeddings()
     if checked:
@@ -126,8 +126,8 @@ def _check_classifier(hf: nn.Module, output: nn.Module) -> None:
             names = {name for name, _ in classifier(config).named_parameters()}
     if names != {name for name, _ in hf.named_parameters()} - own | {"score.weight"}:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r} has no sequence classifier in transformers that is the model with a "
-            "layer `score`, so that backend fsdp gives it no value head; use another model"
+            f"config.json: model_type {hf.config.model_type!r} has no sequence classifier in transformers that is the "
+            "model with a layer `score`, so that backend fsdp gives it no value head; use another model"
         )
 
 
@@ -155,6 +155,6 @@ def fill_buffers(hf: nn.Module) -> None:
     empty = [name for name in first if name not in in_files and not torch.equal(first[name], second[name])]
     if empty:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r}: transformers does not compute the buffer {empty[0]}, so that backend "
-            "fsdp cannot build it; use another model"
+            f"config.json: model_type {hf.config.model_type!r}: transformers does not compute the buffer {empty[0]}, "
+            "so that backend fsdp cannot build it; use another model"
         )

@@ -41,7 +41,8 @@ class FSDPChecks(EngineChecks):
 def check_shared_sequences(cp: int, model: Mapping[str, Any]) -> None:
     """Whether `cp` ranks can share the sequences of the model. model: the content of its config.json.
 
-    Of a model that mrl has no table for, which may call these otherwise, the engine tries it (mrl/engine/fsdp/probe.py).
+    Of a model that mrl has no table for, which may call these otherwise, the engine tries it
+    (mrl/engine/fsdp/probe.py).
     """
     model = model.get("text_config") or model
     heads = whole_number(model, "num_attention_heads") if "num_attention_heads" in model else cp

@@ -1,7 +1,8 @@
 """What the FSDP engine puts into a checkpoint folder, through torch.distributed.checkpoint.
 
 The sharded tensors (`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`) are saved with their place in the whole, so any
-number of ranks reads them. Of a model with adapters they are the adapters', under the names of peft's files. Beside them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
+number of ranks reads them. Of a model with adapters they are the adapters', under the names of peft's files. Beside
+them: `state.pt` (steps, the caller's state) and `rng_RANK.pt` of every rank.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ def load(
 
 
 def described(model: Model) -> dict[str, Any]:
-    """What a model is told by: what its family reads of config.json; without a table, all that may change the maths."""
+    """A model is known by what its family reads of config.json; without a table, all that may change the maths."""
     if model.family is not None:
         return architecture(model.family, model.hf_config)
     plain = (str, int, float, bool, type(None), list, dict)
-    told = {k: v for k, v in model.hf_config.items() if k not in NEUTRAL and k[0] != "_" and isinstance(v, plain)}
-    return {"model_type": model.hf_config["model_type"], **told}
+    known = {k: v for k, v in model.hf_config.items() if k not in NEUTRAL and k[0] != "_" and isinstance(v, plain)}
+    return {"model_type": model.hf_config["model_type"], **known}
 
 
 def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, each with its own data or, under cp, places of it."""
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, each with its own data, or places."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FSDPEngine(FSDPChecks, BaseEngine):
-    """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a share with
-    the other ranks of its `engine.parallel.cp` (Ulysses)."""
+    """One model over all ranks; each holds a shard of every weight and computes its own share of the data, or shares a
+    share with the other ranks of its `engine.parallel.cp` (Ulysses)."""
 
     def __init__(self, config: RoleConfig) -> None:
         super().__init__(config)
@@ -129,7 +129,8 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         with using, self.generators.installed(), torch.set_grad_enabled(not forward_only):
             for indices in order:
                 predicted, of_micro_batch = self._micro_batch(
-                    batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn, postprocess_fn
+                    batch.select(indices), {**ctx, "metrics": {}}, denominator, forward_only, preprocess_fn,
+                    postprocess_fn,
                 )  # fmt: skip
                 predictions.append(predicted)
                 for name, value in of_micro_batch.items():

@@ -1,8 +1,8 @@
 """The tensors of a model's files and the state of its transformers module, where mrl has no table of the family.
 
 transformers itself says what the files call what its module holds, and what they hold in another form (experts, one by
-one, of which the module has one tensor): its conversion mapping is read in both directions here. Every tensor of the files
-is accounted for, as with a table. Only the tensors that one conversion takes together are ever in memory at once.
+one, of which the module has one tensor): its conversion mapping is read in both directions here. Every tensor of the
+files is accounted for, as with a table. Only the tensors that one conversion takes together are ever in memory at once.
 """
 
 from __future__ import annotations
@@ -89,19 +89,19 @@ class ModelFiles:
     def _refused(self, names: Sequence[str], error: BaseException) -> str:
         reason = " ".join(str(error).split())[:200]
         return (
-            f"config.json: model_type {self.hf.config.model_type!r}: transformers does not convert {names[0]} ({reason}), so that "
-            "backend fsdp cannot carry it; use another model"
+            f"config.json: model_type {self.hf.config.model_type!r}: transformers does not convert {names[0]} "
+            f"({reason}), so that backend fsdp cannot carry it; use another model"
         )
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[Stored]:
-        """The weights of the folder `path`, all accounted for. trained: a value head may be absent, and starts at zero."""
+        """The weights of the folder `path`, all accounted for. trained: a value head not there starts at zero."""
         with SafetensorsReader(path) as reader:
             yield Stored(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
 
 
 class Stored:
-    """The weights of a Hugging Face folder, by the names of the module. Raises ModelError that lists all that differs."""
+    """The weights of a Hugging Face folder, by the module's names. Raises ModelError that lists all that differs."""
 
     def __init__(self, files: ModelFiles, reader: SafetensorsReader, *, may_lack: Sequence[str]) -> None:
         self.files, self.reader = files, reader
@@ -132,7 +132,7 @@ class Stored:
                         yield made, name
 
     def _account(self, may_lack: Sequence[str]) -> list[str]:
-        """Compares what is there with what the model consists of, under the names that the files would be written with."""
+        """Compares what is there with what the model consists of, under the names that files would be written with."""
         files, found = self.files, dict(self.reader.tensors)
         unread = self._copies()
         for name, sources in self._sources.items():

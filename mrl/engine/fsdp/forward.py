@@ -1,7 +1,7 @@
 """One micro-batch through a transformers model: inputs, model, outputs; and who divides the loss.
 
-Dimensions: `T` tokens of the micro-batch without padding, `S` sequences; `R` rows of `L` places, of which `C` ranks that
-share the sequences (Ulysses) have `L/C` each.
+Dimensions: `T` tokens of the micro-batch without padding, `S` sequences; `R` rows of `L` places, of which `C` ranks
+that share the sequences (Ulysses) have `L/C` each.
 """
 
 from __future__ import annotations
@@ -32,36 +32,31 @@ def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
         G = d/dw  sum over d and m of  s[d, m] / D
 
     The `cp` ranks that share the sequences of `d` compute the same `s[d, m]` from outputs that are gathered over them
-    (Ulysses.whole), and the backward pass hands each rank `c` the part of the gradient that comes through its own places:
-    over `c` the parts add up to the gradient of one loss. FSDP averages what each backward pass leaves over all ranks that
-    the data lie on, `ranks = dp * cp`, whether they hold shards or copies (HSDP), and the results of several backward passes
-    add up. With `L = s / D * f` the gradient is `sum over m of (1 / ranks) sum over d and c of d/dw L[d, m] part c`, which is
-    `G * f / ranks`; hence `f = ranks`. The number of micro-batches takes no part.
+    (Ulysses.whole), and the backward pass hands each rank `c` the part of the gradient that comes through its own
+    places: over `c` the parts add up to the gradient of one loss. FSDP averages what each backward pass leaves over all
+    ranks that the data lie on, `ranks = dp * cp`, whether they hold shards or copies (HSDP), and the results of several
+    backward passes add up. With `L = s / D * f` the gradient is `sum over m of (1 / ranks) sum over d and c of d/dw
+    L[d, m] part c`, which is `G * f / ranks`; hence `f = ranks`. The number of micro-batches takes no part.
     """
     return loss_sum * (ranks / denominator)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """What the model is fed on this rank. tokens, positions: [R, L/C], one row where packed, else one for each sequence,
-    padded on the right. labels: [R * L/C]. trained: which of these places count in the loss; None for all.
+    """What the model is fed on this rank."""
 
-    images: of a model that reads them, whose positions are [3, R, L/C].
-    document_lengths: of the documents in the one packed row of L places, None when padded. places: [T] where each real token
-    lies in the R * L places of all ranks, None where one rank has these and no others. rotary: of a model whose angles follow the
-    length of a sequence, with lengths: [R, L/C], on the host, of the sequence that a place is in, 1 for padding.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    labels: Tensor
-    trained: Tensor | None
-    document_lengths: list[int] | None
+    tokens: Tensor  # [R, L/C], one row where packed, else one for each sequence, padded on the right
+    positions: Tensor  # [R, L/C]; [3, R, L/C] of a model that reads images
+    labels: Tensor  # [R * L/C]
+    trained: Tensor | None  # which of these places count in the loss; None for all
+    document_lengths: list[int] | None  # of the documents in the one packed row of L places, None when padded
     places: Tensor | None
+    """[T] where each real token lies in the R * L places of all ranks; None where one rank has these and no others."""
     ulysses: Ulysses
-    images: Images | None = None
-    rotary: FollowingRotary | None = None
+    images: Images | None = None  # of a model that reads them
+    rotary: FollowingRotary | None = None  # of a model whose angles follow the length of a sequence
     lengths: Tensor | None = None
+    """With rotary: [R, L/C], on the host, of the sequence that a place is in, 1 for padding."""
 
     def restore(self, outputs: Tensor) -> Tensor:
         """[R * L/C, ..] of this rank -> [T, ..] of the micro-batch, the same on all ranks that share it."""
@@ -81,7 +76,8 @@ def prepare(
 ) -> ModelInputs:
     """Step one. A micro-batch without sequences is one dummy token a rank, of which `places` keeps nothing.
 
-    reads_images: the model, if it is one of vision and language. rotary: its angles, where they follow the length of a sequence.
+    reads_images: the model, if it is one of vision and language. rotary: its angles, where they follow the length of a
+    sequence.
     """
     lengths = batch.lengths.tolist()
     if packed:
@@ -100,7 +96,7 @@ def prepare(
         rows[..., places] = values.cpu()
         return rows
 
-    # All that is aligned with tokens, and nothing else, is cut into the ranks' shares: here alone.
+    # All that is aligned with tokens, and nothing else, is divided into the ranks' shares: here alone.
     aligned = {
         "tokens": laid_out(batch.tokens),
         "positions": laid_out(batch.position_ids),  # 0 of padding, which no model is short of
@@ -144,7 +140,7 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
-    """Steps two and three: log-probs [T] of the labels, and entropies [T] where asked for, 0 where a label does not train; or values [T].
+    """Steps two and three: log-probs [T] and, if asked for, entropies [T], 0 where no label trains; or values [T].
 
     head: "lm" or "value". rule: what the model makes of what its output layer gives.
     ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable.

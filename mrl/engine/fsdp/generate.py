@@ -35,8 +35,9 @@ def generate(
 ) -> dict[int, Completion]:
     """Completes `requests`, each with its index, by which the completions come back. Every rank calls this together.
 
-    use: runs a function of the model where its weights are gathered. rule: what the model makes of its output layer's numbers. any_rank: whether the flag is set on any rank;
-    a rank that is done keeps step with the others, because gathering weights takes all.
+    use: runs a function of the model where its weights are gathered. rule: what the model makes of its output layer's
+    numbers. any_rank: whether the flag is set on any rank; a rank that is done keeps step with the others, because
+    gathering weights takes all.
     """
     schedule = Schedule(requests, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens, kept=kept)
     cache = KVCache(schedule.rows, schedule.length)

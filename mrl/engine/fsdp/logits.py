@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
-from mrl.engine.fsdp.names import pieces, read_rows
+from mrl.engine.fsdp.names import file_tensors, read_rows
 
 
 def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the Hugging Face folder `path`."""
+    """[tokens, vocabulary] fp32 for each prompt, by what transformers itself loads from the folder `path`."""
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path, config=_config(path), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -32,13 +32,13 @@ def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[S
     in_files = model.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in in_files]
     for name, tensor in (*model.named_parameters(), *buffers):
-        of = pieces(name, tensor.shape, family=family, head="lm")
+        of = file_tensors(name, tensor.shape, family=family, head="lm")
         tensor.copy_(read_rows(of, read, 0, tensor.shape[0]))
     return _run(model, prompts)
 
 
 def _config(path: str) -> PreTrainedConfig:
-    """The config of the folder `path`; experts are computed one by one, as torch's grouped matrices need widths of 16 bytes."""
+    """The config of the folder `path`, with experts one by one: torch's grouped matrices need widths of 16 bytes."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config._experts_implementation = "eager"
     return config

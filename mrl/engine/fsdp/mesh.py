@@ -5,8 +5,8 @@
     shard        different shards of every weight; they gather them from each other, so these are neighbours
 
 What data a rank has does not depend on what weights it holds. `engine.parallel.cp` neighbours share each sequence (see
-ulysses.py) and are one data-parallel rank, as `mrl.parallel` numbers them: `rank = cp_rank + cp * dp_rank`. The weights are
-sharded and copied over all ranks, and gradients averaged over all.
+ulysses.py) and are one data-parallel rank, as `mrl.parallel` numbers them: `rank = cp_rank + cp * dp_rank`. The weights
+are sharded and copied over all ranks, and gradients averaged over all.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from mrl.engine.fsdp.ulysses import Ulysses
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The processes of one engine. whole: all of them, with the dims of this file. data: all of them, as (dp, cp); None where
-    each has sequences of its own."""
+    """The processes of one engine."""
 
-    whole: DeviceMesh
-    data: DeviceMesh | None
+    whole: DeviceMesh  # with the dims of this file
+    data: DeviceMesh | None  # as (dp, cp); None where each has sequences of its own
 
     @property
     def weights(self) -> DeviceMesh:
@@ -52,7 +51,7 @@ class Mesh:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """Ranks that have different data, in the order of their data-parallel index: one of each group that shares some."""
+        """Ranks that have different data, in data-parallel order: one of each group that shares some."""
         return dist.group.WORLD if self.data is None else self.data.get_group("dp")
 
     @property

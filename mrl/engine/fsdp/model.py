@@ -57,13 +57,13 @@ class Model:
     """The sharded model and the way between its parameters and Hugging Face files.
 
     Parameters are fp32, the master weights; where `dtype` is bfloat16 they are cast as they are gathered, the model
-    computes in bfloat16, and gradients are reduced and accumulated in fp32. With adapters this holds for what trains, and the
-    rest is held in `dtype`. Buffers are whole on every rank, and stay as they are.
+    computes in bfloat16, and gradients are reduced and accumulated in fp32. With adapters this holds for what trains,
+    and the rest is held in `dtype`. Buffers are whole on every rank, and stay as they are.
 
-    family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it computes
-    here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters that the model
-    itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to bfloat16. rotary: where its
-    angles follow the length of a sequence.
+    family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it
+    computes here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters
+    that the model itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to
+    bfloat16. rotary: where its angles follow the length of a sequence.
     """
 
     def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh) -> None:
@@ -111,7 +111,7 @@ class Model:
 
     @torch.no_grad()
     def _probe(self, ulysses: Ulysses, *, packed: bool, trains: bool) -> None:
-        """Runs tiny inputs through the model: what it makes of what its output layer gives, and whether all is right. Collective."""
+        """Runs tiny inputs through the model: what it makes of its output layer's numbers, and whether all is right."""
         self.module.eval()
         how = {"packed": packed, "device": self.device, "ulysses": ulysses}
         self.module(lambda hf: probe.choose_attention(hf, **how))
@@ -120,8 +120,8 @@ class Model:
             noisy = trains and self.module(lambda hf: probe.computes_with_noise(hf, **how))
         if noisy and collective.is_main():
             logger.warning(
-                "config.json: model_type %r computes with noise while it trains (dropout, or a router's): losses and gradients "
-                "change with the layout and the micro-batches",
+                "config.json: model_type %r computes with noise while it trains (dropout, or a router's): losses and "
+                "gradients change with the layout and the micro-batches",
                 self.hf_config["model_type"],
             )
         if self.head == "lm":
@@ -130,12 +130,12 @@ class Model:
         self.reshard()
 
     def check_generates(self, longest: int) -> None:
-        """Raises where the model's attention is its own, which does not know our keys and values, and where a sequence of `longest`
-        tokens would turn the keys that are kept by other angles than those it ends with."""
+        """Raises where the model's attention is its own, which does not know our keys and values, and where a sequence
+        of `longest` tokens would turn the keys that are kept by other angles than those it ends with."""
         if self.hf.config._attn_implementation != attention.NAME:
             raise ModelError(
-                f"config.json: model_type {self.hf_config['model_type']!r} keeps to attention of its own, and so backend fsdp does not "
-                "generate with it; let an inference server do it (rollout.backend)"
+                f"config.json: model_type {self.hf_config['model_type']!r} keeps to attention of its own, and so "
+                "backend fsdp does not generate with it; let an inference server do it (rollout.backend)"
             )
         if self.rotary is not None:
             self.rotary.check(longest, "kept keys do not follow it")
@@ -164,7 +164,7 @@ class Model:
         return dict(self.hf.named_parameters()) if self.adapters is None else self.adapters.base()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What trains: all parameters but frozen ones, or adapters (and a value head) by their names in peft's files."""
+        """What trains: parameters that are not frozen, or adapters (and a value head) by their names in files."""
         if self.adapters is not None:
             return self.adapters.trained()
         return {name: parameter for name, parameter in self.parameters().items() if name not in self.frozen}
@@ -175,7 +175,7 @@ class Model:
         return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
-        """What an export consists of: parameters in `dtype`, or fp32 where they are kept in it, and buffers as they are."""
+        """What an export holds: parameters in `dtype`, or fp32 if they are kept in it, and buffers as they are."""
         fixed = {name: buffer.dtype for name, buffer in self.buffers().items()}
         fixed |= dict.fromkeys(self.kept_in_fp32, torch.float32)
         infos = {}
@@ -226,11 +226,11 @@ class Model:
     def stream(
         self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others yield
-        nothing.
+        """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others
+        yield nothing.
 
-        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. fixed: whether what never
-        trains comes too, buffers and frozen parameters. Adapters are added in.
+        value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. fixed: whether what
+        never trains comes too, buffers and frozen parameters. Adapters are added in.
         """
         parameters, buffers = self.parameters(), self.buffers() if fixed else {}
         parameters = {name: p for name, p in parameters.items() if fixed or name not in self.frozen}
@@ -263,14 +263,15 @@ def _files_of_transformers(hf: nn.Module, head: str) -> Any:
         from mrl.engine.fsdp.files import ModelFiles
     except ImportError as error:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r} has no table in mrl, and transformers {transformers.__version__} does not "
-            f"tell how its files are named ({error}); install transformers 5.23 or newer"
+            f"config.json: model_type {hf.config.model_type!r} has no table in mrl, and transformers "
+            f"{transformers.__version__} does not tell how its files are named ({error}); install transformers 5.23 or "
+            "newer"
         ) from error
     return ModelFiles(hf, head)
 
 
 def _sharded(hf: nn.Module, config: RoleConfig, mesh: DeviceMesh, in_fp32: Sequence[nn.Module]) -> nn.Module:
-    """`hf` with each block, and what is worth it, a unit of its own, and the rest in the root. in_fp32: modules that are not cast."""
+    """Makes each block of `hf`, and what is worth it, a unit, the rest the root's. in_fp32: modules not cast."""
     policy, embedding = precision.policy_of(config.model.dtype), embedding_of(hf)
     reshard = config.engine.fsdp.reshard_after_forward
     for part in in_fp32:

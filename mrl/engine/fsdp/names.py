@@ -26,7 +26,7 @@ _FUSED = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.gate_up_proj|experts\
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class FileTensor:
     """A tensor of the files: `parameter[expert][start:stop]`, or the whole parameter where expert is None."""
 
     name: str
@@ -38,28 +38,28 @@ class Piece:
         return parameter if self.expert is None else parameter[self.expert][self.start : self.stop]
 
 
-def pieces(name: str, shape: Sequence[int], *, family: Family, head: str) -> list[Piece]:
+def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) -> list[FileTensor]:
     """The file tensors that parameter `name` of `shape` holds, in order. head: "lm", or "value" for a score."""
     if head == "value" and name == "lm_head.weight":
-        return [Piece("score.weight")]
+        return [FileTensor("score.weight")]
     found = _FUSED.fullmatch(name)
     if found is None or not family.sparse or family.stacks:  # stacked experts are in the files as in memory
-        return [Piece(name)]
+        return [FileTensor(name)]
     layer = int(found[1])
     if found[2] == "gate.weight":
         (router,) = (entry for entry in family.sparse if entry.mcore.endswith("router.weight"))
-        return [Piece(router.hf[0][0].format(l=layer))]
+        return [FileTensor(router.hf[0][0].format(l=layer))]
     fc = "linear_fc1.weight" if found[2] == "experts.gate_up_proj" else "linear_fc2.weight"
     (matrices,) = (entry.hf for entry in family.sparse if entry.of_expert and entry.mcore.endswith(fc))
     rows = shape[1] // len(matrices)
     return [
-        Piece(hf.format(l=layer, e=expert), expert, i * rows, (i + 1) * rows)
+        FileTensor(hf.format(l=layer, e=expert), expert, i * rows, (i + 1) * rows)
         for expert in range(shape[0])
         for i, (hf, _) in enumerate(matrices)
     ]
 
 
-def read_rows(of: Sequence[Piece], read: Callable[[str], Any], start: int, stop: int) -> Tensor:
+def read_rows(of: Sequence[FileTensor], read: Callable[[str], Any], start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` of dimension 0 of a parameter, reading no more than they need. start < stop.
 
     read: gives a tensor, or a lazy slice of a file's, by name.
@@ -68,13 +68,13 @@ def read_rows(of: Sequence[Piece], read: Callable[[str], Any], start: int, stop:
         return read(of[0].name)[start:stop]
     mine = [p for p in of if start <= p.expert < stop]
     matrices: dict[int, list[Tensor]] = {}
-    for piece in mine:
-        matrices.setdefault(piece.expert, []).append(read(piece.name)[:])
+    for part in mine:
+        matrices.setdefault(part.expert, []).append(read(part.name)[:])
     return torch.stack([torch.cat(parts) for parts in matrices.values()])
 
 
 class TableFiles:
-    """The files of a model of a family that mrl has a table of. hf: the model, on the meta device. head: "lm" or "value".
+    """The files of a model of a family that mrl has a table of. hf: the model, on the meta device. head: lm or value.
 
     shapes: of every tensor of the files, by name, in model order. state: the parameters and buffers that they hold.
     """
@@ -85,12 +85,12 @@ class TableFiles:
         whole = hf.state_dict(keep_vars=True)
         buffers = {name: t for name, t in hf.named_buffers() if name in whole}
         self.state = dict(hf.named_parameters()) | buffers
-        held = {piece.name for name in self.state for piece in self._pieces(name)}
+        held = {part.name for name in self.state for part in self._file_tensors(name)}
         odd = sorted(held ^ self.shapes.keys())
         assert not odd, f"transformers' model and the table of {family.model_type} do not agree about {odd}"
 
-    def _pieces(self, name: str) -> list[Piece]:
-        return pieces(name, self.state[name].shape, family=self.family, head=self.head)
+    def _file_tensors(self, name: str) -> list[FileTensor]:
+        return file_tensors(name, self.state[name].shape, family=self.family, head=self.head)
 
     def groups(self) -> list[list[str]]:
         """Names of parameters and buffers, those together that a file's tensor needs together."""
@@ -99,12 +99,12 @@ class TableFiles:
     def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(file name, tensor) of one of `groups`, by name."""
         for name, whole in held.items():
-            for piece in self._pieces(name):
-                yield piece.name, piece.of(whole)
+            for part in self._file_tensors(name):
+                yield part.name, part.of(whole)
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[StoredRows]:
-        """The weights of the folder `path`, all accounted for. trained: a value head may be absent, and starts at zero."""
+        """The weights of the folder `path`, all accounted for. trained: a value head not there starts at zero."""
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
             yield StoredRows(self, read)
 
@@ -115,11 +115,11 @@ class TableFiles:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """What is stored, by the names of the module. read: gives a tensor, or a lazy slice of a file's, by the file's name."""
+    """What is stored, by the names of the module."""
 
     files: TableFiles
-    read: Callable[[str], Any]
+    read: Callable[[str], Any]  # gives a tensor, or a lazy slice of a file's, by the file's name
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of dimension 0 of a parameter or buffer, reading no more than they need. start < stop."""
-        return read_rows(self.files._pieces(name), self.read, start, stop)
+        """Rows `start` to `stop` > `start` of dimension 0 of a parameter or buffer, reading no more than they need."""
+        return read_rows(self.files._file_tensors(name), self.read, start, stop)

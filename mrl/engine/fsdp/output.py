@@ -1,8 +1,8 @@
 """What a transformers model does between its last block and its logits, without making the logits.
 
-The model runs whole, but its output layer (`get_output_embeddings`) only keeps what it is given, and answers with a few numbers
-that are known instead of [.., V] logits. What the model makes of those is what it does to logits: nothing, a factor, or soft
-capping. Nothing needs to know what the model calls its parts.
+The model runs whole, but its output layer (`get_output_embeddings`) only keeps what it is given, and answers with a few
+numbers that are known instead of [.., V] logits. What the model makes of those is what it does to logits: nothing, a
+factor, or soft capping. Nothing needs to know what the model calls its parts.
 
 Dimensions: `R` rows, `L` tokens in a row, `H` what the output layer takes, `V` the vocabulary.
 """
@@ -25,10 +25,10 @@ PROBES = (-300.0, -40.0, -7.5, -1.0, -(2.0**-12), 0.0, 2.0**-12, 1.0, 3.0, 29.0,
 
 @dataclasses.dataclass
 class Kept:
-    """What one forward gave its output layer, and what it was told. hidden: [R, L, H], once for each call."""
+    """What one forward gave its output layer, and what the layer answered."""
 
     answer: Tensor | None = None
-    hidden: list[Tensor] = dataclasses.field(default_factory=list)
+    hidden: list[Tensor] = dataclasses.field(default_factory=list)  # [R, L, H], once for each call
 
 
 @contextlib.contextmanager
@@ -38,8 +38,8 @@ def keeping(layer: nn.Module, answer: Tensor | None = None) -> Iterator[Kept]:
 
     def keep(hidden: Tensor) -> Tensor:
         kept.hidden.append(hidden)
-        told = hidden.new_zeros(1) if answer is None else answer.to(hidden.device)
-        return told.expand(*hidden.shape[:-1], -1)
+        shown = hidden.new_zeros(1) if answer is None else answer.to(hidden.device)
+        return shown.expand(*hidden.shape[:-1], -1)
 
     layer.forward = keep
     try:
@@ -49,7 +49,7 @@ def keeping(layer: nn.Module, answer: Tensor | None = None) -> Iterator[Kept]:
 
 
 def hidden_states(hf: nn.Module, **inputs: object) -> Tensor:
-    """[R, L, H] what the output layer of `hf` is given, for `inputs` of its forward; position_ids where it takes any."""
+    """[R, L, H] what the output layer of `hf` is given for `inputs` of its forward; position_ids if it takes any."""
     with keeping(hf.get_output_embeddings()) as kept:
         hf(**_taken(hf, inputs), use_cache=False)
     (hidden,) = kept.hidden
@@ -76,23 +76,23 @@ def output_weight(hf: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
-    """What `hf` makes of what its output layer gives, seen in a forward of `inputs`. ModelError where it is none of the known."""
+    """What `hf` makes of its output layer's numbers, seen in a forward of `inputs`. Raises ModelError if not known."""
     given = torch.tensor(PROBES, dtype=torch.float64)
     with keeping(hf.get_output_embeddings(), given) as kept:
         logits = hf(**_taken(hf, inputs), use_cache=False).logits
     model_type = hf.config.model_type
     if len(kept.hidden) != 1:
         raise ModelError(
-            f"config.json: model_type {model_type!r} calls its output layer {len(kept.hidden)} times in a forward, which backend fsdp "
-            "does not support; use another model"
+            f"config.json: model_type {model_type!r} calls its output layer {len(kept.hidden)} times in a forward, "
+            "which backend fsdp does not support; use another model"
         )
     made = logits.reshape(-1, len(PROBES))[-1].double().cpu() if logits.shape[-1] == len(PROBES) else None
     for rule in () if made is None else _candidates(made):
         if torch.allclose(rule(given), made, rtol=1e-5, atol=0):
             return rule
     raise ModelError(
-        f"config.json: model_type {model_type!r} changes its logits after the output layer by something else than a factor or soft "
-        "capping, which backend fsdp does not support; use another model"
+        f"config.json: model_type {model_type!r} changes its logits after the output layer by something else than a "
+        "factor or soft capping, which backend fsdp does not support; use another model"
     )
 
 

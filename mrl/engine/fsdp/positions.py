@@ -10,7 +10,7 @@ from mrl.errors import ConfigError
 
 
 def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
-    """Raises ConfigError for sequences whose keys would turn by other angles as they grow, where that cannot be followed.
+    """Raises ConfigError for sequences whose keys would turn by other angles as they grow, if that is not followed.
 
     model: the content of its config.json.
     """
@@ -24,8 +24,8 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
         if sequences.generated:
             why = "what is sampled token by token does not follow it as training does"
         why = (
-            f'is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for all: '
-            f"beyond, it follows the length of a sequence, and {why}"
+            f'is above the {limit} positions up to which the rotary embedding "{kind}" of the model is the same for '
+            f"all: beyond, it follows the length of a sequence, and {why}"
         )
         raise ConfigError(sequences.key, sequences.longest, why, f"give at most {limit}, or use another model")
 

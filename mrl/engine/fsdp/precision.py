@@ -1,7 +1,7 @@
 """In what precision a model computes: bfloat16 from fp32 masters, but for what transformers keeps in fp32 then.
 
-Inputs of modules are not cast: they get what the model gives them, as in transformers. It keeps angles of rotary embeddings in
-fp32, which a cast at a block's entry would round in silence.
+Inputs of modules are not cast: they get what the model gives them, as in transformers. It keeps angles of rotary
+embeddings in fp32, which a cast at a block's entry would round in silence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def kept_in_fp32(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
 def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: bool) -> list[nn.Module]:
     """The modules that hold the parameters `kept` and no others but adapters, each as large as can be.
 
-    Raises ModelError where a module holds others beside them: FSDP gathers a module's weights in one dtype. And ConfigError where
-    blocks are compiled: no test shows that what FSDP gathers inside of a compiled block is right.
+    Raises ModelError where a module holds others beside them: FSDP gathers a module's weights in one dtype. And
+    ConfigError where blocks are compiled: no test shows that what FSDP gathers inside of a compiled block is right.
     """
     if not kept:
         return []
@@ -72,8 +72,8 @@ def _outermost(
     if any(own.values()):
         parameter = next(parameter for parameter, is_kept in own.items() if is_kept)
         why = (
-            f"is not supported for model_type {model_type!r} on backend fsdp: transformers keeps {name}{parameter} in fp32 "
-            "and not all of its module"
+            f"is not supported for model_type {model_type!r} on backend fsdp: transformers keeps {name}{parameter} in "
+            "fp32 and not all of its module"
         )
         raise ModelError("model.dtype", "bfloat16", why, "set it to float32")
     for child_name, child in module.named_children():

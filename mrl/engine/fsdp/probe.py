@@ -1,8 +1,8 @@
 """Whether a model that mrl has no table for computes here what transformers computes: two tiny documents tell.
 
 Each document alone, by transformers' own eager attention, gives what is right. Against that stand the documents in one
-micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it. One that
-trains is also asked whether it draws random numbers then.
+micro-batch, packed or padded as the run has it; and one of them once more beside another, which must not change it. One
+that trains is also asked whether it draws random numbers then.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ EDITED = [12, 10, 5, 14, 3, 9]
 DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """What rounding may make of the numbers that a document's tokens end in, as a part of their size."""
 LEAK = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""The same of a document beside another one: experts meet their tokens in other numbers, and so in another order of sums."""
+"""The same of a document beside another one: experts meet their tokens in other numbers and sum in another order."""
 
 
 def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
-    """As `check`. A model that cannot do with our attention keeps its own, where sequences are padded and each rank has its own."""
+    """As `check`. Where sequences are padded and each rank has its own, a model may keep its own attention."""
     try:
         check(hf, packed=packed, device=device, ulysses=ulysses)
     except ModelError:
@@ -43,7 +43,8 @@ def choose_attention(hf: nn.Module, *, packed: bool, device: torch.device, ulyss
 def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> None:
     """Raises ModelError, saying what would work, where `hf` does not compute what it should. Its weights are gathered.
 
-    ulysses: the ranks that share sequences, which only attention can bring together: a recurrent layer would see a part.
+    ulysses: the ranks that share sequences, which only attention can bring together: a recurrent layer would see a
+    part.
     """
     vocab = hf.get_input_embeddings().weight.shape[0]
     documents = [[token % vocab for token in document] for document in (*DOCUMENTS, EDITED)]
@@ -51,10 +52,10 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
     remedy = "set data.packing to false, or use another model" if packed else "use another model"
     if ulysses.size > 1:
         way, remedy = f"{way} and shared", "set engine.parallel.cp to 1, or use another model"
-    with _said(hf, f"cannot run {way} sequences here", remedy):
+    with _refusing(hf, f"cannot run {way} sequences here", remedy):
         together = _run(hf, documents[:2], packed=packed, device=device, ulysses=ulysses)
         beside = _run(hf, [documents[2], documents[1]], packed=packed, device=device, ulysses=ulysses)
-    with _said(hf, "does not run", "use another model"), _own_attention(hf):
+    with _refusing(hf, "does not run", "use another model"), _own_attention(hf):
         alone = [_alone(hf, document, device) for document in documents[:2]]
         without_end = _alone(hf, documents[0][:-1], device)
     dtype = alone[0].dtype
@@ -67,7 +68,7 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
 
 
 def computes_with_noise(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> bool:
-    """Whether `hf`, which is in eval mode, draws random numbers in train mode. The process's generators are left as they were.
+    """Whether `hf`, which is in eval mode, draws random numbers in train mode. The process's generators stay.
 
     What it computes need not tell: phimoe's router draws lots between experts of about the same score alone.
     """
@@ -85,8 +86,8 @@ def computes_with_noise(hf: nn.Module, *, packed: bool, device: torch.device, ul
 
 
 @contextlib.contextmanager
-def _said(hf: nn.Module, what: str, remedy: str) -> Iterator[None]:
-    """An error of the model's own code, in one line."""
+def _refusing(hf: nn.Module, what: str, remedy: str) -> Iterator[None]:
+    """Makes an error of the model's own code a ModelError of one line."""
     try:
         yield
     except ModelError:

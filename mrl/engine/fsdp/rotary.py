@@ -1,8 +1,8 @@
 """Rotary embeddings whose frequencies follow the length of a sequence ("dynamic", "longrope").
 
-transformers takes them from the longest sequence of a forward, and "dynamic" from the longest that it has ever met, so that one
-long sequence would change the numbers of all others. Here each sequence has those of its own length, which is what transformers
-gives it alone.
+transformers takes them from the longest sequence of a forward, and "dynamic" from the longest that it has ever met, so
+that one long sequence would change the numbers of all others. Here each sequence has those of its own length, which is
+what transformers gives it alone.
 
 Dimensions: `R` rows, `L` places of a row, `C` ranks that share them, `D` the angles of a place.
 """
@@ -26,18 +26,16 @@ from mrl.errors import ModelError
 
 @dataclasses.dataclass(frozen=True)
 class FollowingRotary:
-    """The rotary modules of a model that follow the length of a sequence. limit: the tokens up to which their numbers are the
-    same for all sequences.
-    """
+    """The rotary modules of a model that follow the length of a sequence."""
 
     kind: str
-    limit: int
+    limit: int  # the tokens up to which their numbers are the same for all sequences
     modules: tuple[nn.Module, ...]
 
     @contextlib.contextmanager
     def by_lengths(self, lengths: Tensor) -> Iterator[None]:
-        """Inside, the modules give each place the angles of its own sequence. lengths: [R, L/C], on the host, of the sequence that
-        a place belongs to, at least 1.
+        """Inside, the modules give each place the angles of its own sequence. lengths: [R, L/C], on the host, of the
+        sequence that a place belongs to, at least 1.
         """
         groups = _groups(lengths, self.limit)
         for module in self.modules:
@@ -49,7 +47,7 @@ class FollowingRotary:
                 del module.forward
 
     def check(self, longest: int, what: str) -> None:
-        """Raises ModelError where the longest sequence is above the limit. what: that which does not follow its length."""
+        """Raises ModelError where the longest sequence is above the limit. what: what does not follow it."""
         if longest > self.limit:
             raise ModelError(
                 f"a sequence of {longest} tokens is above the {self.limit} up to which the rotary embedding "
@@ -59,7 +57,7 @@ class FollowingRotary:
 
 
 def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary | None:
-    """Those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not known by transformers' marks."""
+    """Those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not marked."""
     found = following_positions(raw)
     if found is None:
         return None
@@ -69,21 +67,21 @@ def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary |
     inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
     if not modules or any(id(module) in inside for module in modules):
         raise ModelError(
-            f'config.json: the rotary embedding "{kind}" of a {hf.config.model_type!r} model is not one that backend fsdp knows; '
-            "use another model"
+            f'config.json: the rotary embedding "{kind}" of a {hf.config.model_type!r} model is not one that backend '
+            "fsdp knows; use another model"
         )
     config = hf.config.get_text_config()
     return FollowingRotary(kind, config.max_position_embeddings if limit is None else limit, modules)
 
 
 def _follows(rope_type: Any) -> bool:
-    """rope_type: of a module of transformers, one for each type of layer where it is a mapping; None of any other module."""
+    """rope_type: of a module of transformers, one for each type of layer if it is a mapping; None of other modules."""
     kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return any(kind in ("dynamic", "longrope") for kind in kinds)
 
 
 def _groups(lengths: Tensor, limit: int) -> list[tuple[int, Tensor]]:
-    """(a length, the places [R, L/C] of sequences with its angles): one for all up to `limit`, and each length beyond."""
+    """(a length, the places [R, L/C] of sequences with its angles): one for all up to `limit`, each length beyond."""
     of_place = lengths.clamp(min=min(limit, int(lengths.max())))
     return [(length, of_place == length) for length in of_place.unique().tolist()]
 

@@ -12,7 +12,7 @@ from mrl.converters.pread import LazySlice, Region
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo, listed
 from mrl.converters.table import Family, HFConfig
-from mrl.engine.fsdp.names import STATE, Piece, pieces
+from mrl.engine.fsdp.names import STATE, FileTensor, file_tensors
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 
@@ -20,9 +20,10 @@ PREFIX = "model."
 
 
 class FSDPReader:
-    """The weights of the checkpoint folder `path`, which are fp32, as a `WeightReader` in `dtype`. head: "lm" or "value", as its output layer says.
+    """The weights of the checkpoint folder `path`, which are fp32, as a `WeightReader` in `dtype`.
 
-    Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config` is from.
+    Every tensor is accounted for, in both directions; CheckpointError lists what differs. companions: where `hf_config`
+    is from. head: "lm" or "value", as its output layer says.
     """
 
     def __init__(
@@ -38,23 +39,23 @@ class FSDPReader:
         self.head = "value" if output is not None and output.shape[0] == 1 < hf_config["vocab_size"] else "lm"
         expected = expected_hf_names(family, hf_config, head=self.head)
         self.tensors: dict[str, TensorInfo] = {}
-        self._where: dict[str, tuple[str, Piece]] = {}
+        self._where: dict[str, tuple[str, FileTensor]] = {}
         found: dict[str, TensorInfo] = {}
         for key, tensor in self._stored.tensors.items():
             if key.startswith(PREFIX):
                 name = key.removeprefix(PREFIX)
-                for piece in pieces(name, tensor.shape, family=family, head=self.head):
-                    kept = torch.float32 if piece.name in self._buffers else dtype
-                    found[piece.name] = TensorInfo(NAMES[kept], _shape(piece, tensor.shape))
-                    self._where[piece.name] = key, piece
+                for part in file_tensors(name, tensor.shape, family=family, head=self.head):
+                    kept = torch.float32 if part.name in self._buffers else dtype
+                    found[part.name] = TensorInfo(NAMES[kept], _shape(part, tensor.shape))
+                    self._where[part.name] = key, part
         missing = [name for name in expected if name not in found]
         left = [name for name in found if name not in expected]
         shapes = [n for n in expected if n in found and found[n].shape != tuple(expected[n])]
         parts = listed({"missing": missing, "left over": left, "of another shape": shapes})
         if parts:
             raise CheckpointError(
-                f"{path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the model that "
-                "was trained"
+                f"{path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the "
+                "model that was trained"
             )
         self.tensors = {name: found[name] for name in expected}
 
@@ -62,12 +63,12 @@ class FSDPReader:
         return LazySlice(self.tensors[name].shape, lambda region: self._read(name, region))
 
     def _read(self, name: str, region: Region) -> Tensor:
-        key, piece = self._where[name]
-        if piece.expert is None:
+        key, part = self._where[name]
+        if part.expert is None:
             return self._stored.read(key, region).to(DTYPES[self.tensors[name].dtype])
         (low, high), *rest = region
-        rows = (low + piece.start, high + piece.start)
-        return self._stored.read(key, [(piece.expert, piece.expert + 1), rows, *rest])[0].to(
+        rows = (low + part.start, high + part.start)
+        return self._stored.read(key, [(part.expert, part.expert + 1), rows, *rest])[0].to(
             DTYPES[self.tensors[name].dtype]
         )
 
@@ -75,8 +76,8 @@ class FSDPReader:
         self._stored.close()
 
 
-def _shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if piece.expert is None:
+def _shape(part: FileTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if part.expert is None:
         return tuple(shape)
-    stop = shape[1] if piece.stop is None else piece.stop
-    return (stop - piece.start, *shape[2:])
+    stop = shape[1] if part.stop is None else part.stop
+    return (stop - part.start, *shape[2:])

@@ -2,10 +2,10 @@
 
 Dimensions: `C` ranks of the group, `R` rows, `L` places of a row, `H` query heads, `G` key/value heads, `D` head size.
 
-Rank `c` has places `c * L/C` to `(c + 1) * L/C` of every row. All that a model does with one token at a time it does with
-these. Attention needs whole rows: one all-to-all gives each rank all places of `H/C` of the heads, a second one takes the
-result back. So attention itself knows nothing of ranks, and windows and borders of documents are as on one of them
-(S. A. Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv 2309.14509).
+Rank `c` has places `c * L/C` to `(c + 1) * L/C` of every row. All that a model does with one token at a time it does
+with these. Attention needs whole rows: one all-to-all gives each rank all places of `H/C` of the heads, a second one
+takes the result back. So attention itself knows nothing of ranks, and windows and borders of documents are as on one of
+them (S. A. Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Ulysses:
     ) -> Tensor:
         """`attention(query, key, value)` over whole rows: [R, heads, L/C, D] each -> [R, L/C, H, D].
 
-        attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. Where C does not divide G, key
-        and value heads are repeated until it does, which keeps them beside their queries as lcm(G, C) divides H.
+        attention: [R, heads, L, D] each -> [R, L, heads, D]; it sees H/C of the query heads. Where C does not divide G,
+        key and value heads are repeated until it does, which keeps them beside their queries as lcm(G, C) divides H.
         """
         if self.group is None:
             return attention(query, key, value)
@@ -80,7 +80,7 @@ class Ulysses:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row `i` of rank `j` becomes row `j` of rank `i`. The exchange is its own transpose, and so its own backward pass."""
+    """Row `i` of rank `j` becomes row `j` of rank `i`. The exchange is its own transpose: its backward pass, too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:

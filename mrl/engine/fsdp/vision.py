@@ -1,7 +1,8 @@
-"""Images of a micro-batch in a vision-language model: their features, the tokens that take them, and positions around them.
+"""Images of a micro-batch in a vision-language model: their features, the tokens that take them, the positions.
 
-The model's own parts do the work: `get_rope_index` says where tokens are, `get_image_features` is the vision tower. They are
-put together here and not by the model's forward, because a rank may have a part of the tokens (Ulysses) or no image.
+The model's own parts do the work: `get_rope_index` says where tokens are, `get_image_features` is the vision tower.
+They are put together here and not by the model's forward, because a rank may have a part of the tokens (Ulysses) or no
+image.
 
 Dimensions: `T` tokens of the micro-batch, `R` rows of which this rank has `L/C` places, `N` features of its images.
 """
@@ -22,20 +23,16 @@ INPUTS = {"pixel_values", "image_grid_thw"}
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """All images of a micro-batch, and this rank's places that take their features.
+    """All images of a micro-batch, and this rank's places that take their features."""
 
-    pixel_values: [patches, dim]. grid: [images, 3]. feature: [R, L/C], the number of the feature that a place takes, from 1;
-    0 at a token of text.
-    """
-
-    pixel_values: Tensor
-    grid: Tensor
-    feature: Tensor
+    pixel_values: Tensor  # [patches, dim]
+    grid: Tensor  # [images, 3]
+    feature: Tensor  # [R, L/C], the number of the feature that a place takes, from 1; 0 at a token of text
 
 
 def image_tokens(hf: nn.Module, batch: Batch) -> Tensor:
-    """[T] bool: where a feature takes a token's place. In a sequence without images the token of images is one like any other:
-    a policy may have sampled it."""
+    """[T] bool: where a feature takes a token's place. In a sequence without images the token of images is one like any
+    other: a policy may have sampled it."""
     having = [bool(inputs) for inputs in batch.multi_modal_inputs] or [False] * batch.num_sequences
     having = torch.tensor(having, dtype=torch.bool)
     return (batch.tokens.cpu() == hf.config.image_token_id) & having.repeat_interleave(batch.lengths.cpu())
@@ -71,7 +68,8 @@ def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
 def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device) -> Images:
     """The images of a micro-batch; a blank one where it has none.
 
-    Every rank runs the tower in every micro-batch, because gathering its weights and reducing their gradients takes all.
+    Every rank runs the tower in every micro-batch, because gathering its weights and reducing their gradients takes
+    all.
     """
     inputs = batch.joined_multi_modal_inputs
     if not inputs:

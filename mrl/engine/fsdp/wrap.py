@@ -1,10 +1,10 @@
 """What a block's forward is wrapped in: compilation, recomputation in the backward pass, activations on the host.
 
     what                       keeps on the device, of each block      costs
-    (nothing)                  all that its backward pass needs         nothing
-    recompute full             its inputs                               another forward
-    offload activations        nothing                                  a copy to the host and back of what it would keep
-    both                       nothing                                  another forward, and copies of its inputs
+    (nothing)                  all that its backward pass needs        nothing
+    recompute full             its inputs                              another forward
+    offload activations        nothing                                 a copy to the host and back of what it would keep
+    both                       nothing                                 another forward, and copies of its inputs
 
 FSDP gathers a block's weights before its forward and before its backward pass; the wrapped forward runs inside of that.
 """
@@ -72,7 +72,7 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """Inside, saved tensors that are no weights of `block` go to the host; those of a unit within it do, being gathered later."""
+        """Inside, saved tensors that are no weights of `block` go to the host; so do those of a unit within it."""
         gathered = (p for p in block.parameters() if not isinstance(p, DTensor))
         weights = {p.untyped_storage().data_ptr() for p in gathered}
         pack = functools.partial(self.pack, weights)

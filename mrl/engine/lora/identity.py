@@ -22,7 +22,7 @@ from mrl.engine.stored_weights import stored_weights
 from mrl.errors import CheckpointError
 
 SAMPLES = 64
-"""Tensors that a base is told by, with a few rows of each: few enough to read at every start."""
+"""Tensors that a base is known by, with a few rows of each: few enough to read at every start."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _NOT_THE_MODEL = ("export",)
 
@@ -55,8 +55,8 @@ def samples(names: Iterable[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         kinds.setdefault(_NUMBER.sub("", name), []).append(name)
-    turns = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds)))
-    chosen = [name for turn in turns for name in turn if name is not None]
+    rounds = itertools.zip_longest(*(kinds[kind] for kind in sorted(kinds)))
+    chosen = [name for one_of_each in rounds for name in one_of_each if name is not None]
     return sorted(chosen[: max(SAMPLES, len(kinds))])
 
 

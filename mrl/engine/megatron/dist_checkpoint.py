@@ -3,7 +3,8 @@
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it; with
                         adapters these alone, under the names of peft's files
     engine.pt           step of the LR schedule, layout, architecture, and the caller's state
-    rng/rank_00000.pt   each rank's RNG states; used when layout and type of device are the same, else generators are seeded anew
+    rng/rank_00000.pt   each rank's RNG states; used where layout and type of device are the same, else
+                        generators are seeded anew
 
 Who makes the folder, whole or not at all, is `mrl.engine.saving`.
 """
@@ -79,12 +80,12 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Refuses a checkpoint of another model, naming what differs. An older mrl told a model by fewer fields."""
+    """Refuses a checkpoint of another model, naming what differs. An older mrl knew a model by fewer fields."""
     if saved.get("layer_spec") != own.get("layer_spec"):
         raise CheckpointError(
-            f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than those of the "
-            f"{own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are there); resume where it "
-            "was saved, or export it and start from that"
+            f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than "
+            f"those of the {own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are "
+            "there); resume where it was saved, or export it and start from that"
         )
     differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:

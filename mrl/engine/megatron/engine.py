@@ -94,7 +94,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def init_model(self, read: Callable[[str], Any] | None = None) -> None:
-        """As every engine. read: where weights come from (HF name -> tensor or lazy slice), if not from where the config says."""
+        """As every engine. read: where weights come from (HF name -> tensor or lazy slice); None: as configured."""
         self.model.init(read)
         state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
         self.offload = Offload(self.config.engine.offload, state)

@@ -1,7 +1,7 @@
 """Generation from the engine's own weights, with a KV cache, under any layout.
 
-Ranks of one replica (tp, pp) work together on the same sequences; each data-parallel and context-parallel replica takes a
-share of the requests. Where experts are spread over replicas all of them take part in every forward, and one that has
+Ranks of one replica (tp, pp) work together on the same sequences; each data-parallel and context-parallel replica takes
+a share of the requests. Where experts are spread over replicas all of them take part in every forward, and one that has
 nothing left feeds a token that nothing comes of.
 """
 
@@ -132,7 +132,7 @@ class _Runner:
         cached: CachedStep,
         choose_next: Callable[..., Tensor] | None,
     ) -> Tensor:
-        """Hidden states [T (/tp), 1, N] for the next stage; on the last one what `choose_next` makes of them, [S, 2]."""
+        """Hidden states [T (/tp), 1, N] for the next stage; of the last what `choose_next` makes of them, [S, 2]."""
         own = self.model.chunks[chunk]
         if self.lean:
             hidden = self.decoders[chunk](tokens, None if hidden is None else hidden.squeeze(1), cached)
@@ -157,7 +157,7 @@ class _Runner:
 
 
 def _next_token(hidden: Tensor, weight: Tensor, *, step: Step, vocab_size: int) -> Tensor:
-    """[S, 2] fp64: the next token of each sampled sequence and its log-prob. hidden: [T, N] whole; weight: [V, N] local."""
+    """[S, 2] fp64: the sampled sequences' next tokens and log-probs. hidden: [T, N] whole; weight: [V, N] local."""
     if not step.sampled:
         return hidden.new_zeros(0, 2, dtype=torch.float64)
     group = parallel_state.get_tensor_model_parallel_group()

@@ -1,7 +1,7 @@
 """Process groups of a layout, and megatron's process-wide state kept per engine.
 
-megatron-core keeps its groups, its RNG tracker and some counters in module globals. An engine owns a `MegatronState` and
-works inside `with state.installed():`, so engines with different layouts share a process.
+megatron-core keeps its groups, its RNG tracker and some counters in module globals. An engine owns a `MegatronState`
+and works inside `with state.installed():`, so engines with different layouts share a process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class MegatronState:
         self._depth = 0
         with self.installed():
             # Ranks with other layers, positions or sequences draw differently; those of one tensor-parallel group draw
-            # differently in tensor-parallel regions and alike elsewhere. 100 leaves room for megatron's offset per rank.
+            # differently in tensor-parallel regions and alike elsewhere. 100 leaves room for megatron's offset per
+            # rank.
             at, d = self.coords, dims
             stream = seed + 100 * (at.pp_rank + d.pp * (at.cp_rank + d.cp * at.dp_rank))
             torch.manual_seed(stream)
@@ -47,8 +48,9 @@ class MegatronState:
             _restore(_pristine)
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp, pipeline_model_parallel_size=dims.pp,
-                virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None, context_parallel_size=dims.cp,
-                expert_model_parallel_size=dims.ep, expert_tensor_parallel_size=dims.etp, create_gloo_process_groups=True,
+                virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+                context_parallel_size=dims.cp, expert_model_parallel_size=dims.ep,
+                expert_tensor_parallel_size=dims.etp, create_gloo_process_groups=True,
                 distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
             )  # fmt: skip
             _groups_of_layout[key] = _snapshot()

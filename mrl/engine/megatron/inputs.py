@@ -2,8 +2,8 @@
 
 Dimensions: `S` sequences, `T` real tokens, `P` places of the micro-batch with padding, over all context-parallel ranks.
 
-Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a multiple
-of what sequence parallelism splits. "Padded" micro-batches give every sequence the same number of places.
+Every sequence gets a number of places that is a multiple of 2*cp (its zigzag segments), the whole micro-batch a
+multiple of what sequence parallelism splits. "Padded" micro-batches give every sequence the same number of places.
 """
 
 from __future__ import annotations
@@ -23,20 +23,15 @@ from mrl.parallel import Coordinates, ParallelDims
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """What one rank feeds the model.
+    """What one rank feeds the model."""
 
-    tokens, labels: [P/cp] int64, 0 in padding. padding: [P/cp] bool, True there. trained: which of these places have a label
-    that counts in the loss; None for all. layout: which places belong together. places: [T] the place of each real token among
-    all P. order: [P] index that undoes the zigzag, None without cp.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    padding: Tensor
-    trained: Tensor | None
-    layout: PackedLayout
-    places: Tensor
-    order: Tensor | None
+    tokens: Tensor  # [P/cp] int64, 0 in padding
+    labels: Tensor  # [P/cp] int64, 0 in padding
+    padding: Tensor  # [P/cp] bool, True there
+    trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
+    layout: PackedLayout  # which places belong together
+    places: Tensor  # [T] the place of each real token among all P
+    order: Tensor | None  # [P] index that undoes the zigzag, None without cp
 
 
 def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> list[int]:

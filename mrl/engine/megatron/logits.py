@@ -1,4 +1,4 @@
-"""Logits of a model on megatron-core, on the CPU and this process alone, in fp32, from weights that are read by Hugging Face name."""
+"""Logits of a model on megatron-core: on the CPU, by this process alone, in fp32, from weights by Hugging Face name."""
 
 from __future__ import annotations
 

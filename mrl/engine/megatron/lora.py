@@ -1,8 +1,9 @@
-"""A model's adapters in the Megatron engine: Hugging Face's A and B as rules of this rank, and what the engine does with them.
+"""A model's adapters in the Megatron engine: Hugging Face's A and B as rules of this rank, and what is done with them.
 
-`mrl.engine.lora.selection` says which adapters there are and what their tensors are called; the families' rules say which rows and
-columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the columns, so both
-follow from the matrix' rule. An expert's adapter is a slice of the tensors that peft keeps for all experts of a layer.
+`mrl.engine.lora.selection` says which adapters there are and what their tensors are called; the families' rules say
+which rows and columns of each Hugging Face matrix a rank holds. An adapter's B has the rows of its matrix and its A the
+columns, so both follow from the matrix' rule. An expert's adapter is a slice of the tensors that peft keeps for all
+experts of a layer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,13 @@ Shapes = Mapping[str, AdapterShape]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRule(Rule):
-    """A or B of one adapter, or of one expert's, as a rank holds it.
-
-    hf: its name for people. of: the adapter. tensor: "A" or "B". spans_of_ranks: for each rank of `axis`, what of the
-    whole it holds, in order; nothing where a rank has no row of the matrix. turns: B's rows take turns in the file, as those of gate and up.
-    """
+    """A or B of one adapter, or of one expert's, as a rank holds it. hf: its name for people."""
 
     of: AdapterShape
-    tensor: str
+    tensor: str  # "A" or "B"
     spans_of_ranks: tuple[tuple[Span, ...], ...]
-    turns: int = 1
+    """For each rank of `axis`, what of the whole it holds, in order; nothing where it has no row of the matrix."""
+    interleaved: int = 1  # tensors of which B's rows alternate in the file, as those of gate and up
 
     @property
     def file_name(self) -> str:
@@ -66,12 +64,14 @@ class AdapterRule(Rule):
             whole = whole.view(experts, rank, -1)[self.expert] if self.tensor == "A" else (
                 whole.view(-1, rank, experts)[..., self.expert]
             )  # fmt: skip
-        return whole.unflatten(0, (-1, self.turns)).transpose(0, 1).flatten(0, 1) if self.turns > 1 else whole
+        if self.interleaved == 1:
+            return whole
+        return whole.unflatten(0, (-1, self.interleaved)).transpose(0, 1).flatten(0, 1)
 
     def to_file(self, experts: Sequence[Tensor]) -> Tensor:
         """The file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the one that there is."""
-        if self.turns > 1:
-            experts = [t.unflatten(0, (self.turns, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
+        if self.interleaved > 1:
+            experts = [t.unflatten(0, (self.interleaved, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
         if self.expert is None:
             return experts[0]
         return torch.cat(list(experts)) if self.tensor == "A" else torch.stack(list(experts), dim=-1).flatten(1)
@@ -127,7 +127,7 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
                     of=shape,
                     tensor=tensor,
                     spans_of_ranks=tuple(divided) if is_split else ((Span(0, 0, 0, size[0]),),),
-                    turns=1 if place is None or tensor == "A" else len(place.stack.parts),
+                    interleaved=1 if place is None or tensor == "A" else len(place.stack.parts),
                 )
             )
     return found
@@ -156,10 +156,10 @@ def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[
 
 
 def attach(
-    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig, family: Family, *,
-    head: str, spec: str,
+    models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig,
+    family: Family, *, head: str, spec: str,
 ) -> list[dict[str, Rule]]:  # fmt: skip
-    """Freezes the chunks, gives them this rank's adapters, with memory yet to be filled, and returns the rules with theirs.
+    """Freezes the chunks, gives them this rank's adapters, with memory yet to be filled, and returns all rules.
 
     A value head stays trainable. Raises ConfigError for adapters that megatron's model has no place for.
     """
@@ -181,7 +181,7 @@ def attach(
 
 
 def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: LoraConfig) -> None:
-    """One module's adapter. found: rules of A and B by turns."""
+    """One module's adapter. found: rules of A and B, alternating."""
     module = model.get_submodule(rule.mcore.rpartition(".")[0])
     outputs, inputs = rule.shape()
     shape = found[0].of
@@ -231,8 +231,8 @@ def reading(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Ca
 
 
 class Initial:
-    """What adapters start from, by the names of peft's files: the same in every layout. The last tensor is kept: experts ask
-    for slices of one."""
+    """What adapters start from, by the names of peft's files: the same in every layout. The last tensor is kept:
+    experts ask for slices of one."""
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         self.by_name = {name: shape for shape in shapes.values() for name in (shape.a_name, shape.b_name)}

@@ -98,7 +98,7 @@ class Model:
         return starting_weights(path, self.family, self.hf, head=self.config.head, trained=trained)
 
     def fill(self, read: Callable[[str], Any]) -> None:
-        """Sets this rank's weights, and masters where there are any; adapters start anew, which leaves the model as it is."""
+        """Sets this rank's weights, and masters if any; adapters start anew, which leaves the model as it is."""
         read = lora.reading(read, lora.Initial(self.adapters, self.config.seed))
         weights.load(self.chunks, self.rules, read)
         self._fill_masters(read)

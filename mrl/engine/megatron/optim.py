@@ -27,7 +27,7 @@ def wrap(models: Sequence[Model], config: TransformerConfig) -> list[Distributed
     """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called.
 
     megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
-    those are other ranks, which hold other pieces of an expert or the same: each expert is told apart here.
+    those are other ranks, which hold other shards of an expert or the same: each expert is told apart here.
     """
     if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         for model in models:
@@ -45,13 +45,14 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms.
 
-    megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied here.
+    megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied
+    here.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
-            optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad, bf16=dtype == torch.bfloat16,
-            params_dtype=dtype, use_distributed_optimizer=True,
+            optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True,
         ),
         list(chunks),
     )  # fmt: skip

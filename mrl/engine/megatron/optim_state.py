@@ -1,9 +1,9 @@
 """AdamW's state in a checkpoint: master weights and moments, keyed and split like the parameters they belong to.
 
-megatron has a format with the same idea ("fully_reshardable"), which loses its place where a gradient buffer has several
-buckets and one of them is padded: state is written that belongs to other parameters (megatron-core 0.16.1,
-distrib_optimizer.get_parameter_state_dp_zero drops the padding, sharded_param_state_fully_reshardable counts it).
-Tied embeddings with an odd vocabulary under pipeline parallelism are enough. So the state is put together here.
+megatron has a format with the same idea ("fully_reshardable"), which loses its place where a gradient buffer has
+several buckets and one of them is padded: state is written that belongs to other parameters (megatron-core 0.16.1,
+distrib_optimizer.get_parameter_state_dp_zero drops the padding, sharded_param_state_fully_reshardable counts it). Tied
+embeddings with an odd vocabulary under pipeline parallelism are enough. So the state is put together here.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _forward_step(
 
 
 def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
-    """[P/cp, 1 or 2] fp32: log-probs of the labels that train, and entropies where `ctx["entropy"]` asks for them; 0 elsewhere."""
+    """[P/cp, 1 or 2] fp32: log-probs of the labels that train, 0 elsewhere, and entropies if `ctx["entropy"]` asks."""
     group = parallel_state.get_tensor_model_parallel_group()
     shard = VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
     mode = ctx.get("entropy", "none")

@@ -1,7 +1,7 @@
-"""A model's weights or gradients, gathered tensor by tensor on rank 0 under the names of Hugging Face's and peft's files.
+"""A model's weights or gradients, gathered tensor by tensor on rank 0 under the names of Hugging Face's, peft's files.
 
-`value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time. Other ranks take part
-and yield nothing.
+`value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time. Other ranks
+take part and yield nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _owned(model: Model) -> Iterator[Owned]:
 
 
 def merged(model: Model) -> Callable[[Tensor], Tensor]:
-    """From a parameter to its values with its adapter added in: a new tensor, which is gone when it is no longer used."""
+    """From a parameter to its values with its adapter added in: a new tensor, for as long as it is used."""
     of_parameter: dict[int, lora.Adapter] = {}
     for chunk, of_chunk in zip(model.chunks, model.rules, strict=True):
         parameters = dict(chunk.named_parameters())
@@ -106,7 +106,7 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
 def _gathered(
     model: Model, held: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned
 ) -> list[Tensor]:
-    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. held: the tensors of each chunk here, by name."""
+    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. held: each chunk's tensors, by name."""
     rule, coords = owned.rule, model.coords
     holders = _holders(model.dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
     mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders

@@ -1,4 +1,4 @@
-"""What the first-step checks (mrl.engine.guards) look at on this backend: the optimizer's shards, by Hugging Face name."""
+"""What the first-step checks (mrl.engine.guards) look at on megatron: the optimizer's shards, by Hugging Face name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def watched(model: Model) -> Iterator[guards.Watched]:
 
 
 def replica_problems(model: Model) -> list[guards.Problem]:
-    """Parameters that differ between ranks that hold the same piece of them."""
+    """Parameters that differ between ranks that hold the same shard of them."""
     named = _names(model)
     everything = [(*named[id(p)], p.data) for chunk in model.chunks for p in chunk.parameters()]
 

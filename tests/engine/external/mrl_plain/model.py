@@ -15,7 +15,7 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import expected_hf_names
-from mrl.engine.fsdp.names import pieces, read_rows
+from mrl.engine.fsdp.names import file_tensors, read_rows
 from mrl.engine.saving import starting_weights
 from mrl.errors import ModelError
 
@@ -48,7 +48,7 @@ class Model:
         return dict(self.hf.named_parameters())
 
     def _pieces(self, name: str, parameter: nn.Parameter):
-        return pieces(name, parameter.shape, family=self.family, head=self.config.head)
+        return file_tensors(name, parameter.shape, family=self.family, head=self.config.head)
 
     def _check_tensors(self) -> None:
         held = {piece.name for name, p in self.parameters().items() for piece in self._pieces(name, p)}
