@@ -25,7 +25,7 @@ from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import DTYPES, NAMES, TensorInfo
 from mrl.converters.stacks import interleaved_rows
 from mrl.converters.table import Family, HFConfig
-from mrl.engine.fsdp.names import Piece, pieces
+from mrl.engine.fsdp.names import FileTensor, file_tensors
 from mrl.engine.lora import identity
 from mrl.engine.lora.folder import adapters, read_adapter
 from mrl.engine.lora.shapes import CONFIG, AdapterShape, adapter_shapes
@@ -146,11 +146,11 @@ class MergedReader:
         weight = self.base(name)[part].to(dtype)
         if name not in self._where:
             return weight
-        shape, piece = self._where[name]
-        if shape.experts and piece.expert is None:  # stacked in the files as in memory
+        shape, tensor = self._where[name]
+        if shape.experts and tensor.expert is None:  # stacked in the files as in memory
             delta = torch.stack([self._delta(shape, expert)[part[1:]] for expert in range(*region[0])])
         else:
-            delta = self._delta(shape, piece.expert)[piece.start : piece.stop][part]
+            delta = self._delta(shape, tensor.expert)[tensor.start : tensor.stop][part]
         return (weight.float() + delta).to(dtype)
 
     def _delta(self, shape: AdapterShape, expert: int | None) -> Tensor:
@@ -168,13 +168,15 @@ class MergedReader:
 
 def _places(
     shapes: Mapping[str, AdapterShape], family: Family, head: str
-) -> Iterator[tuple[str, tuple[AdapterShape, Piece]]]:
+) -> Iterator[tuple[str, tuple[AdapterShape, FileTensor]]]:
     """Yields (file name, adapter and which part of what it adapts) of every tensor that an adapter is added to."""
     for name, shape in shapes.items():
         size = (shape.out_features, shape.in_features)
         parameter = name if shape.experts else f"{name}.weight"
-        for piece in pieces(parameter, (shape.experts, *size) if shape.experts else size, family=family, head=head):
-            yield piece.name, (shape, piece)
+        for tensor in file_tensors(
+            parameter, (shape.experts, *size) if shape.experts else size, family=family, head=head
+        ):
+            yield tensor.name, (shape, tensor)
 
 
 def merged(
