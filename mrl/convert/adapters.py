@@ -50,7 +50,9 @@ def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
     saved = description.get("adapters")
     if saved is None:
         return None
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["lora"].items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved["lora"].items()
+    }
     return SavedAdapters(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
 
 

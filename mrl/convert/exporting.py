@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mrl
+from mrl.convert.adapters import MergedReader
 from mrl.convert.sources import HFFiles, Source, added_companions, open_checkpoint
 from mrl.convert.workspace import FileSummary, Workspace, check_free, no_progress
 from mrl.converters.accounting import account
@@ -116,12 +117,13 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
-        if source.adapters is None:
+        held, reader = source.adapters, source.reader
+        if held is None or not isinstance(reader, MergedReader):
             raise CheckpointError(
                 "--adapter", why=f"{source.folder} holds a whole model and no adapters", fix="leave it out"
             )
         source.check()
-        held, tensors = source.adapters, source.reader.adapter
+        tensors = reader.adapter
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         plan = {"command": "export --adapter", "mrl": mrl.__version__, "folder": str(source.folder.resolve())}
         with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
@@ -215,7 +217,7 @@ def _write(
 
 def _finish(folder: Path, source: Source, files: HFFiles) -> None:
     # what is written is not quantised, whatever training began with
-    changes = {"quantization_config": None}
+    changes: dict[str, Any] = {"quantization_config": None}
     if source.skipped_tensors:
         changes[COUNT] = 0
     if source.head == "value":

@@ -439,19 +439,20 @@ def _model_of(
                 f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was "
                 "started"
             )
-    if model is None and config is None:
+    path = model or (None if config is None else config.path)
+    if path is None:
         raise CheckpointError(
             f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with "
             "--model"
         )
-    if model is None and not os.path.isdir(config.path) and config.path.startswith((".", "/", "~")):
-        raise CheckpointError(f"{file}: model.path {config.path!r} is not there; give the model's folder with --model")
+    if model is None and not os.path.isdir(path) and path.startswith((".", "/", "~")):
+        raise CheckpointError(f"{file}: model.path {path!r} is not there; give the model's folder with --model")
     from mrl.converters.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"
-    found = Path(model_folder(model or config.path, weights=weights, key=key))
+    found = Path(model_folder(path, weights=weights, key=key))
     if not found.is_dir():
-        raise ModelError(key, quoted(model or config.path), "is not a folder", "give a Hugging Face model folder")
+        raise ModelError(key, quoted(path), "is not a folder", "give a Hugging Face model folder")
     return found, config, template
 
 

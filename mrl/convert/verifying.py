@@ -129,17 +129,20 @@ def compare(
     """Compares two models. prompts: texts to compute logits of, a few of ours by default. logits: False compares
     tensors alone.
     """
-    widened, not_compared = [], []
+    widened: list[str] = []
+    not_compared: list[str] = []
     if isinstance(a.reader, MergedReader) and isinstance(b.reader, MergedReader):
-        differences, count, total = _adapters(a, b, progress)
+        differences, count, total = _adapters(a, a.reader, b, b.reader, progress)
         b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
     else:
         differences, total, widened = _tensors(a, b, progress)
         held = a.reader.tensors.keys() | b.reader.tensors.keys()
         not_compared = sorted(filter(follows_from_config, held))
         count = len(held) - len(not_compared)
-    a.check(), b.check()
-    rows, why = [], None
+    a.check()
+    b.check()
+    rows: list[LogitsRow] = []
+    why = None
     if not logits:
         why = "not asked for"
     elif a.head != "lm" or b.head != "lm":
@@ -158,11 +161,10 @@ def compare(
 
 def _configs(a: Source, b: Source) -> list[str]:
     """Returns a line for each field of config.json that makes the same weights another model."""
-    fields = [architecture(source.family, source.hf_config) for source in (a, b)]
+    of_a, of_b = (architecture(source.family, source.hf_config) for source in (a, b))
     if "value" in (a.head, b.head):  # it is never tied, and config.json says so where one was exported
-        for found in fields:
-            del found["tie_word_embeddings"]
-    return differing(*fields, f"in {a.companion_folder}", f"in {b.companion_folder}")
+        del of_a["tie_word_embeddings"], of_b["tie_word_embeddings"]
+    return differing(of_a, of_b, f"in {a.companion_folder}", f"in {b.companion_folder}")
 
 
 def _no_room(source: Source) -> str | None:
@@ -225,35 +227,38 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
     }
 
 
-def _adapters(a: Source, b: Source, progress: Callable[[int], Callable[[int], None]]) -> tuple[list[str], int, int]:
+def _adapters(
+    a: Source, of_a: MergedReader, b: Source, of_b: MergedReader, progress: Callable[[int], Callable[[int], None]]
+) -> tuple[list[str], int, int]:
     """Returns (a line for each tensor that differs, tensors, bytes compared) of two sets of adapters, and of their
     bases, unless it is one folder.
     """
-    ours, theirs = a.reader.adapter, b.reader.adapter
+    ours, theirs = of_a.adapter, of_b.adapter
     differences = [f"{name}: only in {a.folder}" for name in ours if name not in theirs]
     differences += [f"{name}: only in {b.folder}" for name in theirs if name not in ours]
     both = [name for name in ours if name in theirs]
-    infos = {name: info for name, info in a.reader.tensors.items() if name != SCORE}
+    infos = {name: info for name, info in of_a.tensors.items() if name != SCORE}
     bases = {} if os.path.samefile(a.companion_folder, b.companion_folder) else infos
-    known = b.reader.tensors
+    known = of_b.tensors
     differences += [f"base {n}: another shape" for n in bases if n not in known or known[n].shape != bases[n].shape]
     total = sum(ours[name].nbytes for name in both) + sum(map(tensor_bytes, bases.values()))
     advance = progress(total)
-    scales = [{shape.b_name: shape.scale for shape in source.reader.shapes.values()} for source in (a, b)]
+    scales = [{shape.b_name: shape.scale for shape in reader.shapes.values()} for reader in (of_a, of_b)]
     for name in both:
-        of_a, of_b = ours[name], theirs[name]
+        x, y = ours[name], theirs[name]
         scale_a, scale_b = (found.get(name, 1.0) for found in scales)
-        if of_a.shape != of_b.shape:
-            differences.append(f"{name}: shape {list(of_a.shape)} and {list(of_b.shape)}")
-        elif line := _bits(name, of_a, of_b, of_a.shape, no_progress):
+        if x.shape != y.shape:
+            differences.append(f"{name}: shape {list(x.shape)} and {list(y.shape)}")
+        elif line := _bits(name, x, y, x.shape, no_progress):
             differences += line
         elif scale_a != scale_b:
             differences.append(f"{name}: scale {scale_a:g} and {scale_b:g}")
-        advance(of_a.nbytes)
+        advance(x.nbytes)
     for name, info in bases.items():
         if name in known and known[name].shape == info.shape:
-            read_a, read_b = a.reader.base(name), b.reader.base(name)
-            differences += [f"base {line}" for line in _bits(name, read_a, read_b, info.shape, no_progress)]
+            differences += [
+                f"base {line}" for line in _bits(name, of_a.base(name), of_b.base(name), info.shape, no_progress)
+            ]
         advance(tensor_bytes(info))
     return differences, len(ours.keys() | theirs.keys()) + len(bases), total
 

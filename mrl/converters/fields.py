@@ -6,6 +6,7 @@ What the families share: fields of a pre-norm, gated, rotary decoder, and the fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -241,7 +242,7 @@ ROPE_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "orig
 """Keys that any may have: transformers writes the last one beside every scaling."""
 
 
-def rotary_percent(hf: dict[str, Any]) -> float:
+def rotary_percent(hf: Mapping[str, Any]) -> float:
     """Returns the part of each head that turns."""
     return float((hf.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0)
 

@@ -99,7 +99,7 @@ def _unsupported(file: GGUFFile, key: str, value: Any, why: str) -> ModelError:
     return ModelError(f"{file.path}: {file.metadata['general.architecture']}.{key} = {value!r} is not supported: {why}")
 
 
-def _number(file: GGUFFile, given: Mapping[str, Any], key: str, kind: type = int) -> Any:
+def _number(file: GGUFFile, given: Mapping[str, Any], key: str, kind: type[int] | type[float] = int) -> Any:
     value = given.get(key)
     if not (isinstance(value, kind) and value > 0):
         raise ModelError(
@@ -249,7 +249,9 @@ def stored_name(name: str) -> tuple[str, int | None]:
     module, _, kind = name.rpartition(".")
     if module in _WHOLE:
         return f"{_WHOLE[module]}.{kind}", None
-    layer, inside, kind = _LAYER.fullmatch(name).groups()
+    found = _LAYER.fullmatch(name)
+    assert found is not None, f"{name} is of no layer"
+    layer, inside, kind = found.groups()
     if expert := _EXPERT.fullmatch(inside):
         return f"blk.{layer}.{_OF_EXPERT[expert[2]]}.{kind}", int(expert[1])
     return f"blk.{layer}.{_OF_LAYER[inside]}.{kind}", None

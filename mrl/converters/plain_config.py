@@ -41,7 +41,7 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if raw["model_type"] not in _FAMILIES:
         return None
     said, defaults = _FAMILIES[raw["model_type"]]
-    config = _DEFAULTS | defaults | copy.deepcopy(raw)
+    config = {**_DEFAULTS, **defaults, **copy.deepcopy(raw)}
     types = {name: type(value) for name, value in (_DEFAULTS | defaults).items() if value is not None} | _SAID | said
     plain = all(type(config.get(name)) is kind for name, kind in types.items())
     plain &= all(config.get(name) is None or type(config[name]) is kind for name, kind in _OPTIONAL.items())

@@ -240,7 +240,9 @@ def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None
 def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
     """Yields (field, value, range) of what the table knows of a config.json."""
     family = FAMILIES.get(config["model_type"])
-    for name, value in config.items() if family is not None else ():
+    if family is None:
+        return
+    for name, value in config.items():
         if name in _ROPE_FIELDS:
             yield name, value, Range(dict)
             yield from ((f"{name}.{inner}", value[inner], ROPE[inner]) for inner in value or () if inner in ROPE)

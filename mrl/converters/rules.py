@@ -201,6 +201,7 @@ def _rule(
     expert: int | None,
 ) -> Rule:
     """`entry` for one layer and expert; `local` are their numbers in the chunk and on the EP rank."""
+    axis: str | None
     axis, degree, rank = "tp", layout.tp, coords.tp_rank
     if entry.of_expert:
         axis, degree, rank = "etp", layout.etp, coords.etp_rank

@@ -409,9 +409,9 @@ class HFWriter:
             missing = some(sorted(self._waiting))
             self.abort()
             raise AssertionError(f"{self.out}: closed before {missing} came")
-        for file in self._files.values():
-            os.fsync(file)
-            os.close(file)
+        for descriptor in self._files.values():
+            os.fsync(descriptor)
+            os.close(descriptor)
         self._files.clear()
         old = [
             file for file in self.out.glob("model*.safetensors") if file.name == SINGLE or _SHARD.fullmatch(file.name)

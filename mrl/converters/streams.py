@@ -44,7 +44,7 @@ def hf_to_mcore(
     """
     plans = chunk_plans(hf_config["num_hidden_layers"], layout.pp, layout.vpp)
     coords = layout.coordinates(rank)
-    options = {"layout": layout, "spec": spec, "head": head, "vocab_multiple": vocab_multiple}
+    options: dict[str, Any] = {"layout": layout, "spec": spec, "head": head, "vocab_multiple": vocab_multiple}
     users: dict[str, dict[str, list[tuple[int, Rule]]]] = {}  # name in files, name in the tables
     for chunk in range(layout.vpp):
         rules = param_map(family, hf_config, coords=coords, chunk=plans[coords.pp_rank, chunk], **options)
@@ -117,7 +117,8 @@ def _merged(
         for o in export_order(family, hf_config, layout=layout, chunks=plans, **options)
     }
     copies = _copies(family, hf_config, layout, plans, options)
-    left, waiting = set(owned), {}
+    left = set(owned)
+    waiting: dict[tuple, dict[int, Tensor]] = {}  # shards by rank of the axis, of parameters that lack some
     for rank, chunk, name, shard in shards:
         at = layout.coordinates(rank)
         if (at.pp_rank, chunk, name) in copies:

@@ -18,5 +18,5 @@ def write_chat_template(folder: str | Path, template: str) -> None:
         content = json.loads(settings.read_text(encoding="utf-8"))
         if content.pop("chat_template", None) is not None:
             settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as file:
-        file.write(template)
+    with open(folder / "chat_template.jinja", "w", encoding="utf-8", newline="") as out:
+        out.write(template)

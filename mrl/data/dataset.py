@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,15 @@ from mrl.data.tokenizer import check_chat_template, read_chat_template
 from mrl.data.vision import Vision, WithImages
 from mrl.errors import DataError, UserError
 
-T = TypeVar("T")
+
+class Loaded(Protocol):
+    """A row in tokens."""
+
+    @property
+    def truncated(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Loaded)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from mrl.config.ppo import PromptsConfig
 from mrl.config.schema import DataConfig
-from mrl.data.dataset import Rejected, RowDataset
+from mrl.data.dataset import Rejected, RowDataset, T
 from mrl.errors import CheckpointError, DataError
-
-T = TypeVar("T")
 
 NOTES_PER_BATCH = 5
 
@@ -135,7 +133,9 @@ class RowStream(Generic[T]):
 
     def _after(self, start: Progress, count: int) -> Taken[T]:
         """The `count` usable rows that follow `start`: a pure function of it and of the settings."""
-        report, items, rows = Report(), [], []
+        report = Report()
+        items: list[T] = []
+        rows: list[int] = []
         epoch, position, fruitless = start.epoch, start.position, 0
         while len(items) < count:
             row = int(self._epoch_order(epoch)[position])

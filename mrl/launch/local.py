@@ -188,7 +188,8 @@ def _raise_first_failure(
         if outcome.kind == "user":
             raise UserError(outcome.text)
     killed = _killed_ranks(result)
-    if forwarded in killed.values() and not any(outcome.kind == "stopped" for outcome in outcomes):
+    stopped = any(outcome.kind == "stopped" for outcome in outcomes)
+    if forwarded is not None and forwarded in killed.values() and not stopped:
         raise SystemExit(128 + forwarded)  # it came before training began: there is nothing to save
     for rank, signum in killed.items():
         if signum == signal.SIGTERM:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.load import load_config
-from mrl.errors import UserError
+from mrl.errors import ConfigError
 from mrl.launch import preflight
 from mrl.launch.describe import describe
 from mrl.launch.environment import interface_towards, joined_world
@@ -35,11 +35,10 @@ def start(
     shows = not dry_run and config.log.console != "none" and (joined is None or joined.rank == 0)
     with announced("checking files and layout", shows=shows):
         parts = preflight.check_files(command, config)
-        if joined is None:
-            nproc = _choose_nproc(parts, nproc)
-        elif nproc is not None:
-            raise UserError(f"--nproc: value {nproc} has no effect under {joined.launcher}; leave it out")
-        layouts = preflight.check_layout(command, config, parts, nproc if joined is None else joined.world_size)
+        if joined is not None and nproc is not None:
+            raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
+        world_size = _choose_nproc(parts, nproc) if joined is None else joined.world_size
+        layouts = preflight.check_layout(command, config, parts, world_size)
     if dry_run:
         preflight.check_code(command, config)
         for line in describe(command, config, parts, layouts):
@@ -58,7 +57,7 @@ def start(
                 run = trainer_of(command)
             run(config, command_line)
         return None
-    return _start_processes(command, config, command_line, nproc, shows)
+    return _start_processes(command, config, command_line, world_size, shows)
 
 
 def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:

@@ -47,19 +47,23 @@ class Task:
     launcher_pid: int
 
 
+Ending = Literal["done", "stopped", "user", "fault", "interrupted"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a rank ended. user: a UserError, text is its message. fault: any other error, text is its traceback."""
+    """How a rank ended."""
 
     rank: int
-    kind: Literal["done", "stopped", "user", "fault", "interrupted"]
-    text: str
+    kind: Ending
+    text: str  # of "user" the message of a UserError, of "fault" the traceback of any other error
     time: float
 
 
 def run_task(task: Task, rank: int) -> Outcome:
     """Runs the target in this process; never raises."""
-    kind, text = "done", ""
+    kind: Ending = "done"
+    text = ""
     try:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):

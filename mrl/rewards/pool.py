@@ -207,7 +207,8 @@ class RewardPool:
     def _take_several(self, run: _Run) -> list[int]:
         """Tasks of functions that are not async for one message: as many as take MESSAGE_S, while all processes have
         some that are worth a message."""
-        indices, most, seconds = [], math.ceil(run.waiting / self._workers), 0.0
+        indices: list[int] = []
+        most, seconds = math.ceil(run.waiting / self._workers), 0.0
         while len(indices) < most or seconds < MESSAGE_S / 10:
             index = run.peek()
             function = None if index is None else run.tasks[index].function
@@ -235,12 +236,12 @@ class RewardPool:
             return
         soonest = min((*run.retry_times(), *(deadline for p in busy.values() for deadline in p.running.values())))
         ready = multiprocessing.connection.wait(list(busy), max(0.0, soonest - time.monotonic()))
-        for connection in ready:
-            process = busy[connection]
-            try:
-                self._take(run, process, connection.recv())
-            except (EOFError, OSError):
-                self._fail(run, process, None)
+        for connection, process in busy.items():
+            if connection in ready:
+                try:
+                    self._take(run, process, connection.recv())
+                except (EOFError, OSError):
+                    self._fail(run, process, None)
         now = time.monotonic()
         for connection, process in busy.items():
             if connection not in ready and min(process.running.values()) <= now:
@@ -265,7 +266,8 @@ class RewardPool:
         The call that it had begun is at fault, and others are made again; where several were running, or none that is
         known, each is made again alone.
         """
-        numbers, blamed = sorted(process.running), process.begun_last
+        numbers = sorted(process.running)
+        blamed: int | None = process.begun_last
         status = self._drop(process)
         if blamed not in numbers:  # async, or it died before the first one
             first = numbers[0] - run.first

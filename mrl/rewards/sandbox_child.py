@@ -24,24 +24,31 @@ CLONE_THREAD = 0x00010000
 NR, ARCH, ARG0 = 0, 4, 16  # offsets in struct seccomp_data; ARG0: its low half (little endian)
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
-# System call numbers by machine. `denied`: other processes, sockets and ways around a filter; `own`: allowed only on
-# this
-# process itself (or 0, which means the same to prlimit64).
+
+class SystemCalls:
+    """Numbers of system calls on a machine. audit: the machine, as a filter sees it. denied: other processes, sockets
+    and ways around a filter. own: kill, tgkill and prlimit64, for this process alone (or 0, the same to prlimit64).
+    """
+
+    def __init__(self, *, audit: int, clone: int, denied: tuple[int, ...], own: tuple[int, int, int]) -> None:
+        self.audit, self.clone, self.denied, self.own = audit, clone, denied, own
+
+
 SYSCALLS = {
-    "x86_64": {
-        "audit": 0xC000003E,
-        "clone": 56,
+    "x86_64": SystemCalls(
+        audit=0xC000003E,
+        clone=56,
         # socket, socketpair, fork, vfork, ptrace, setpgid, setsid, process_vm_readv/writev, rt_(tg)sigqueueinfo, tkill,
         # pidfd_send_signal, io_uring_setup, pidfd_open, unshare, setns
-        "denied": (41, 53, 57, 58, 101, 109, 112, 310, 311, 129, 297, 200, 424, 425, 434, 272, 308),
-        "own": (62, 234, 302),  # kill, tgkill, prlimit64
-    },
-    "aarch64": {
-        "audit": 0xC00000B7,
-        "clone": 220,
-        "denied": (198, 199, 117, 154, 157, 270, 271, 138, 240, 130, 424, 425, 434, 97, 268),
-        "own": (129, 131, 261),
-    },
+        denied=(41, 53, 57, 58, 101, 109, 112, 310, 311, 129, 297, 200, 424, 425, 434, 272, 308),
+        own=(62, 234, 302),
+    ),
+    "aarch64": SystemCalls(
+        audit=0xC00000B7,
+        clone=220,
+        denied=(198, 199, 117, 154, 157, 270, 271, 138, 240, 130, 424, 425, 434, 97, 268),
+        own=(129, 131, 261),
+    ),
 }
 CLONE3 = 435
 
@@ -55,27 +62,27 @@ def build_filter(machine: str, pid: int) -> bytes:
         program.append(struct.pack("HBBI", code, jump_true, jump_false, k))
 
     op(LOAD, ARCH)
-    op(EQUAL, table["audit"], 1, 0)
+    op(EQUAL, table.audit, 1, 0)
     op(RETURN, ERRNO | EPERM)
     op(LOAD, NR)
     if machine == "x86_64":  # the x32 numbers, which name the same calls
         op(AT_LEAST, 0x40000000, 0, 1)
         op(RETURN, ERRNO | EPERM)
-    for number in table["denied"]:
+    for number in table.denied:
         op(EQUAL, number, 0, 1)
         op(RETURN, ERRNO | EPERM)
     op(EQUAL, CLONE3, 0, 1)  # its flags lie in memory, which a filter cannot read; libc falls back to clone
     op(RETURN, ERRNO | ENOSYS)
-    op(EQUAL, table["clone"], 0, 4)
+    op(EQUAL, table.clone, 0, 4)
     op(LOAD, ARG0)
     op(ANY_BIT, CLONE_THREAD, 1, 0)
     op(RETURN, ERRNO | EPERM)
     op(RETURN, ALLOW)
-    for number in table["own"]:
+    for number in table.own:
         op(EQUAL, number, 0, 5)
         op(LOAD, ARG0)
         op(EQUAL, pid, 2, 0)
-        op(EQUAL, 0 if number == table["own"][2] else pid, 1, 0)
+        op(EQUAL, 0 if number == table.own[2] else pid, 1, 0)
         op(RETURN, ERRNO | EPERM)
         op(RETURN, ALLOW)
     op(RETURN, ALLOW)

@@ -86,6 +86,7 @@ class Scorer:
                     raise RewardError(self._advice(line, outcome, self._write(reports, position, fatal=True)))
                 faults.append(f"{line}; counts as 0")
             else:
+                assert outcome.values is not None, f"{self.labels[task.function]}: no values and no fault"
                 values[task.function][place : place + len(task.samples)] = outcome.values
         if reports:
             self._write(reports, position, fatal=False)

@@ -126,8 +126,10 @@ class TrajectorySource(abc.ABC):
     earlier_s = 0.0
     """Seconds that it took to sample what the latest `sample` gave, where an earlier start of the run did."""
 
-    exact = False
-    """As `Sampler.exact`."""
+    @property
+    def exact(self) -> bool:
+        """As `Sampler.exact`."""
+        return False
 
     @abc.abstractmethod
     def sample(

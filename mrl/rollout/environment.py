@@ -46,7 +46,7 @@ class Step:
 
 def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
     """The class that `path.py:Class` names. Raises ConfigError where it is none that can be used."""
-    environment = load_named(spec, key, kind="class")
+    environment: Any = load_named(spec, key, kind="class")
     name = spec.rpartition(":")[2]
     for method in ("reset", "step"):
         if not callable(getattr(environment, method, None)):
@@ -168,15 +168,16 @@ class Environments:
     def _check_time(self) -> None:
         """A call that took too long while nobody waited for it is as wrong as one that is waited for."""
         now = time.monotonic()
-        for call in (c for calls in self._under_way.values() for c in calls if c.started is not None):
-            if (now if call.ended is None else call.ended) - call.started > self._timeout_s:
+        for call in (c for calls in self._under_way.values() for c in calls):
+            until = now if call.ended is None else call.ended
+            if call.started is not None and until - call.started > self._timeout_s:
                 call.fault = f"took more than {self._timeout_s:g} s"
                 raise self._error(call, f"make it faster, or raise {KEY}_timeout_s")
 
     def _until_next_limit(self) -> float:
         """Seconds; at most one, because a call that has not begun may begin meanwhile."""
-        calls = [c for calls in self._under_way.values() for c in calls if c.ended is None and c.started is not None]
-        first = min((c.started for c in calls), default=time.monotonic())
+        running = [c for calls in self._under_way.values() for c in calls if c.ended is None]
+        first = min((c.started for c in running if c.started is not None), default=time.monotonic())
         return min(1.0, first + self._timeout_s - time.monotonic() + 0.01)
 
     def _serve(self, calls: queue.SimpleQueue[_Call | None]) -> None:

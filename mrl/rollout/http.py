@@ -37,10 +37,10 @@ class Http:
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.username is None
-        if not good:
+        host = parts.hostname
+        if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
             raise ConfigError("rollout.server.urls", quoted(url), "is not a server", "write it as http://host:8000")
-        self.url = url.rstrip("/")
+        self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
         self._open: set[http.client.HTTPConnection] = set()
         self._lock, self._stopped = threading.Lock(), threading.Event()
@@ -90,7 +90,7 @@ class Http:
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname, self._parts.port, timeout=min(CONNECT_S, self._timeout_s))
+        connection = kind(self._host, self._parts.port, timeout=min(CONNECT_S, self._timeout_s))
         try:
             try:
                 connection.connect()

@@ -112,7 +112,7 @@ class Rollouts(TrajectorySource):
         self._max_prompt_length, self._on_main = max_prompt_length, on_main
         self._environments: Environments | None = None  # on the main process
         self._converses = environment is not None or config.environment is not None
-        self._name = config.environment if environment is None else environment.__name__
+        self._name = (config.environment or "") if environment is None else environment.__name__
         if self._converses:
             self._encoder = TurnEncoder(tokenizer, system)
             on_main(lambda: self._make_environments(environment))
@@ -152,7 +152,8 @@ class Rollouts(TrajectorySource):
 
     def _begin(self, prompts: Sequence[Prompt], step: int, samples: int, offset: int) -> list[_Conversation]:
         """offset: of the sample numbers in the keys."""
-        conversations, seen = [], collections.Counter[int]()
+        conversations: list[_Conversation] = []
+        seen = collections.Counter[int]()
         for prompt in prompts:
             first = offset + samples * seen[prompt.index]
             seen[prompt.index] += 1
@@ -160,9 +161,7 @@ class Rollouts(TrajectorySource):
                 key = SamplingKey(self._seed, step, prompt.index, first + i)
                 conversations.append(_Conversation(len(conversations), prompt, i, key))
         if self._converses:
-            given = self._on_main(
-                lambda: self._environments.reset([conversation.prompt for conversation in conversations])
-            )
+            given = self._on_main(lambda: self._reset([conversation.prompt for conversation in conversations]))
             for conversation, prompt in zip(conversations, given, strict=True):
                 self._set_prompt(conversation, prompt)
                 conversation.messages = []
@@ -203,8 +202,13 @@ class Rollouts(TrajectorySource):
     # --------------------------------------------------------------------------------------- with an environment
 
     def _make_environments(self, environment: Callable[[], Any] | None) -> None:
-        environment = load_environment(self._config.environment) if environment is None else environment
+        if environment is None:
+            environment = load_environment(self._name)
         self._environments = Environments(environment, self._name, timeout_s=self._config.environment_timeout_s)
+
+    def _reset(self, prompts: Sequence[Prompt]) -> list[Content | None]:
+        assert self._environments is not None, "environments are on the main process"
+        return self._environments.reset(prompts)
 
     def _set_prompt(self, conversation: _Conversation, given: Content | None) -> None:
         """The conversation's first prompt: the row's, or what the environment gave instead."""
@@ -246,6 +250,7 @@ class Rollouts(TrajectorySource):
         self, part: int | None, live: Mapping[int, Sequence[_Conversation]], *, wait: bool
     ) -> dict[int, list[Step]]:
         """Gives the last turns of a part to its environments, and takes the answers of parts that have all theirs."""
+        assert self._environments is not None, "environments are on the main process"
         if part is not None:
             turns = [(conversation.number, conversation.turns[-1]) for conversation in live[part]]
             self._environments.begin_steps(part, turns)
@@ -255,9 +260,11 @@ class Rollouts(TrajectorySource):
         """Takes the reward, and the observation where there is a turn of the policy after it."""
         conversation.reward = (conversation.reward or 0.0) + step.reward
         conversation.done, answer = step.done, step.observation
+        assert conversation.messages is not None and conversation.chat is not None, "the environment was not reset"
         conversation.messages += [{"role": "user", "content": answer}] if isinstance(answer, str) else answer or []
         if step.done or len(conversation.turns) >= self._config.max_turns:
             return False
+        assert answer is not None, "only a conversation that is done has no observation"
         try:
             observation = self._encoder.observation(answer, conversation.chat, conversation.tokens[-1])
         except DataError as error:

@@ -48,7 +48,7 @@ class SavedSample:
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
-    conversation: list[dict[str, Any]] | None = None  # older files have neither this
+    conversation: Sequence[Mapping[str, Any]] | None = None  # older files have neither this
     cut_by: Limit | None = None  # nor this
 
     @property
@@ -213,7 +213,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "cut_by": (lambda v: v in (None, *get_args(Limit)), '"tokens", "turns" or null'),
 }
-OPTIONAL = {"conversation": None, "cut_by": None}
+OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None}
 """What a file that was written before these keys is read as."""
 
 

@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -208,7 +209,7 @@ class ServerSampler(Sampler):
                 found[index] = checked(server, request, server.complete(request))
 
         lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
-        self._together([lambda s=server: work(s) for _ in range(lines) for server in self._servers])
+        self._together([functools.partial(work, server) for _ in range(lines) for server in self._servers])
         self._check_versions()
         return [found[index] for index in range(len(requests))]
 
@@ -244,14 +245,15 @@ class ServerSampler(Sampler):
                 pass
         self._on_main(lambda: self._hand_over(written, error))
         self._updated = True
-        if self._probe is not None:
-            expected = list(self._probe.log_probs(self._probe.tokens))
-            self._on_main(lambda: self._check_probe(expected))
+        probe = self._probe
+        if probe is not None:
+            expected = list(probe.log_probs(probe.tokens))
+            self._on_main(lambda: self._check_probe(probe, expected))
 
     def _hand_over(self, written: tuple[pathlib.Path, Shapes] | None, error: UserError | None) -> None:
         if error is not None:
             raise error
-        assert written is not None
+        assert written is not None and self._folders is not None
         folder, shapes = written
         assert shapes and self._shapes in ({}, shapes), "weights have other names or shapes than before"
         self._shapes = shapes
@@ -259,8 +261,8 @@ class ServerSampler(Sampler):
         try:
             self._each(lambda s: s.pause())
         except ServerError as failed:
-            self._each(lambda s: s.resume(), errors=True)
-            self._folders.keep_only(self._kept())
+            self._outcomes(lambda s: s.resume())
+            self._keep_loaded()
             raise failed
         try:
             self._each(lambda s: s.load(*new))
@@ -278,28 +280,27 @@ class ServerSampler(Sampler):
             server.load(*self._loaded[server])
             server.resume()
 
-        outcome = self._each(back, errors=True)
-        stuck = [
-            s.http.url for s, result in zip(self._servers, outcome, strict=True) if isinstance(result, ServerError)
-        ]
-        self._folders.keep_only(self._kept())
+        results = zip(self._servers, self._outcomes(back), strict=True)
+        stuck = [server.http.url for server, result in results if isinstance(result, ServerError)]
+        self._keep_loaded()
         after = f"; {', '.join(stuck)} cannot go back, take(s) no requests, and must be started again" if stuck else ""
         return ServerError(
             f"{failed}; no server samples from the new weights{after}; rollout.server.weights_dir must be one folder "
             "for all"
         )
 
-    def _kept(self) -> pathlib.Path | None:
-        """The folder that servers may have to load again."""
-        return None if self._version is None else self._folders.root / self._version
+    def _keep_loaded(self) -> None:
+        """Removes all folders but the one that servers may have to load again."""
+        assert self._folders is not None
+        self._folders.keep_only(None if self._version is None else self._folders.root / self._version)
 
-    def _check_probe(self, expected: list[float]) -> None:
-        for server, found in zip(self._servers, self._each(lambda s: s.score(self._probe.tokens)), strict=True):
+    def _check_probe(self, probe: Probe, expected: list[float]) -> None:
+        for server, found in zip(self._servers, self._each(lambda s: s.score(probe.tokens)), strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
-            if not gap <= self._probe.tolerance:
+            if not gap <= probe.tolerance:
                 raise server.http.error(
                     f"gives log-probs that differ from the trainer's by {gap:.3g} per token (at most "
-                    f"{self._probe.tolerance:g} is let pass); does it serve the model of actor.model.path?"
+                    f"{probe.tolerance:g} is let pass); does it serve the model of actor.model.path?"
                 )
 
     # ------------------------------------------------------------------------------------------------------ lifetime
@@ -321,18 +322,23 @@ class ServerSampler(Sampler):
 
     # --------------------------------------------------------------------------------------------------- all at once
 
-    def _each(self, call: Callable[[Server], T], *, errors: bool = False) -> list[T]:
-        """The results of `call` for each server, made at the same time; all have ended.
+    def _each(self, call: Callable[[Server], T]) -> list[T]:
+        """The results of `call` for each server, made at the same time; all have ended. Raises the first error."""
+        return [future.result() for future in self._futures(call)]
 
-        Raises the first ServerError, or with `errors` gives it as the result.
-        """
+    def _outcomes(self, call: Callable[[Server], T]) -> list[T | ServerError]:
+        """As `_each`, with a ServerError as the result of its server."""
+        outcomes: list[T | ServerError] = []
+        for future in self._futures(call):
+            try:
+                outcomes.append(future.result())
+            except ServerError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _futures(self, call: Callable[[Server], T]) -> list[concurrent.futures.Future[T]]:
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
-            futures = [pool.submit(call, server) for server in self._servers]
-        results = [error if (error := future.exception()) is not None else future.result() for future in futures]
-        for result in results:
-            if isinstance(result, BaseException) and not (errors and isinstance(result, ServerError)):
-                raise result
-        return results
+            return [pool.submit(call, server) for server in self._servers]
 
     def _together(self, calls: Sequence[Callable[[], None]]) -> None:
         """Makes all calls at the same time. At the first error the others are ended, and it is raised."""

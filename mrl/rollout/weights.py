@@ -7,6 +7,7 @@ for as long as a server may have to go back to them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -61,7 +62,7 @@ class WeightFolders:
         writer = _Writer(folder, self._bucket_bytes)
         why: OSError | None = None
         for name, tensor in weights:
-            why = why or _why_not(lambda name=name, tensor=tensor: writer.add(name, tensor))
+            why = why or _why_not(functools.partial(writer.add, name, tensor))
         why = why or _why_not(writer.close)
         if why is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -218,7 +218,8 @@ def targets(what: str | None) -> list[Target]:
         if (pathlib.Path("slurm") / RECORDS).is_file():
             return [_newest(pathlib.Path.cwd() / "slurm")]
         found = {job.fields.get("ArrayJobId", job.id): job for job in mine()}
-        return [Target(job.slurm_dir, job_id, known(job_id)) for job_id, job in found.items()]
+        folders = {job_id: job.slurm_dir for job_id, job in found.items()}
+        return [Target(folder, job_id, known(job_id)) for job_id, folder in folders.items() if folder is not None]
     if re.fullmatch(r"\d+(_\d+)?", what) and not os.path.isdir(what):
         return [_of_id(what)]
     folder = pathlib.Path(what).expanduser().absolute()

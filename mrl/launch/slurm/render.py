@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -118,7 +118,7 @@ def _environment(options: SlurmConfig) -> jinja2.Environment:
 
 
 @contextlib.contextmanager
-def _errors_of(options: SlurmConfig, variables: Sequence[str] = ()) -> Iterator[None]:
+def _errors_of(options: SlurmConfig, variables: Collection[str] = ()) -> Iterator[None]:
     """Jinja's errors as ConfigError. variables: names that the template may read."""
     try:
         yield
