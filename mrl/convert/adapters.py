@@ -56,11 +56,11 @@ def saved_adapters(description: Mapping[str, Any]) -> SavedAdapters | None:
     return SavedAdapters(LoraConfig(**fields), saved["head"], saved["base"], saved["path"])
 
 
-def check_base(held: SavedAdapters, companions: Path, family: Family, hf_config: HFConfig) -> None:
+def check_base(saved: SavedAdapters, companions: Path, family: Family, hf_config: HFConfig) -> None:
     """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
-    if identity.fingerprint(str(companions), family, hf_config, held.head) != held.base:
+    if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
         raise CheckpointError(
-            f"{companions}: its weights are not those of {held.path}, which the adapters were trained over; give the "
+            f"{companions}: its weights are not those of {saved.path}, which the adapters were trained over; give the "
             "base with --model"
         )
 
@@ -183,18 +183,18 @@ def _places(
 
 def merged(
     folder: Path,
-    held: SavedAdapters,
+    saved: SavedAdapters,
     companions: Path,
     family: Family,
     hf_config: HFConfig,
     dtype: torch.dtype,
 ) -> MergedReader:
     """Returns the checkpoint's adapters over the base in `companions`."""
-    check_base(held, companions, family, hf_config)
-    shapes = adapters(str(companions), held.lora, held.head)
-    found = tensors_of(folder, shapes, family, head=held.head, hidden=hf_config["hidden_size"])
+    check_base(saved, companions, family, hf_config)
+    shapes = adapters(str(companions), saved.lora, saved.head)
+    found = tensors_of(folder, shapes, family, head=saved.head, hidden=hf_config["hidden_size"])
     return MergedReader(
-        str(companions), family, hf_config, head=held.head, dtype=dtype, shapes=shapes, adapter=found
+        str(companions), family, hf_config, head=saved.head, dtype=dtype, shapes=shapes, adapter=found
     )  # fmt: skip
 
 

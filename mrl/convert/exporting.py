@@ -28,12 +28,12 @@ from mrl.converters.safetensors_io import (
     INDEX,
     Shard,
     TensorInfo,
-    cut_shards,
     index_text,
     lay_out,
     main_dtype,
     parse_size,
     some,
+    split_into_shards,
     tensor_bytes,
 )
 from mrl.converters.tokenizer_files import write_chat_template
@@ -77,8 +77,8 @@ def export_hf(
     with open_checkpoint(path, model=model, role=role) as source:
         files = _files(source, limit)
         _account(source, files)
-        shards = {file: dict(held) for file, held in files.files.items()}
-        needed = {file: sum(tensor_bytes(info) for info in held.values()) for file, held in shards.items()}
+        shards = {file: dict(tensors) for file, tensors in files.files.items()}
+        needed = {file: sum(tensor_bytes(info) for info in tensors.values()) for file, tensors in shards.items()}
         total = sum(needed.values())
         advance = progress(total)
 
@@ -90,12 +90,12 @@ def export_hf(
             makers = {
                 file: functools.partial(
                     _write,
-                    lay_out(held, files.metadata[file], header=files.headers.get(file)),
-                    held,
+                    lay_out(tensors, files.metadata[file], header=files.headers.get(file)),
+                    tensors,
                     source,
                     check_and_advance,
                 )
-                for file, held in shards.items()
+                for file, tensors in shards.items()
             }
             try:
                 work.write_all(makers, check_and_advance)
@@ -117,8 +117,8 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
     """
     check_free(Path(out))
     with open_checkpoint(path, model=model, role=role) as source:
-        held, reader = source.adapters, source.reader
-        if held is None or not isinstance(reader, MergedReader):
+        adapters, reader = source.adapters, source.reader
+        if adapters is None or not isinstance(reader, MergedReader):
             raise CheckpointError(
                 "--adapter", why=f"{source.folder} holds a whole model and no adapters", fix="leave it out"
             )
@@ -127,8 +127,8 @@ def export_adapter(path: str | Path, out: str | Path, *, model: str | None = Non
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         plan = {"command": "export --adapter", "mrl": mrl.__version__, "folder": str(source.folder.resolve())}
         with Workspace(out, plan, {WEIGHTS: size}, keep=False) as work, work.finishing() as folder:
-            write_adapter(folder, held.lora, str(source.companion_folder), tensors.items(), head=held.head)
-            name_base(folder, held.path)
+            write_adapter(folder, adapters.lora, str(source.companion_folder), tensors.items(), head=adapters.head)
+            name_base(folder, adapters.path)
             if source.chat_template is not None:
                 write_chat_template(folder, source.chat_template)
         return Exported(Path(out), source.what, len(tensors), 1, size, [])
@@ -139,9 +139,9 @@ def _files(source: Source, limit: int | None) -> HFFiles:
     reader, known = source.reader, source.files
     if known is None or limit is not None:
         again = {name: reader.tensors[of] for name, of in source.copies.items()}
-        cut = cut_shards(dict(reader.tensors) | again, limit or parse_size("5GB"))
+        shards = split_into_shards(dict(reader.tensors) | again, limit or parse_size("5GB"))
         known = HFFiles(
-            {file: list(tensors.items()) for file, tensors in cut.items()}, dict.fromkeys(cut, _METADATA), None
+            {file: list(tensors.items()) for file, tensors in shards.items()}, dict.fromkeys(shards, _METADATA), None
         )
     # without buffers that follow from config.json
     kept = {
@@ -159,7 +159,7 @@ def _account(source: Source, files: HFFiles) -> None:
     """Every tensor of the model is written, once, in its shape, and nothing else."""
     expected = expected_hf_names(source.family, source.hf_config, head=source.head, mtp=source.mtp)
     copies = {name: expected[of] for name, of in source.copies.items()}
-    written = sum(len(held) for held in files.files.values())
+    written = sum(len(tensors) for tensors in files.files.values())
     assert written == len(files.tensors), f"{source.folder}: {written} tensors planned under {len(files.tensors)} names"
     account(files.tensors, expected | copies, where=str(source.folder))
 
@@ -178,12 +178,12 @@ def _notes(source: Source) -> list[str]:
 
 
 def _plan(source: Source, files: HFFiles) -> dict[str, Any]:
-    held = json.dumps({file: [[n, i.dtype, i.shape] for n, i in of] for file, of in files.files.items()})
+    layout = json.dumps({file: [[n, i.dtype, i.shape] for n, i in of] for file, of in files.files.items()})
     weights = source.folder / "mcore" if (source.folder / "mcore").is_dir() else source.folder
     stats = {path.name: path.stat() for path in sorted(weights.iterdir()) if path.is_file()}
     return {
         "command": "export", "mrl": mrl.__version__, "folder": str(source.folder.resolve()),
-        "files": hashlib.sha256(held.encode()).hexdigest(),
+        "files": hashlib.sha256(layout.encode()).hexdigest(),
         "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
     }  # fmt: skip
 

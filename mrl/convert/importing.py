@@ -93,8 +93,8 @@ def import_hf(
     whole.
 
     tokenizer: a folder with the tokenizer for a GGUF file, where what the file has cannot be used. progress: gets the
-    bytes in all and returns what is told of bytes written. Raises ModelError before anything is written where the
-    folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
+    bytes in all and returns a progress callback for bytes written. Raises ModelError before anything is written where
+    the folder is damaged, is not what its config.json says, or holds what cannot be converted; `out` is then not there.
     """
     check_free(Path(out))
     with open_model(source, allow_pickle=allow_pickle, tokenizer=tokenizer) as model:
@@ -102,13 +102,13 @@ def import_hf(
         rules = whole_rules(model.family, model.hf_config, head=model.head, mtp=model.mtp)
         parts = list(_parts(rules, model))
         groups = _group(parts, file_bytes)
-        needed = {file: sum(part.bytes for part in held) for file, held in groups.items()}
+        needed = {file: sum(part.bytes for part in group) for file, group in groups.items()}
         total = sum(needed.values())
         objects = f"{FOLDER}/__0_{len(groups)}.distcp"
         advance = progress(total)
         plan = {"command": "import", "mrl": mrl.__version__, "file_bytes": file_bytes, "source": _fingerprint(model)}
         with Workspace(out, plan, needed | {objects: 0}) as work:
-            makers = {file: functools.partial(_write, held, model, advance) for file, held in groups.items()}
+            makers = {file: functools.partial(_write, group, model, advance) for file, group in groups.items()}
             shapes = stored_shapes(rules.values())
             extra = extra_state_keys(shapes)
             makers[objects] = functools.partial(_write_nothing, extra)
@@ -141,7 +141,7 @@ def _group(parts: list[_Part], file_bytes: int) -> dict[str, list[_Part]]:
             filled = 0
         groups[-1].append(part)
         filled += part.bytes
-    return {f"{FOLDER}/__0_{i}.distcp": held for i, held in enumerate(groups)}
+    return {f"{FOLDER}/__0_{i}.distcp": group for i, group in enumerate(groups)}
 
 
 def _write(parts: list[_Part], model: Source, progress: Callable[[int], None], path: Path) -> FileSummary:
@@ -240,8 +240,8 @@ def _notes(model: Source) -> list[str]:
             f"quantised weights ({method}): read as bf16, and not quantised in the checkpoint nor in what is exported "
             "from it"
         )
-    held = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
-    follow = [name for name in model.reader.tensors if name not in held and name not in model.copies]
+    expected = expected_hf_names(model.family, model.hf_config, head=model.head, mtp=model.mtp)
+    follow = [name for name in model.reader.tensors if name not in expected and name not in model.copies]
     if follow:
         notes.append(f"{some(follow)}: not stored, as it follows from the rest")
     return notes

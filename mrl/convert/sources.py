@@ -64,7 +64,7 @@ class HFFiles:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        return {name: info for held in self.files.values() for name, info in held}
+        return {name: info for tensors in self.files.values() for name, info in tensors}
 
 
 class Checksums:
@@ -266,11 +266,11 @@ def hf_files(reader: WeightReader) -> HFFiles:
     for name, info in sorted(reader.tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         files.setdefault(info.file, []).append((name, info))
     metadata, headers = {}, {}
-    for file, held in files.items():
+    for file, tensors in files.items():
         text = read_header_text(reader.path / file)
         metadata[file] = json.loads(text).get("__metadata__")
-        known = all(info.dtype in KNOWN for _, info in held)  # others are refused by name, where the tensors are
-        if known and lay_out(dict(held), metadata[file]).header[8:] != text.encode():
+        known = all(info.dtype in KNOWN for _, info in tensors)  # others are refused by name, where the tensors are
+        if known and lay_out(dict(tensors), metadata[file]).header[8:] != text.encode():
             headers[file] = text
     index = reader.path / INDEX
     # bytes: to read it as a text would change its line breaks
@@ -282,17 +282,17 @@ def source_as_json(source: Source) -> dict[str, Any]:
     files, copies = source.files, list(source.copies)
     if files is None:
         return {"files": None, "metadata": None, "index": None, "headers": {}, "copies": copies}
-    held = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
+    tensors = {file: [[name, info.dtype, list(info.shape)] for name, info in of] for file, of in files.files.items()}
     about = {"metadata": files.metadata, "index": files.index, "headers": files.headers}
-    return {"files": held, **about, "copies": copies}
+    return {"files": tensors, **about, "copies": copies}
 
 
 def _files_from_json(fields: Mapping[str, Any]) -> HFFiles | None:
     if fields["files"] is None:
         return None
     files = {
-        file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in held]
-        for file, held in fields["files"].items()
+        file: [(name, TensorInfo(dtype, tuple(shape), file)) for name, dtype, shape in tensors]
+        for file, tensors in fields["files"].items()
     }
     return HFFiles(files, fields["metadata"], fields["index"], fields.get("headers", {}))  # older ones kept no headers
 
@@ -346,9 +346,11 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     imported = (folder / "config.json").is_file()
     mcore = backend == "megatron"
     saved = read_description(inside) if mcore else torch.load(inside / STATE, map_location="cpu", weights_only=True)
-    held = saved_adapters(saved)
+    adapters = saved_adapters(saved)
     companions, config, template = (
-        (folder, None, None) if imported and model is None else _model_of(folder, model, role, weights=held is not None)
+        (folder, None, None)
+        if imported and model is None
+        else _model_of(folder, model, role, weights=adapters is not None)
     )
     dtype = DTYPES[config.dtype if config is not None else "float32"]
     _check_beside(companions)
@@ -364,10 +366,10 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     of_run = f"{backend} checkpoint of step {marker.step}" + (f", {role}" if role else "")
     what = "imported mcore checkpoint" if imported else of_run
     reader: WeightReader
-    if held is not None:
-        reader = merged(inside, held, companions, family, hf_config, dtype)
-        head, what = held.head, f"adapters over {companions}, {what}"
-        held = dataclasses.replace(held, path=model or (config.path if config else held.path))
+    if adapters is not None:
+        reader = merged(inside, adapters, companions, family, hf_config, dtype)
+        head, what = adapters.head, f"adapters over {companions}, {what}"
+        adapters = dataclasses.replace(adapters, path=model or (config.path if config else adapters.path))
     elif mcore:
         reader = open_imported(inside, family, hf_config, companions)
         head = saved["architecture"]["head"]
@@ -380,7 +382,7 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     skipped = [] if imported else mtp_tensors_of_folder(companions, family, hf_config)
     return Source(
         inside, what, reader, hf_config, family, head, companions, files, copies, template,
-        skipped_tensors=skipped, notes=notes, adapters=held,
+        skipped_tensors=skipped, notes=notes, adapters=adapters,
     )  # fmt: skip
 
 
@@ -458,7 +460,7 @@ def _model_of(
 
 def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, Any], head: str) -> HFFiles | None:
     """Returns the layout of the Hugging Face folder that training started from, where it has the same tensors as the
-    checkpoint, and at most copies and layers that predict further tokens besides.
+    checkpoint, and at most copies and MTP layers besides.
     """
     if (companions / SOURCE).is_file():
         found, _ = read_source_file(companions)
@@ -475,8 +477,10 @@ def _files_of(companions: Path, reader: WeightReader, hf_config: Mapping[str, An
     # the dtype is the run's, the files and their order those of the folder it began with
     files = {
         file: [
-            (name, dataclasses.replace(reader.tensors[name], file=file)) for name, _ in held if name in reader.tensors
+            (name, dataclasses.replace(reader.tensors[name], file=file))
+            for name, _ in tensors
+            if name in reader.tensors
         ]
-        for file, held in found.files.items()
+        for file, tensors in found.files.items()
     }
-    return HFFiles({file: held for file, held in files.items() if held}, found.metadata, None, found.headers)
+    return HFFiles({file: tensors for file, tensors in files.items() if tensors}, found.metadata, None, found.headers)

@@ -136,9 +136,9 @@ def compare(
         b = dataclasses.replace(b, reader=b.reader.in_dtype(a.reader.dtype))
     else:
         differences, total, widened = _tensors(a, b, progress)
-        held = a.reader.tensors.keys() | b.reader.tensors.keys()
-        not_compared = sorted(filter(follows_from_config, held))
-        count = len(held) - len(not_compared)
+        names = a.reader.tensors.keys() | b.reader.tensors.keys()
+        not_compared = sorted(filter(follows_from_config, names))
+        count = len(names) - len(not_compared)
     a.check()
     b.check()
     rows: list[LogitsRow] = []
@@ -212,7 +212,7 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
     """
     if not isinstance(checkpoint.reader, McoreReader):
         return {}
-    family, held, theirs = checkpoint.family, checkpoint.reader.tensors, other.reader.tensors
+    family, ours, theirs = checkpoint.family, checkpoint.reader.tensors, other.reader.tensors
     rules = [
         rule
         for rule in checkpoint.reader.rules.values()
@@ -223,7 +223,7 @@ def _wider(checkpoint: Source, other: Source) -> dict[str, torch.dtype]:
     wanted = stored_dtypes(rules, family, theirs)
     names = {file_name(family, name): wanted[stored_key(rule)] for rule in rules for name in rule.hf}
     return {
-        name: dtype for name, dtype in names.items() if DTYPES[held[name].dtype] == dtype != DTYPES[theirs[name].dtype]
+        name: dtype for name, dtype in names.items() if DTYPES[ours[name].dtype] == dtype != DTYPES[theirs[name].dtype]
     }
 
 

@@ -30,7 +30,7 @@ _WHY_EQUAL = {
     False: "and megatron has one for both; remove the layers that predict further tokens, and set "
     "num_nextn_predict_layers to 0",
 }
-"""Of a tied head, and of what layers that predict further tokens share with the model."""
+"""Of a tied head, and of what MTP layers share with the model."""
 
 
 def follows_from_config(name: str) -> bool:
@@ -52,7 +52,7 @@ def account(
     may_have: names that the caller leaves unread. Rotary `inv_freq` buffers are always left unread.
     """
     missing = [name for name in expected if name not in found]
-    left = [n for n in found if n not in expected and n not in may_have and not follows_from_config(n)]
+    unexpected = [n for n in found if n not in expected and n not in may_have and not follows_from_config(n)]
     both = [(name, found[name]) for name in expected if name in found]
     shapes = [
         f"{name} is {list(info.shape)}, not {list(expected[name])}"
@@ -64,8 +64,8 @@ def account(
     parts = []
     if lost:
         parts.append(f"{len(lost)} missing ({some(lost)})" + _hint(lost, found))
-    if left:
-        parts.append(f"{len(left)} left over ({some(left)})")
+    if unexpected:
+        parts.append(f"{len(unexpected)} left over ({some(unexpected)})")
     if shapes:
         parts.append(f"{len(shapes)} of another shape than config.json says ({some(shapes)})")
     if dtypes:
@@ -103,7 +103,7 @@ def check_model(
 ) -> list[str]:
     """Account for a whole folder before anything is loaded from it; returns the absent names of `may_lack`.
 
-    A value head leaves the LM head unread. Layers that predict further tokens are there as config.json says, or not at
+    A value head leaves the LM head unread. MTP layers are there as config.json says, or not at
     all. `lm_head.weight` beside tied embeddings is allowed where it equals them, bit for bit; so are what the further
     layers share with the model, where `carried`: they are going to be converted. An engine leaves them unread.
     """
@@ -127,7 +127,7 @@ def check_model(
 
 def copies_of(hf_config: HFConfig, *, head: str, mtp: int) -> dict[str, str]:
     """Returns what a folder may hold of another tensor again, and of which: the tied output layer, and what `mtp`
-    layers that predict further tokens share with the model.
+    MTP layers share with the model.
     """
     tied = {LM_HEAD: EMBEDDING} if head == "lm" and hf_config["tie_word_embeddings"] else {}
     return tied | copies_in(hf_config, mtp)

@@ -132,20 +132,20 @@ def _check_spans(path: Path, tensors: Mapping[str, Stored]) -> None:
 class GGUFWeights:
     """The tensors of `file` under Hugging Face names, as a `WeightReader`.
 
-    places: of each name. left: tensors of the file that no name stands for, which are shown under their own.
+    places: of each name. unmapped: tensors of the file that no name stands for, which are shown under their own.
     """
 
-    def __init__(self, file: GGUFFile, places: Mapping[str, Place], left: list[str]) -> None:
+    def __init__(self, file: GGUFFile, places: Mapping[str, Place], unmapped: list[str]) -> None:
         self.path, self._file, self._places = file.path, file, dict(places)
         self._gguf = package(file.path)
         self._descriptor = os.open(file.path, os.O_RDONLY)
-        held = file.tensors
+        stored = file.tensors
         self.tensors = {
-            name: TensorInfo(held[place.name].dtype, place.shape, file.path.name) for name, place in places.items()
+            name: TensorInfo(stored[place.name].dtype, place.shape, file.path.name) for name, place in places.items()
         }
-        for name in left:
+        for name in unmapped:
             shown = f"{name} of the file" if name in places else name
-            self.tensors[shown] = TensorInfo(held[name].dtype, held[name].shape, file.path.name)
+            self.tensors[shown] = TensorInfo(stored[name].dtype, stored[name].shape, file.path.name)
 
     def __call__(self, name: str) -> LazySlice:
         if name not in self._places:

@@ -234,11 +234,11 @@ def places_of(file: GGUFFile, hf_config: HFConfig) -> tuple[dict[str, Place], li
                 found = found[1:]
             if shape[0] == 1 and len(found) == len(shape) - 1:  # the gate of a shared expert is a row
                 found = (1, *found)
-            places[name] = Place(stored, found, expert or 0, _turned(file, name, hf_config))
+            places[name] = Place(stored, found, expert or 0, _permuted_heads(file, name, hf_config))
     return places, [name for name in file.tensors if name not in used]
 
 
-def _turned(file: GGUFFile, name: str, hf_config: HFConfig) -> int | None:
+def _permuted_heads(file: GGUFFile, name: str, hf_config: HFConfig) -> int | None:
     if file.metadata["general.architecture"] != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return None
     return hf_config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]

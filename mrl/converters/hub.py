@@ -61,8 +61,8 @@ def model_fingerprint(folder: str) -> dict[str, str]:
     tokenizer's files, and of those of the processor of a model that reads images.
     """
     config: dict[str, Any] = json.loads(pathlib.Path(folder, "config.json").read_text(encoding="utf-8"))
-    told = {name: value for name, value in config.items() if name not in NOTES}
-    text = json.dumps(told, sort_keys=True).encode()
+    fields = {name: value for name, value in config.items() if name not in NOTES}
+    text = json.dumps(fields, sort_keys=True).encode()
     found = {"config.json": hashlib.sha256(text).hexdigest()[:16]}
     found["tokenizer"] = _hash_of(folder, (*TOKENIZER_FILES, "tokenizer_config.json", "chat_template.jinja"))
     if reads_images(config):

@@ -38,8 +38,8 @@ def parse_json(text: bytes | str) -> Any:
 
 def _inside(outer: dict | list) -> list[Any]:
     """Returns the lists and objects that a list or object holds."""
-    held = outer.values() if isinstance(outer, dict) else outer
-    return [inner for inner in held if isinstance(inner, dict | list)]
+    values = outer.values() if isinstance(outer, dict) else outer
+    return [inner for inner in values if isinstance(inner, dict | list)]
 
 
 def shown(value: Any, most: int = 60) -> str:

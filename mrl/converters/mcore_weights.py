@@ -36,7 +36,7 @@ _OF_ALL_FAMILIES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "tie_word_embeddings",
 )  # fmt: skip
-_SAID_TWICE = (
+_REDUNDANT = (
     "rope_parameters"  # by rope_theta, rope_scaling and partial_rotary_factor, and with other keys in each transformers
 )
 _ENGINE = ("head", "dtype", "layer_spec")  # what an engine adds to the fields
@@ -50,7 +50,7 @@ def whole_rules(
 ) -> dict[str, Rule]:
     """Returns the rule of every parameter of the model on a single rank, by mcore name, in model order.
 
-    mtp: how many layers that predict further tokens are among them.
+    mtp: how many MTP layers are among them.
     """
     layers = tuple(range(hf_config["num_hidden_layers"]))
     plan = ChunkPlan(layers, has_embedding=True, has_output=True, mtp=mtp)
@@ -159,7 +159,7 @@ class McoreReader:
 
     `tensors` has the names of files. Where these hold experts stacked, the names of the tables are answered for too.
     Every tensor of the model is accounted for, in both directions; CheckpointError lists what is missing, left over or
-    of another shape. spec, head: as the checkpoint was saved. mtp: how many layers that predict further tokens it
+    of another shape. spec, head: as the checkpoint was saved. mtp: how many MTP layers it
     holds.
     """
 
@@ -223,7 +223,7 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
     expected = stored_shapes(rules.values())
     padded = {stored_key(rule) for rule in rules.values() if rule.kind == "vocab"}
     missing = [key for key in expected if key not in stored.tensors]
-    left = [key for key in stored.tensors if key not in expected and not _NOT_WEIGHTS.search(key)]
+    unexpected = [key for key in stored.tensors if key not in expected and not _NOT_WEIGHTS.search(key)]
     shapes = []
     for key, shape in expected.items():
         if key in stored.tensors:
@@ -236,7 +236,7 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
     parts = listed(
         {
             "missing": missing,
-            "left over": left,
+            "left over": unexpected,
             "of another shape than config.json says": shapes,
             "of a dtype that cannot be written": dtypes,
         }
@@ -268,14 +268,14 @@ def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
     """Returns what `engine.pt` tells a model by: the fields of config.json that its maths depends on, which are those
     the family reads.
     """
-    more = family.reads - HINTS - {_SAID_TWICE, *_OF_ALL_FAMILIES}
+    more = family.reads - HINTS - {_REDUNDANT, *_OF_ALL_FAMILIES}
     found = {name: hf_config.get(name) for name in (*_OF_ALL_FAMILIES, *sorted(more))}
     return found | {"partial_rotary_factor": rotary_percent(hf_config)}
 
 
 def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFConfig, where: str | Path) -> None:
     """Refuses a config.json, found at `where`, that is not that of the checkpoint. saved: as from `architecture`,
-    perhaps by an older mrl, which told a model by fewer fields.
+    perhaps by an older mrl, which saved fewer fields.
     """
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
     differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")

@@ -67,16 +67,16 @@ class PickleReader:
                 "safetensors"
             ) from None
 
-    def _take(self, name: str, held: Any, weight_map: dict[str, str] | None) -> None:
-        if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+    def _take(self, name: str, content: Any, weight_map: dict[str, str] | None) -> None:
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
             raise ModelError(f"{self.path / name}: holds more than tensors by name; save the model as safetensors")
-        promised = held.keys() if weight_map is None else {n for n, file in weight_map.items() if file == name}
-        if held.keys() != promised:
-            odd = sorted(held.keys() ^ promised)
+        promised = content.keys() if weight_map is None else {n for n, file in weight_map.items() if file == name}
+        if content.keys() != promised:
+            odd = sorted(content.keys() ^ promised)
             raise ModelError(
                 f"{self.path / PICKLE_INDEX}: does not agree with {name} about {some(odd)}; get both files again"
             )
-        for key, tensor in held.items():
+        for key, tensor in content.items():
             if tensor.dtype not in NAMES:
                 raise ModelError(
                     f"{self.path / name}: {key} is {tensor.dtype}, which cannot be read; save it as bfloat16"

@@ -10,14 +10,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-_SAID = {
+_REQUIRED = {
     "vocab_size": int, "hidden_size": int, "intermediate_size": int, "num_hidden_layers": int,
     "num_attention_heads": int,
     "rms_norm_eps": float, "hidden_act": str, "max_position_embeddings": int,
 }  # fmt: skip
 _DEFAULTS = {"attention_dropout": 0.0, "tie_word_embeddings": False}
 _WINDOW = {"use_sliding_window": bool, "max_window_layers": int}
-# what each family says beyond _SAID, and what it may leave out beyond _DEFAULTS
+# what each family says beyond _REQUIRED, and what it may leave out beyond _DEFAULTS
 _FAMILIES: dict[str, tuple[dict[str, type], dict[str, Any]]] = {
     "llama": ({}, {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": None, "head_dim": None}),
     "mistral": ({"num_key_value_heads": int, "head_dim": int}, {}),
@@ -40,9 +40,13 @@ def completed(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns `raw` with the fields that it leaves out, as transformers 5 spells them; None where it is not plain."""
     if raw["model_type"] not in _FAMILIES:
         return None
-    said, defaults = _FAMILIES[raw["model_type"]]
+    required, defaults = _FAMILIES[raw["model_type"]]
     config = {**_DEFAULTS, **defaults, **copy.deepcopy(raw)}
-    types = {name: type(value) for name, value in (_DEFAULTS | defaults).items() if value is not None} | _SAID | said
+    types = (
+        {name: type(value) for name, value in (_DEFAULTS | defaults).items() if value is not None}
+        | _REQUIRED
+        | required
+    )
     plain = all(type(config.get(name)) is kind for name, kind in types.items())
     plain &= all(config.get(name) is None or type(config[name]) is kind for name, kind in _OPTIONAL.items())
     plain &= all(type(config[name]) in kinds for name, kinds in _BESIDE.items() if name in config)

@@ -56,24 +56,24 @@ class DequantisedReader:
     def __init__(self, reader: WeightReader) -> None:
         self.path, self._stored = reader.path, reader
         self.tensors: dict[str, TensorInfo] = {}
-        held = reader.tensors
-        self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in held) else (1, 1)
-        for name, info in held.items():
-            if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in held:
-                self._check_mxfp4(name, info, held[name.removesuffix("_blocks") + "_scales"])
+        tensors = reader.tensors
+        self._block = _fp8_block(reader.path) if any(name.endswith("_scale_inv") for name in tensors) else (1, 1)
+        for name, info in tensors.items():
+            if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in tensors:
+                self._check_mxfp4(name, info, tensors[name.removesuffix("_blocks") + "_scales"])
                 experts, outputs, blocks, _ = info.shape
                 shape = (experts, blocks * _FP4_BLOCK, outputs)
                 self.tensors[name.removesuffix("_blocks")] = TensorInfo("BF16", shape, info.file)
-            elif name + "_scale_inv" in held:
-                self._check_fp8(name, info, held[name + "_scale_inv"])
+            elif name + "_scale_inv" in tensors:
+                self._check_fp8(name, info, tensors[name + "_scale_inv"])
                 self.tensors[name] = TensorInfo("BF16", info.shape, info.file)
             elif not self._is_scale(name):
                 self.tensors[name] = info
 
     def _is_scale(self, name: str) -> bool:
-        held = self._stored.tensors
-        return (name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in held) or (
-            name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in held
+        tensors = self._stored.tensors
+        return (name.endswith("_scale_inv") and name.removesuffix("_scale_inv") in tensors) or (
+            name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" in tensors
         )
 
     def _check_fp8(self, name: str, info: TensorInfo, factors: TensorInfo) -> None:
@@ -96,13 +96,13 @@ class DequantisedReader:
             )
 
     def __call__(self, name: str) -> Slice:
-        held = self._stored.tensors
-        if name + "_blocks" in held:
+        tensors = self._stored.tensors
+        if name + "_blocks" in tensors:
             blocks, scales = self._stored(name + "_blocks"), self._stored(name + "_scales")
             return LazySlice(self.tensors[name].shape, lambda region: _read_mxfp4(blocks, scales, region))
-        if name + "_scale_inv" in held:
+        if name + "_scale_inv" in tensors:
             numbers, factors = self._stored(name), self._stored(name + "_scale_inv")
-            return LazySlice(held[name].shape, lambda region: _read_fp8(numbers, factors, self._block, region))
+            return LazySlice(tensors[name].shape, lambda region: _read_fp8(numbers, factors, self._block, region))
         return self._stored(name)
 
     def close(self) -> None:

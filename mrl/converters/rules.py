@@ -34,7 +34,7 @@ from mrl.parallel import Coordinates, ParallelDims, stage_layers
 class ChunkPlan:
     """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head.
 
-    mtp: how many layers past the model's last it holds, which predict further tokens.
+    mtp: how many MTP layers it has.
     """
 
     layers: tuple[int, ...]
@@ -274,7 +274,7 @@ def export_order(
 def expected_hf_names(family: Family, hf_config: HFConfig, *, head: str = "lm", mtp: int = 0) -> dict[str, Shape]:
     """Returns every tensor of the model's HF folder with its shape, in model order; `lm_head.weight` only when untied.
 
-    mtp: how many layers that predict further tokens are among them, without what these hold of other tensors again.
+    mtp: how many MTP layers are among them, without what these hold of other tensors again.
     """
     whole = ChunkPlan(tuple(range(hf_config["num_hidden_layers"])), has_embedding=True, has_output=True, mtp=mtp)
     rules = param_map(family, hf_config, layout=ParallelDims(), coords=Coordinates(), chunk=whole, head=head)

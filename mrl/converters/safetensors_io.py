@@ -189,12 +189,12 @@ class SafetensorsReader:
             raise ModelError(f"{self.path}: {INDEX} names {some(lost)}, not in the folder; get the missing files")
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
-            held = read_header(self.path / shard)
+            found = read_header(self.path / shard)
             promised = {name for name, file in weight_map.items() if file == shard}
-            if held.keys() != promised:
-                odd = sorted(held.keys() ^ promised)
+            if found.keys() != promised:
+                odd = sorted(found.keys() ^ promised)
                 raise ModelError(f"{index}: does not agree with {shard} about {some(odd)}; get both files again")
-            tensors |= held
+            tensors |= found
         return tensors
 
     def __call__(self, name: str) -> LazySlice:
@@ -266,7 +266,7 @@ def main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:
 
 
 def tensor_infos(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """Returns what `HFWriter` is told, for tensors that all have one dtype."""
+    """Returns the argument of `HFWriter` for tensors that all have one dtype."""
     return {name: TensorInfo(NAMES[dtype], tuple(shape)) for name, shape in shapes.items()}
 
 
@@ -312,11 +312,11 @@ def lay_out(
 def _entries(header: str) -> dict[str, Any]:
     """Returns what the text of a header says of each tensor, as `lay_out` writes it."""
     found = parse_json(header).items()
-    told = ("dtype", "shape", "data_offsets")
-    return {name: {key: entry[key] for key in told} for name, entry in found if name != "__metadata__"}
+    fields = ("dtype", "shape", "data_offsets")
+    return {name: {key: entry[key] for key in fields} for name, entry in found if name != "__metadata__"}
 
 
-def cut_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
+def split_into_shards(tensors: Mapping[str, TensorInfo], limit: int) -> dict[str, dict[str, TensorInfo]]:
     """Returns the tensors of each file of at most `limit` bytes; a tensor larger than that has a file of its own."""
     groups: list[dict[str, TensorInfo]] = [{}]
     filled = 0
@@ -361,7 +361,7 @@ class HFWriter:
         self.tensors = dict(tensors)
         self._companions, self._changes = companions, config_changes
         self._shards = {
-            name: lay_out(group) for name, group in cut_shards(self.tensors, parse_size(max_shard_size)).items()
+            name: lay_out(group) for name, group in split_into_shards(self.tensors, parse_size(max_shard_size)).items()
         }
         self._shard_of = {name: file for file, shard in self._shards.items() for name in shard.offsets}
         self._waiting = set(self.tensors)

@@ -68,9 +68,9 @@ def hf_to_mcore(
         for part, of_part in users.get(name, {}).items():
             source = tensor if part == name else read(part)[:]
             for chunk, rule in of_part:
-                held = waiting.setdefault((chunk, rule.mcore), {})
-                held[part] = _own_rows(rule, part, source)
-                if len(held) == len(set(rule.hf)):
+                tensors = waiting.setdefault((chunk, rule.mcore), {})
+                tensors[part] = _own_rows(rule, part, source)
+                if len(tensors) == len(set(rule.hf)):
                     yield chunk, rule.mcore, _assemble(rule, waiting.pop((chunk, rule.mcore)))
     if missing:
         raise ModelError(
@@ -92,7 +92,7 @@ def mcore_to_hf(
     order.
 
     Replicas (of data parallelism, of what every rank holds, of a tied embedding's second copy) may come or not: the
-    first one counts. Padding of the vocabulary is cut off; layers that predict further tokens are in no rank's model,
+    first one counts. Padding of the vocabulary is left out; MTP layers are in no rank's model,
     and none come. Raises ModelError on a name that the rank does not have, another shape, and where the stream ends
     before all came. Names are those of files, also where these hold experts stacked; such a tensor comes when all
     experts of its layer came.
@@ -117,7 +117,7 @@ def _merged(
         for o in export_order(family, hf_config, layout=layout, chunks=plans, **options)
     }
     copies = _copies(family, hf_config, layout, plans, options)
-    left = set(owned)
+    missing = set(owned)
     waiting: dict[tuple, dict[int, Tensor]] = {}  # shards by rank of the axis, of parameters that lack some
     for rank, chunk, name, shard in shards:
         at = layout.coordinates(rank)
@@ -129,20 +129,20 @@ def _merged(
             raise ModelError(
                 name, why=f"rank {rank} of {layout.describe()} has no such parameter in its model chunk {chunk}"
             )
-        if key not in left:
+        if key not in missing:
             continue
         rule = owned[key]
         place = {"tp": at.tp_rank, "etp": at.etp_rank, None: 0}[rule.axis]
         if tuple(shard.shape) != rule.shape(place):
             raise ModelError(name, why=f"of rank {rank} is {list(shard.shape)}, not {list(rule.shape(place))}")
-        held = waiting.setdefault(key, {})
-        held.setdefault(place, shard)
-        if len(held) == rule.degree:
-            left.remove(key)
+        parts = waiting.setdefault(key, {})
+        parts.setdefault(place, shard)
+        if len(parts) == rule.degree:
+            missing.remove(key)
             found = waiting.pop(key)
             yield from rule.merge([found[i] for i in range(rule.degree)]).items()
-    if left:
-        names = sorted(name for key in left for name in owned[key].hf)
+    if missing:
+        names = sorted(name for key in missing for name in owned[key].hf)
         raise ModelError(
             f"the stream ended with {len(names)} tensors missing ({some(names)}); send the shards of all ranks"
         )
@@ -175,14 +175,14 @@ def _dim(rule: Rule) -> int:
     return rule.spans(rule.rank)[0].dim
 
 
-def _assemble(rule: Rule, held: dict[str, Tensor]) -> Tensor:
-    at, parts = dict.fromkeys(held, 0), []
+def _assemble(rule: Rule, tensors: dict[str, Tensor]) -> Tensor:
+    at, parts = dict.fromkeys(tensors, 0), []
     for span in rule.spans(rule.rank):
         if span.source is None:
-            parts.append(held[rule.hf[0]].new_zeros((span.length, *rule.hf_shapes[0][1:])))
+            parts.append(tensors[rule.hf[0]].new_zeros((span.length, *rule.hf_shapes[0][1:])))
             continue
         name = rule.hf[span.source]
-        parts.append(held[name].narrow(span.dim, at[name], span.length))
+        parts.append(tensors[name].narrow(span.dim, at[name], span.length))
         at[name] += span.length
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_dim(rule))
 
