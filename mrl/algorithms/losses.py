@@ -59,11 +59,7 @@ class _Aggregated:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorLoss(_Aggregated):
     """`sum_t w_t (c_t l_t + kl_coef KL_t - entropy_coef H_t)`: the policy's objective, its KL penalty, an entropy
-    bonus.
-
-    objective, ratio, clip: see `policy`. correction: see `correction`, None for c = 1. kl_coef, kl_estimator, kl_cap:
-    see `kl`; a controller's coefficient comes by `dataclasses.replace`. entropy_coef: other than 0, predictions must
-    hold an entropy with gradient (`ctx["entropy"] = "differentiable"`). Reports, as means over tokens:
+    bonus. It reports, as means over tokens:
 
         actor/ratio    r                                     actor/clip_fraction        where it was clipped
         actor/kl       KL(policy || reference), by k3        actor/approx_kl            KL(old || policy), by k3
@@ -72,14 +68,14 @@ class ActorLoss(_Aggregated):
                                                              actor/importance_limited   where c is not the ratio itself
     """
 
-    objective: str = "clip"
+    objective: str = "clip"  # this and the next two: see `policy`
     ratio: str = "token"
     clip: Clip = Clip(0.2, 0.2)
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # see `kl`; a controller's comes by `dataclasses.replace`
     kl_estimator: str = "k3"
     kl_cap: float = 0.0
-    entropy_coef: float = 0.0
-    correction: Correction | None = None
+    entropy_coef: float = 0.0  # other than 0, predictions hold an entropy with gradient (`ctx["entropy"]`)
+    correction: Correction | None = None  # None: c = 1
 
     def __call__(self, data: Batch, predictions: Mapping[str, Tensor], ctx: Ctx) -> tuple[Tensor, Ctx]:
         log_probs_T = _trained(predictions["log_probs"], data)

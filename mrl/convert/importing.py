@@ -54,15 +54,13 @@ FILE_BYTES = 2**29
 
 @dataclasses.dataclass(frozen=True)
 class Imported:
-    """What an import did. tensors: of the Hugging Face folder, all read. parameters: of the checkpoint. bytes: of
-    weights.
-    """
+    """The result of an import."""
 
     out: Path
-    tensors: int
-    parameters: int
-    bytes: int
-    notes: list[str]
+    tensors: int  # of the Hugging Face folder, all read
+    parameters: int  # of the checkpoint
+    bytes: int  # of weights
+    notes: list[str]  # what of the folder is not in the checkpoint as it was, a line each
 
 
 @dataclasses.dataclass(frozen=True)

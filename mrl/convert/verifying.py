@@ -65,15 +65,15 @@ ROWS = 32
 
 @dataclasses.dataclass(frozen=True)
 class LogitsRow:
-    """How two sets of logits over one prompt compare. kl: mean over its tokens of KL(A || B), in nats."""
+    """How two sets of logits over one prompt compare."""
 
     prompt: str
     tokens: int
     max_difference: float
     mean_difference: float
     top1_agreement: float
-    kl: float
-    spread: float
+    kl: float  # KL(A || B) in nats, the mean over the tokens
+    spread: float  # standard deviation of A's logits
     not_finite: int = 0
     """Logits of A that are NaN or infinite. Where they are the same in B, the two are alike in them."""
 
@@ -84,23 +84,19 @@ class LogitsRow:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What two models have in common.
-
-    differences: of tensors, one line each; config: of config.json. logits: a row for each prompt, or none with why in
-    `no_logits`. widened: tensors whose values are the same, in the dtype of another one that a checkpoint holds them in
-    one tensor with. not_compared: buffers that follow from config.json.
-    """
+    """What two models have in common."""
 
     a: str
     b: str
     tensors: int
     bytes: int
-    differences: list[str]
-    config: list[str]
-    logits: list[LogitsRow]
-    no_logits: str | None
+    differences: list[str]  # of tensors, one line each
+    config: list[str]  # differences of config.json
+    logits: list[LogitsRow]  # of each prompt
+    no_logits: str | None  # why there are none
     widened: list[str] = dataclasses.field(default_factory=list)
-    not_compared: list[str] = dataclasses.field(default_factory=list)
+    """Tensors of equal values, in the dtype of another one that a checkpoint holds them in one tensor with."""
+    not_compared: list[str] = dataclasses.field(default_factory=list)  # buffers that follow from config.json
 
     @property
     def same(self) -> bool:

@@ -33,13 +33,11 @@ QUANTISED_AS = "BF16"
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor of the file. type: ggml's name of it, such as "Q4_0". shape: slowest dimension first. start: its first
-    byte.
-    """
+    """A tensor of the file."""
 
-    type: str
-    shape: Shape
-    start: int
+    type: str  # ggml's name, such as "Q4_0"
+    shape: Shape  # slowest dimension first
+    start: int  # its first byte
     row_bytes: int
 
     @property
@@ -50,25 +48,21 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class GGUFFile:
-    """What the header of `path` says. metadata: values by key."""
+    """The header of a GGUF file."""
 
     path: Path
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # by key
     tensors: dict[str, Stored]
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor of `shape` lies in the tensor `name` of the file.
+    """Where a Hugging Face tensor lies in the file."""
 
-    expert: which part of a stack it is. heads: of a query or key projection whose rows llama.cpp has put in its own
-    order.
-    """
-
-    name: str
-    shape: Shape
-    expert: int = 0
-    heads: int | None = None
+    name: str  # of the file's tensor
+    shape: Shape  # of the Hugging Face tensor
+    expert: int = 0  # its number in a stack
+    heads: int | None = None  # of a query or key projection whose rows llama.cpp has put in its own order
 
 
 def package(path: Path) -> ModuleType:

@@ -29,22 +29,17 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that a field may hold.
+    """The values that a field may hold."""
 
-    kind: its type; a whole number is a float, too, and a float is finite. low, high: bounds, which `above` and `below`
-    leave out. null: whether it may also be null, which means the default or that there is none. switch: the field that
-    takes this one away where it is false; whether it is, a config.json says that transformers has completed. of: the
-    type of what a list holds.
-    """
-
-    kind: type
+    kind: type  # a whole number is a float, too, and a float is finite
     low: float | None = None
     high: float | None = None
-    above: bool = False
-    below: bool = False
-    null: bool = True
+    above: bool = False  # whether `low` itself is left out
+    below: bool = False  # whether `high` itself is left out
+    null: bool = True  # whether it may be null, which means the default or that there is none
     switch: str | None = None
-    of: type | None = None
+    """The field that takes this one away where it is false, as a config.json says that transformers has completed."""
+    of: type | None = None  # the type of what a list holds
 
     def holds(self, value: Any) -> bool:
         if value is None:

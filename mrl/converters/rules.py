@@ -32,15 +32,12 @@ from mrl.parallel import Coordinates, ParallelDims, stage_layers
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """What one model chunk holds: the global numbers of its layers, in order; embedding; final norm and head.
+    """The parts of the model in one model chunk."""
 
-    mtp: how many MTP layers it has.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # global numbers, in order
     has_embedding: bool
-    has_output: bool
-    mtp: int = 0
+    has_output: bool  # final norm and head
+    mtp: int = 0  # MTP layers
 
 
 def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int], ChunkPlan]:
@@ -55,28 +52,20 @@ def chunk_plans(num_layers: int, pp: int, vpp: int = 1) -> dict[tuple[int, int],
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One mcore parameter of one rank.
+    """One mcore parameter of one rank."""
 
-    mcore: its name in the model chunk. hf, hf_shapes: the HF tensors that it is made of.
-    axis: the group over which its shards lie, "tp" or "etp"; None when every rank holds the whole.
-    degree, rank: size of that group and this rank's place in it (1 and 0 when axis is None).
-    expert: global number of its expert, else None. layer: global number of its layer, else None.
-    copy: a second copy of tied embeddings on the last pipeline stage: loaded, never exported.
-    buffer: no parameter; fp32 and untrained.
-    """
-
-    mcore: str
-    hf: tuple[str, ...]
+    mcore: str  # its name in the model chunk
+    hf: tuple[str, ...]  # the HF tensors that it is made of
     hf_shapes: tuple[Shape, ...]
-    kind: str
-    axis: str | None
-    degree: int
-    rank: int
+    kind: str  # a key of `algebra.KINDS`
+    axis: str | None  # the group over which its shards lie, "tp" or "etp"; None: every rank holds the whole
+    degree: int  # size of that group; 1 where there is none
+    rank: int  # this rank's place in it; 0 where there is none
     sizes: Mapping[str, int] = dataclasses.field(repr=False)
-    expert: int | None = None
-    layer: int | None = None
-    copy: bool = False
-    buffer: bool = False
+    expert: int | None = None  # global number of its expert
+    layer: int | None = None  # global number of its layer
+    copy: bool = False  # a second copy of tied embeddings on the last pipeline stage: loaded, never exported
+    buffer: bool = False  # no parameter; fp32 and untrained
 
     def spans(self, rank: int) -> list[Span]:
         """Returns what the shard of `rank` of the axis is made of, in order."""

@@ -54,14 +54,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor. dtype: a safetensors name such as "BF16". file: name of the shard. start: its
-    first byte there.
-    """
+    """A tensor as a header describes it."""
 
-    dtype: str
+    dtype: str  # a safetensors name such as "BF16"
     shape: Shape
-    file: str = ""
-    start: int = dataclasses.field(default=0, compare=False)
+    file: str = ""  # name of the shard
+    start: int = dataclasses.field(default=0, compare=False)  # its first byte there
 
 
 def read_header_text(file: Path) -> str:

@@ -16,21 +16,15 @@ HFConfig = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One mcore parameter and the HF tensors that it is made of.
+    """One mcore parameter and the HF tensors that it is made of."""
 
-    mcore: name in the local spec. te: name in the transformer-engine spec, where it differs.
-    hf: pairs of HF name and shape, the shape as words of `sizes_of`. kind: a key of `algebra.KINDS`.
-    needs, unless: a config key; the entry exists where that key is true, and where it is false.
-    buffer: it is no parameter: nothing trains it, and it is fp32 whatever the model's dtype.
-    """
-
-    mcore: str
-    hf: tuple[tuple[str, tuple[str, ...]], ...]
-    kind: str
-    te: str | None = None
-    needs: str | None = None
-    unless: str | None = None
-    buffer: bool = False
+    mcore: str  # name in the local spec
+    hf: tuple[tuple[str, tuple[str, ...]], ...]  # pairs of HF name and shape, the shape as words of `sizes_of`
+    kind: str  # a key of `algebra.KINDS`
+    te: str | None = None  # name in the transformer-engine spec, where it differs
+    needs: str | None = None  # a config key: the entry exists where it is true
+    unless: str | None = None  # a config key: the entry exists where it is false
+    buffer: bool = False  # no parameter: nothing trains it, and it is fp32 whatever the model's dtype
 
     @property
     def of_expert(self) -> bool:
@@ -58,39 +52,31 @@ def no_sizes(config: HFConfig) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`.
+    """A tensor of the files that holds a matrix or bias of every expert of a layer: see `mrl.converters.stacks`."""
 
-    stored: its name, with `{l}`. parts: what the table calls the tensors of one expert, whose rows take turns.
-    transposed: the rows of an expert are columns of the file. bias: an expert's tensor has one dimension.
-    """
-
-    stored: str
-    parts: tuple[str, ...]
-    transposed: bool = False
-    bias: bool = False
+    stored: str  # its name, with `{l}`
+    parts: tuple[str, ...]  # what the table calls the tensors of one expert, whose rows are interleaved
+    transposed: bool = False  # whether the rows of an expert are columns of the file
+    bias: bool = False  # whether an expert's tensor has one dimension
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model family: what its tensors are called, and what its config.json means.
-
-    layer: entries of every layer; dense, sparse: of its MLP, chosen by `is_sparse(config, layer)`.
-    reads: the fields of config.json that `fields` takes into account. fields: from a config of `read_hf_config` to
-    keyword arguments of megatron's TransformerConfig; ModelError where a value is not supported.
-    sizes: words for shapes beyond those of `sizes_of`. stacks: experts that the files hold stacked.
-    mtp: what a layer past the last, which predicts a further token, has beside a block: see `mrl.converters.mtp`.
-    """
+    """A model family: what its tensors are called, and what its config.json means."""
 
     model_type: str
-    layer: tuple[Entry, ...]
-    reads: frozenset[str]
+    layer: tuple[Entry, ...]  # of every layer
+    reads: frozenset[str]  # the fields of config.json that `fields` takes into account
     fields: Callable[[dict[str, Any]], dict[str, Any]]
-    dense: tuple[Entry, ...] = ()
-    sparse: tuple[Entry, ...] = ()
-    is_sparse: Callable[[HFConfig, int], bool] = _never
-    sizes: Callable[[HFConfig], dict[str, int]] = no_sizes
-    stacks: tuple[Stack, ...] = ()
-    mtp: tuple[Entry, ...] = ()
+    """From a config of `read_hf_config` to keyword arguments of megatron's TransformerConfig; ModelError where a value
+    is not supported.
+    """
+    dense: tuple[Entry, ...] = ()  # of the MLP of a layer where `is_sparse` is false
+    sparse: tuple[Entry, ...] = ()  # of the MLP of the other layers
+    is_sparse: Callable[[HFConfig, int], bool] = _never  # of the config and a layer's number
+    sizes: Callable[[HFConfig], dict[str, int]] = no_sizes  # words for shapes beyond those of `sizes_of`
+    stacks: tuple[Stack, ...] = ()  # experts that the files hold stacked
+    mtp: tuple[Entry, ...] = ()  # what an MTP layer has beside a block: see `mrl.converters.mtp`
 
     def layer_entries(self, config: HFConfig, layer: int) -> tuple[Entry, ...]:
         """Returns what global layer number `layer` holds in a model with this config."""

@@ -15,15 +15,12 @@ from mrl.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class JoinedWorld:
-    """This process's place among processes that another launcher started.
-
-    variables: what torch.distributed's `env://` needs, complete; the caller puts it into os.environ.
-    """
+    """This process's place among processes that another launcher started."""
 
     launcher: str
     rank: int
     world_size: int
-    variables: Mapping[str, str]
+    variables: Mapping[str, str]  # all that torch.distributed's `env://` needs; the caller puts it into os.environ
 
 
 def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:

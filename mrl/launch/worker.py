@@ -34,14 +34,11 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every rank runs. target: `module:function`, called as `function(config, command_line)`.
+    """The work that every rank does."""
 
-    command: the one that `config`, as plain data, is of.
-    """
-
-    target: str
-    command: str
-    config: dict[str, Any]
+    target: str  # `module:function`, called as `function(config, command_line)`
+    command: str  # the one that `config` is of
+    config: dict[str, Any]  # as plain data
     command_line: str
     log_dir: str
     launcher_pid: int

@@ -60,10 +60,10 @@ class SlurmError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job, or a task of an array, that Slurm knows. fields: of `scontrol show job`."""
+    """A job, or a task of an array, that Slurm knows."""
 
     id: str
-    fields: Mapping[str, str]
+    fields: Mapping[str, str]  # of `scontrol show job`
 
     @property
     def state(self) -> str:
@@ -193,15 +193,14 @@ def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What `status`, `logs` and `cancel` are about: a job of the run whose slurm/ folder is `slurm_dir`.
+    """The job that `status`, `logs` and `cancel` are about."""
 
-    jobs: as Slurm knows it, the tasks of an array each; empty where it has forgotten it, or has another folder's of
-    that id.
-    """
-
-    slurm_dir: pathlib.Path
+    slurm_dir: pathlib.Path  # the run's
     job_id: str
     jobs: Sequence[Job]
+    """The job as Slurm knows it, the tasks of an array each; empty where it has forgotten it, or has another folder's
+    of that id.
+    """
 
     @property
     def run_dir(self) -> pathlib.Path:

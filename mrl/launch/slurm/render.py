@@ -34,18 +34,14 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One job, as templates see it. All paths are absolute.
+    """One job, as templates see it. All paths are absolute."""
 
-    command: sft or ppo. config: the file that the run reads. overrides: KEY=VALUE after it. output_dir: of the config.
-    work_dir: where relative paths of the config begin. server_command: shell lines that become an inference server.
-    """
-
-    command: str
-    config: str
-    overrides: Sequence[str]
-    output_dir: str
-    work_dir: str
-    server_command: str = ""
+    command: str  # sft or ppo
+    config: str  # the file that the run reads
+    overrides: Sequence[str]  # KEY=VALUE after it
+    output_dir: str  # of the config
+    work_dir: str  # where relative paths of the config begin
+    server_command: str = ""  # shell lines that become an inference server
 
     @property
     def slurm_dir(self) -> str:
@@ -63,10 +59,10 @@ def template_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """Names that a template and those that it extends read, but for `base`. needs: those outside any `if`."""
+    """Names that a template and those that it extends read, but for `base`."""
 
     names: frozenset[str]
-    needs: frozenset[str]
+    needs: frozenset[str]  # those outside any `if`
 
 
 def reads_of(options: SlurmConfig) -> Reads:

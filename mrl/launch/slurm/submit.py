@@ -25,26 +25,23 @@ AT_AN_END = ("afterany", "afterok", "afternotok", "afterburstbuffer")
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A config that can run in its job. job: refers to the user's own file. warnings: of what may go wrong."""
+    """A config that can run in its job."""
 
     config: Config
-    job: Job
+    job: Job  # refers to the user's own file
     options: SlurmConfig
-    warnings: Sequence[str]
+    warnings: Sequence[str]  # of what may go wrong
 
 
 @dataclasses.dataclass(frozen=True)
 class Submitted:
-    """A job in the queue, and its files. log: with Slurm's %j, %A and %a where Slurm has not put them in.
-
-    warnings: of what may keep it there.
-    """
+    """A job in the queue, and its files."""
 
     job_id: str
     script: pathlib.Path
     config: pathlib.Path
-    log: str
-    warnings: Sequence[str] = ()
+    log: str  # with Slurm's %j, %A and %a where Slurm has not put them in
+    warnings: Sequence[str] = ()  # of what may keep it in the queue
 
 
 def check(
