@@ -68,7 +68,7 @@ class Place:
 def package(path: Path) -> ModuleType:
     """Returns the package `gguf`; ConfigError where it is not installed."""
     if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{path}: a GGUF file needs the package gguf; install it with pip install 'mrl[gguf]'")
+        raise ConfigError(path, why="a GGUF file needs the package gguf", fix="install it with pip install 'mrl[gguf]'")
     return importlib.import_module("gguf")
 
 
