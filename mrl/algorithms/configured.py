@@ -15,12 +15,12 @@ PARTS = tuple(field.name for field in dataclasses.fields(Recipe))
 
 
 def configured_recipe(algorithm: AlgorithmConfig) -> Recipe:
-    """The recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError."""
+    """Returns the recipe of `algorithm.name` with the parts that the other keys replace. Raises ConfigError."""
     return recipe(algorithm.name, {name: getattr(algorithm, name) for name in PARTS})
 
 
 def check_algorithm(config: PPOConfig) -> Recipe:
-    """The recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
+    """Returns the recipe, or a ConfigError where keys contradict the algorithm or it leaves one unread."""
     made, algorithm = configured_recipe(config.algorithm), config.algorithm
     _check_parts(made)
     if made.objective == "policy_gradient" and config.steps_per_iteration > 1:

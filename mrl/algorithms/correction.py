@@ -50,7 +50,7 @@ def importance_weights(
     *,
     correction: Correction,
 ) -> Weights:
-    """The weights of the table above; 1 outside the mask at the token level.
+    """Returns the weights of the table above; 1 outside the mask at the token level.
 
     trainer_log_probs_T: of the weights that sampled, before any update ("old"). rollout_log_probs_T: as the sampler
     gave them, of the distribution it sampled from. Whatever outside the mask.

@@ -77,7 +77,7 @@ class KLController:
         return self.coef
 
     def state_dict(self) -> dict[str, float]:
-        """The state that a checkpoint must hold."""
+        """Returns the state that a checkpoint must hold."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

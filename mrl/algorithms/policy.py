@@ -121,7 +121,7 @@ OBJECTIVES: Mapping[str, Callable[[Tensor, Tensor, Tensor, Clip], PolicyLoss]] =
 
 
 def largest_ratio(log_probs_T: Tensor, old_log_probs_T: Tensor, mask_T: Tensor) -> float:
-    """The largest `max(r, 1/r)` over the tokens that train, 1 where none does.
+    """Returns the largest `max(r, 1/r)` over the tokens that train, 1 where none does.
 
     From what a whole mini-batch's forward gave: a maximum is no sum, so no loss function can report it.
     """

@@ -111,7 +111,7 @@ READ_WITH: Mapping[str, tuple[str, Callable[[Recipe], bool]]] = {
 
 
 def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe `name` with the parts that `overrides` names (None: as it is).
+    """Returns the recipe `name` with the parts that `overrides` names (None: as it is).
 
     Raises ConfigError for a name that is not known, and for a part that nothing would read.
     """
@@ -154,7 +154,7 @@ def advantages(recipe: Recipe, rollout: Rollout) -> tuple[Tensor, Tensor | None]
 
 
 def actor_loss(recipe: Recipe, *, max_response_length: int) -> ActorLoss:
-    """The actor's loss function, with the coefficient that the KL starts with."""
+    """Returns the actor's loss function, with the coefficient that the KL starts with."""
     correction = None
     if recipe.correction != "none":
         correction = Correction(
@@ -175,7 +175,7 @@ def actor_loss(recipe: Recipe, *, max_response_length: int) -> ActorLoss:
 
 
 def critic_loss(recipe: Recipe, *, max_response_length: int) -> CriticLoss:
-    """The critic's loss function; summed and divided as the actor's is."""
+    """Returns the critic's loss function; summed and divided as the actor's is."""
     return CriticLoss(aggregation=recipe.aggregation, fixed_length=max_response_length, value_clip=recipe.value_clip)
 
 
@@ -185,5 +185,5 @@ def overlong_cache(recipe: Recipe, *, max_response_length: int) -> int:
 
 
 def kl_controller(recipe: Recipe) -> KLController:
-    """The controller that holds the coefficient of the KL, wherever the KL is taken from."""
+    """Returns the controller that holds the coefficient of the KL, wherever the KL is taken from."""
     return KLController(recipe.kl_coef, target=recipe.kl_target, gain=recipe.kl_gain)

@@ -195,7 +195,7 @@ def _write(
     progress: Callable[[int], None],
     path: Path,
 ) -> FileSummary:
-    """One safetensors file, from front to back."""
+    """Writes one safetensors file, from front to back."""
     file = ItemFile(path)
     try:
         file.write(shard.header)

@@ -202,7 +202,7 @@ def _tuple(values: Any) -> tuple[int, ...] | None:
 
 
 def _description(model: Source) -> dict[str, Any]:
-    """`engine.pt`, as the Megatron engine writes it; without a layout no rank takes its random numbers from here."""
+    """Returns `engine.pt` as the Megatron engine writes it; without a layout, no rank takes random numbers of it."""
     weights = DTYPES[model.reader.tensors[EMBEDDING].dtype]
     about = architecture(model.family, model.hf_config) | {
         "head": model.head, "dtype": str(weights).removeprefix("torch."), "layer_spec": "local",

@@ -115,7 +115,7 @@ KINDS: Mapping[str, Callable[[tuple[Shape, ...], Shard], list[Span]]] = {
 
 
 def padded_vocab(vocab_size: int, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding: `vocab_size` rounded up to a multiple of `multiple * tp`, as mcore counts.
+    """Returns rows of the embedding: `vocab_size` rounded up to a multiple of `multiple * tp`, as mcore counts.
 
     The default pads as little as tensor parallelism needs. Padding rows are zero on import, trimmed on
     export, and the log-probs must leave them out.

@@ -155,7 +155,7 @@ class GGUFWeights:
         return self._rows(place, first, last)[:, slice(*columns)]
 
     def _rows(self, place: Place, first: int, last: int) -> Tensor:
-        """Rows of the Hugging Face tensor; one that has a single dimension is a row."""
+        """Returns rows of the Hugging Face tensor; one that has a single dimension is a row."""
         rows = place.shape[0] if len(place.shape) > 1 else 1
         if place.heads is None:
             return self._stored_rows(place, place.expert * rows + first, place.expert * rows + last)

@@ -30,12 +30,12 @@ def reads_images(hf_config: Mapping[str, Any]) -> bool:
 
 
 def vocab_size_of(hf_config: dict[str, Any]) -> int | None:
-    """Rows of the embedding, which config.json has in the part of the text where a model reads more than that."""
+    """Returns the rows of the embedding, which a model that reads more than text has in its text part."""
     return hf_config.get("vocab_size", (hf_config.get("text_config") or {}).get("vocab_size"))
 
 
 def pad_token_of(hf_config: dict[str, Any]) -> int | None:
-    """`pad_token_id` of the part that reads text, where transformers' classes look for it; None where there is none."""
+    """Returns `pad_token_id` of the part that reads text, where transformers looks for it; None where it has none."""
     return (hf_config.get("text_config") or hf_config).get("pad_token_id")
 
 
@@ -51,7 +51,7 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
 
 
 def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool = False) -> dict[str, Any]:
-    """`raw` completed with transformers' defaults, and with one meaning for each of these keys whatever its spelling.
+    """Returns `raw` completed with transformers' defaults, and with one meaning for each of these keys.
 
     rope_theta: float. rope_scaling: dict with `rope_type`, or None for plain RoPE. head_dim: int. num_key_value_heads:
     int. num_experts: int (0 where there are none). dtype: name such as "bfloat16", or None. tie_word_embeddings: bool.
@@ -92,7 +92,7 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool
 
 
 def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """What transformers makes of it; None where it does not know the model_type."""
+    """Returns what transformers makes of it; None where it does not know the model_type."""
     from transformers import CONFIG_MAPPING  # slow to import: the tables need none
 
     if raw["model_type"] not in CONFIG_MAPPING:

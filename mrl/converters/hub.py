@@ -30,7 +30,7 @@ NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 def model_folder(path: str, *, weights: bool = True, key: str = "model.path") -> str:
-    """`path` where it is a folder, else the folder of that hub id in the local cache, downloaded where it is not there.
+    """Returns `path` where it is a folder, else the folder of that hub id in the cache, downloaded where need be.
 
     weights: False leaves them out (a model that starts from scratch). key: what the user set to `path`, for messages.
     Ranks of a node may call this together: the cache has locks. Raises ModelError.

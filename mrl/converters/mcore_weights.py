@@ -70,7 +70,7 @@ def stored_key(rule: Rule) -> str:
 
 
 def stored_shapes(rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of the checkpoint by key, experts stacked, in model order."""
+    """Returns shape of every tensor of the checkpoint by key, experts stacked, in model order."""
     shapes: dict[str, tuple[int, ...]] = {}
     experts: dict[str, int] = {}
     for rule in rules:
@@ -123,7 +123,7 @@ def row_blocks(rule: Rule, read: Callable[[str], Any]) -> Iterator[Tensor]:
 
 
 def blocks_of_rows(source: Any, shape: Shape, first: int, last: int) -> Iterator[Tensor]:
-    """Rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
+    """Yields rows `first` to `last` of a tensor or lazy slice of `shape`, as blocks of about `BLOCK_ENTRIES`."""
     step = max(BLOCK_ENTRIES // max(math.prod(shape[1:]), 1), 1)
     if isinstance(source, LazySlice) and not source.whole_rows:
         step = max(last - first, 1)
@@ -255,7 +255,7 @@ def is_imported(path: str | Path) -> bool:
 
 
 def read_description(path: str | Path) -> dict:
-    """`engine.pt` of a checkpoint of the Megatron engine: layout, architecture, counts."""
+    """Returns `engine.pt` of a checkpoint of the Megatron engine: layout, architecture, counts."""
     file = Path(path) / DESCRIPTION
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

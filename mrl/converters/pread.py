@@ -27,7 +27,7 @@ class ShortFile(Exception):
 
 
 def read_bytes(file: int, at: int, count: int) -> bytearray:
-    """`count` bytes from byte `at` of the open file."""
+    """Returns `count` bytes from byte `at` of the open file."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:

@@ -73,7 +73,7 @@ class Rule:
         return KINDS[self.kind](self.hf_shapes, shard)
 
     def shape(self, rank: int | None = None) -> Shape:
-        """Shape of the shard of `rank` (default: this rank's)."""
+        """Returns shape of the shard of `rank` (default: this rank's)."""
         spans = self.spans(self.rank if rank is None else rank)
         size = list(self.hf_shapes[0])
         size[spans[0].dim] = sum(span.length for span in spans)
@@ -189,7 +189,7 @@ def _rule(
     layer: int | None,
     expert: int | None,
 ) -> Rule:
-    """`entry` for one layer and expert; `local` are their numbers in the chunk and on the EP rank."""
+    """Returns `entry` for one layer and expert; `local` are their numbers in the chunk and on the EP rank."""
     axis: str | None
     axis, degree, rank = "tp", layout.tp, coords.tp_rank
     if entry.of_expert:

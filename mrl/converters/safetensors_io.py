@@ -130,7 +130,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def tensor_bytes(info: TensorInfo) -> int:
-    """Bytes of a tensor of a dtype that is known."""
+    """Returns bytes of a tensor of a dtype that is known."""
     return math.prod(info.shape) * DTYPES[info.dtype].itemsize
 
 
@@ -243,8 +243,8 @@ _UNITS = {
 
 
 def parse_size(size: int | str, key: str = "max_shard_size") -> int:
-    """Bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number. key: for
-    messages.
+    """Returns bytes of "5GB" or "1.5GB" (powers of ten, as transformers counts), of "1GiB" (of two), or of a number.
+    key: for messages.
     """
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]i?B)?", str(size).strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0

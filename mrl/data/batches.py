@@ -57,7 +57,7 @@ class BatchSource(RowStream[Example]):
         self._ahead: Future[_Built] | None = None
 
     def next(self) -> Batch:
-        """The next `global_batch_size` usable rows, with denominators. Raises DataError as `SFTDataset.load` does."""
+        """Returns the next `global_batch_size` usable rows, with denominators. DataError: as `SFTDataset.load`."""
         ahead, self._ahead = self._ahead, None
         built = ahead.result() if ahead is not None else self._build(self._progress)
         self._moved(built.taken)
@@ -73,8 +73,8 @@ class BatchSource(RowStream[Example]):
         self._ahead.result()
 
     def next_error(self) -> DataError | None:
-        """The error that `next` will raise, of a batch that is being made already, so that a checkpoint is saved first;
-        waits for it."""
+        """Returns the error that `next` will raise, of a batch that is being made already, so that a checkpoint is
+        saved first; waits for it."""
         try:
             if self._ahead is not None:
                 self._ahead.result()
@@ -104,7 +104,7 @@ def _batch_of(examples: Sequence[Example]) -> Batch:
 
 
 def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | None = None) -> Iterator[Batch]:
-    """All usable rows once, in their order; the last batch may be smaller. `report` is filled on the way."""
+    """Yields all usable rows once, in their order; the last batch may be smaller. `report` is filled on the way."""
     report = report if report is not None else Report()
     examples: list[Example] = []
     any_batch = False

@@ -86,7 +86,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return len(self._rows)
 
     def where(self, index: int) -> str:
-        """`file:line` of a row, or `file:row N`."""
+        """Returns `file:line` of a row, or `file:row N`."""
         return self._rows.where(index)
 
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ class RowDataset(abc.ABC, Generic[T]):
         return self._rows.fingerprint()
 
     def load(self, index: int) -> T | Rejected:
-        """The row in tokens. Raises DataError with its file and line where `on_bad_row` or `truncation` say so."""
+        """Returns the row in tokens. Raises DataError with file and line where `on_bad_row` or `truncation` say so."""
         try:
             with self._lock:
                 return self._make(index, self._row(index))
@@ -111,7 +111,7 @@ class RowDataset(abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _make(self, index: int, row: dict[str, Any]) -> T | Rejected:
-        """The example that a row becomes. Raises BadRow, or another UserError, without file and line."""
+        """Returns the example that a row becomes. Raises BadRow, or another UserError, without file and line."""
 
     def _row(self, index: int) -> dict[str, Any]:
         return rename_fields(self._rows[index], self.config.columns)
@@ -124,7 +124,7 @@ class RowDataset(abc.ABC, Generic[T]):
             )
 
     def _detect(self, form_of: Callable[[dict[str, Any]], str]) -> str:
-        """The form of the first row that can be read."""
+        """Returns the form of the first row that can be read."""
         row, where = self.first_row()
         try:
             return form_of(row)
@@ -132,7 +132,7 @@ class RowDataset(abc.ABC, Generic[T]):
             raise DataError(where, why=str(e)) from None
 
     def first_row(self) -> tuple[dict[str, Any], str]:
-        """The first row that can be read, and its `file:line`. Raises DataError where there is none."""
+        """Returns the first row that can be read, and its `file:line`. Raises DataError where there is none."""
         for index in range(len(self)):
             try:
                 return self._row(index), self.where(index)
@@ -185,7 +185,7 @@ class SFTDataset(RowDataset[Example]):
         return self._fit(index, self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index)))
 
     def _fit(self, index: int, row: WithImages) -> Example | Rejected:
-        """The sequence within max_length, by the truncation policy."""
+        """Returns the sequence within max_length, by the truncation policy."""
         encoded = row.encoded
         ids, mask, limit = encoded.ids, encoded.mask, self.config.max_length
         self._check_vocabulary(ids)

@@ -138,7 +138,7 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------ conversations
 
     def chat(self, chat: Chat) -> Encoded:
-        """A conversation through the chat template; see the top of this file for what trains."""
+        """Returns a conversation through the chat template; see the top of this file for what trains."""
         if not self.has_template:
             raise DataError(NO_TEMPLATE)
         turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
@@ -189,7 +189,7 @@ class Encoder:
         return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def _marked_spans(self, chat: Chat, turns: list[int], wanted: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The whole rendering, and where its marked spans of the turns `wanted` start and end."""
+        """Returns the whole rendering, and where its marked spans of the turns `wanted` start and end."""
         ids, marks = self.render(chat, chat.messages, marks=True)
         edges = [i for i in range(len(marks) + 1) if (marks[i] if i < len(marks) else 0) != (marks[i - 1] if i else 0)]
         spans = list(zip(edges[::2], edges[1::2], strict=True))
@@ -210,7 +210,7 @@ class Encoder:
         return ids, chosen
 
     def _verified_span(self, chat: Chat, turn: int, whole: list[int]) -> tuple[int, int]:
-        """The start and end of the assistant message `turn` in `whole`, which holds all messages."""
+        """Returns the start and end of the assistant message `turn` in `whole`, which holds all messages."""
         if turn == 0:
             raise BadRow(
                 "messages[0] is an assistant turn, before which there is nothing to render; begin with a user turn"
@@ -238,7 +238,7 @@ class Encoder:
         return start, end
 
     def _end_of_turn(self, ids: list[int], start: int, end: int) -> int | None:
-        """The position after the last special token of ids[start:end], if only white space follows it."""
+        """Returns the position after the last special token of ids[start:end], if only white space follows it."""
         while end > start and ids[end - 1] not in self.special_ids and self._is_blank(ids[end - 1]):
             end -= 1
         return end if end > start and ids[end - 1] in self.special_ids else None
@@ -250,7 +250,7 @@ class Encoder:
         return repr(self.tokenizer.decode(ids))
 
     def _difference(self, part: list[int], whole: list[int]) -> tuple[str, str]:
-        """The texts around the first token in which two sequences differ."""
+        """Returns the texts around the first token in which two sequences differ."""
         at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
         return self._show(part[max(0, at - 4) : at + 6]), self._show(whole[max(0, at - 4) : at + 6])
 

@@ -49,10 +49,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row as a fresh dict. Raises BadRow."""
+        """Returns the row as a fresh dict. Raises BadRow."""
 
     def where(self, index: int) -> str:
-        """`file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
+        """Returns `file:line` (from 1) of a row, or `file:row N` (from 0) where there are no lines."""
 
     def fingerprint(self) -> dict[str, Any]:
         """{"name", "rows", "size", "hash"}: what the content is, without modification times."""
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 def open_file(path: str) -> Source:
-    """The rows of one file, by its suffix."""
+    """Returns the rows of one file, by its suffix."""
     try:
         if path.endswith(JSONL_SUFFIXES):
             return JsonlFile(path)
@@ -72,7 +72,7 @@ def open_file(path: str) -> Source:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The text of an exception on one line, without control characters."""
+    """Returns the text of an exception on one line, without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())[:limit]
 
 
@@ -80,7 +80,8 @@ def one_line(error: object, limit: int = 300) -> str:
 
 
 def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> str:
-    """A converted copy of `path`, made by `write(path, target)` unless there is one of this path, size and time.
+    """Returns a converted copy of `path`, made by `write(path, target)` unless there is one of this path, size and
+    time.
 
     Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
     """
@@ -131,7 +132,7 @@ def _decompressed(path: str) -> Any:
 
 
 def _is_from_the_disk(error: Exception) -> bool:
-    """Whether reading or writing failed (a full disk has an error number), not the codec (its OSError has none)."""
+    """Tells whether the disk failed (a full one has an error number), not the codec (its OSError has none)."""
     return isinstance(error, OSError) and error.errno is not None
 
 
@@ -226,7 +227,7 @@ def _too_deep() -> BadRow:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value of JSON has objects and lists in more than `levels` others."""
+    """Returns whether a value of JSON has objects and lists in more than `levels` others."""
     level = [value]
     for _ in range(levels):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
@@ -240,8 +241,8 @@ def _identity(file: BinaryIO) -> tuple[int, int]:
 
 
 def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """The starts of rows, found in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row = line,
-    CRC-32)."""
+    """Returns the starts of rows, found in one pass: (starts [rows + 1] int64, line numbers from 0 or None where row =
+    line, CRC-32)."""
     ends, firsts, position, crc, begins = [], [], 0, 0, True
     while block := file.read(BLOCK):
         crc = zlib.crc32(block, crc)
@@ -276,7 +277,7 @@ def _index_lines(file: BinaryIO) -> tuple[np.ndarray, np.ndarray | None, int]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row of an Arrow table without its null fields, at every depth.
+    """Returns a row of an Arrow table without its null fields, at every depth.
 
     Arrow gives every struct of a column the fields of all of them, null where a row had none; without this a message
     would carry `tool_calls: None` because another row has tool calls.

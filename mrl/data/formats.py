@@ -97,7 +97,7 @@ class Tokens:
 
 
 def rename_fields(row: Row, columns: Mapping[str, str]) -> Row:
-    """The row with the fields of `data.columns` renamed; a field that is missing or in the way is a bad row."""
+    """Returns the row with the fields of `data.columns` renamed; a field that is missing or in the way is a bad row."""
     if not columns:
         return row
     for old, new in columns.items():
@@ -124,7 +124,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def detect_format(row: Row) -> str:
-    """The one format whose fields the row has. None or several is a DataError: the user names it then."""
+    """Returns the one format whose fields the row has. None or several is a DataError: the user names it then."""
     fits = [name for name, fields in REQUIRED_FIELDS.items() if all(field in row for field in fields)]
     if len(fits) == 1:
         return fits[0]
@@ -140,7 +140,7 @@ def detect_format(row: Row) -> str:
 
 
 def detect_prompt_form(row: Row) -> str:
-    """The one form of prompt whose fields the row has. None or several is a DataError."""
+    """Returns the one form of prompt whose fields the row has. None or several is a DataError."""
     fits = [name for name, fields in PROMPT_FIELDS.items() if all(field in row for field in fields)]
     if len(fits) == 1:
         return fits[0]
@@ -157,7 +157,7 @@ def detect_prompt_form(row: Row) -> str:
 
 
 def parse_prompt(row: Row, form: str) -> Chat | Question:
-    """The prompt of a row that is in `form`. Raises BadRow."""
+    """Returns the prompt of a row that is in `form`. Raises BadRow."""
     field = PROMPT_FIELDS[form][0]
     if field not in row:
         raise BadRow(
@@ -181,12 +181,12 @@ def parse_prompt(row: Row, form: str) -> Chat | Question:
 
 
 def question(row: Row, text: str, plain: str) -> Question:
-    """A text as the one user turn of a conversation with the row's tools and template arguments."""
+    """Returns a text as the one user turn of a conversation with the row's tools and template arguments."""
     return Question(text, plain, _chat(row, [{"role": "user", "content": text}], given=1))
 
 
 def parse_row(row: Row, format: str) -> Chat | Pair | Text | Tokens:
-    """The content of a row that is in `format`. Raises BadRow."""
+    """Returns the content of a row that is in `format`. Raises BadRow."""
     missing = [field for field in REQUIRED_FIELDS[format] if field not in row]
     if missing:
         raise BadRow(
@@ -230,7 +230,7 @@ def _chat(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
 
 
 def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -> Chat:
-    """The conversation with no more than the type in its parts of images, and these images beside it."""
+    """Returns the conversation with no more than the type in its parts of images, and these images beside it."""
     lists = [m["content"] for m in messages if isinstance(m["content"], list)]
     parts = [part for content in lists for part in content if part["type"] == "image"]
     waiting = sum("image" not in part for part in parts)
@@ -251,7 +251,7 @@ def _chat_with_images(row: Row, messages: list[dict[str, Any]], *, given: int) -
 
 
 def check_messages(value: Any, field: str, *, parts: bool = False) -> list[dict[str, Any]]:
-    """`value`, a list of messages that was found in `field`. parts: whether their content may be a list.
+    """Returns `value`, a list of messages that was found in `field`. parts: whether their content may be a list.
 
     Raises BadRow.
     """
@@ -310,7 +310,7 @@ def _alpaca(row: Row) -> Pair:
 
 
 def _alpaca_prompt(row: Row) -> tuple[str, str]:
-    """The prompt with a chat template, and without one."""
+    """Returns the prompt with a chat template, and without one."""
     instruction = _string(row["instruction"], "instruction", empty=False)
     more = _string(row.get("input") or "", "input")
     # The prompt of Stanford Alpaca (Taori et al., 2023), which plain models of this format are trained and used with.

@@ -39,7 +39,7 @@ class Image:
     data: bytes | None = None  # the bytes of a file
 
     def open(self, folder: str) -> Any:
-        """The picture, upright and in RGB. folder: of the data file. Raises BadRow."""
+        """Returns the picture, upright and in RGB. folder: of the data file. Raises BadRow."""
         pillow, of_transformers = (
             importlib.import_module("PIL.Image"),
             importlib.import_module("transformers.image_utils"),
@@ -64,8 +64,8 @@ def require_pillow(path: str) -> None:
 
 
 def check_parts(content: list[Any], name: str) -> list[dict[str, Any]]:
-    """The parts of `content`: {"type": "text", "text": str}, or {"type": "image"} with an `Image` where the part has
-    one.
+    """Returns the parts of `content`: {"type": "text", "text": str}, or {"type": "image"} with an `Image` where the
+    part has one.
 
     name: of the content in the row. Raises BadRow.
     """
@@ -92,7 +92,7 @@ def _part(part: Any, name: str) -> dict[str, Any]:
 
 
 def image_of(value: Any, where: str, key: str = "image") -> Image:
-    """The image that a value of a row means. key: the field that it was found under. Raises BadRow."""
+    """Returns the image that a value of a row means. key: the field that it was found under. Raises BadRow."""
     match value:
         case bytes():
             return Image(where, data=value)

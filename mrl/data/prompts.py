@@ -78,7 +78,7 @@ class PromptSource(RowStream[Prompt]):
     """An endless source of prompts that can be saved and continued exactly."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts that can be used.
+        """Returns the next `count` prompts that can be used.
 
         Raises DataError as `PromptDataset.load` does, and takes none then.
         """
@@ -87,12 +87,13 @@ class PromptSource(RowStream[Prompt]):
         return taken.items
 
     def usable(self) -> int:
-        """Rows that can be used: those of an epoch. Reads every row once where some may be left out."""
+        """Returns rows that can be used: those of an epoch. Reads every row once where some may be left out."""
         return count_usable(self.dataset)[0] if may_leave_out(self.dataset.config) else len(self.dataset)
 
 
 def first_prompts(dataset: PromptDataset, count: int | None = None, report: Report | None = None) -> list[Prompt]:
-    """The first `count` prompts that can be used, or all, in the order of their rows. `report` is filled on the way.
+    """Returns the first `count` prompts that can be used, or all, in the order of their rows. `report` is filled on
+    the way.
 
     Raises DataError where there is none.
     """

@@ -52,7 +52,7 @@ class Rows:
         return source, index - int(self._starts[source])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The row as a fresh dict. Raises BadRow where it is no JSON object."""
+        """Returns the row as a fresh dict. Raises BadRow where it is no JSON object."""
         source, row = self._find(index)
         self._open[source] = None
         self._open.move_to_end(source)
@@ -61,12 +61,12 @@ class Rows:
         return self._sources[source][row]
 
     def where(self, index: int) -> str:
-        """`file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
+        """Returns `file:line` of a row, or `file:row N` (from 0) where a file has no lines."""
         source, row = self._find(index)
         return self._sources[source].where(row)
 
     def folder(self, index: int) -> str:
-        """The folder that relative paths in a row start from: the one that its file, or its saved data set, is in."""
+        """Returns the folder that relative paths in a row start from: that of its file or its saved data set."""
         return os.path.dirname(os.path.abspath(self._sources[self._find(index)[0]].name))
 
     def fingerprint(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Rows:
 
 
 def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
-    """The rows at `path`; `part` says which of data.train and data.eval it is. Raises DataError; empty is an error."""
+    """Returns the rows at `path`; `part`: of data.train or data.eval. Raises DataError; empty is an error."""
     local = os.path.expanduser(path)
     if _is_saved_dataset(local):
         sources: list[Source] = [_load_saved(local, split, part)]
@@ -101,7 +101,7 @@ def open_rows(path: str, *, split: str | None, part: Part) -> Rows:
 
 
 def _data_files(path: str, part: Part) -> list[str]:
-    """The files that `path` means, sorted; none where it looks like a hub id."""
+    """Returns the files that `path` means, sorted; none where it looks like a hub id."""
     if os.path.isdir(path):
         return _folder_files(path, part)
     if os.path.exists(path):
@@ -205,7 +205,7 @@ def _leave_images(feature: Any) -> None:
 
 
 def _is_saved_dataset(path: str) -> bool:
-    """Whether `datasets.save_to_disk` wrote the folder, for one data set or for several splits."""
+    """Returns whether `datasets.save_to_disk` wrote the folder, for one data set or for several splits."""
     folder = Path(path)
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
@@ -237,7 +237,7 @@ def _load_hub(path: str, split: str | None, part: Part) -> DatasetRows:
 
 
 def _choose_split(path: str, loaded: Any, split: str | None, part: Part) -> DatasetRows:
-    """One data set out of what `datasets` loaded.
+    """Returns one data set out of what `datasets` loaded.
 
     `data.split` is for the training rows; evaluation has its defaults.
     """

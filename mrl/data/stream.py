@@ -22,7 +22,7 @@ NOTES_PER_BATCH = 5
 
 
 def row_order(seed: int, epoch: int, rows: int, shuffle: bool = True) -> np.ndarray:
-    """[rows] int64: the order of an epoch.
+    """Returns [rows] int64: the order of an epoch.
 
     A stable sort of Philox's raw output: NumPy keeps bit generators the same between versions, but not permutation().
     """
@@ -79,13 +79,13 @@ class Report:
 
 
 def may_leave_out(config: DataConfig | PromptsConfig) -> bool:
-    """Whether rows may be left out, so that fewer than all of them fill the batches."""
+    """Returns whether rows may be left out, so that fewer than all of them fill the batches."""
     return config.truncation == "drop" or config.on_bad_row == "skip"
 
 
 def count_usable(dataset: RowDataset[T]) -> tuple[int, dict[str, int]]:
-    """Rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on every
-    rank.
+    """Returns rows that fill batches, and counts as `RowStream.counts`: one pass that encodes every row, the same on
+    every rank.
 
     Raises DataError as `RowDataset.load` does, and where no row is left.
     """
@@ -123,16 +123,18 @@ class RowStream(Generic[T]):
         return {name: getattr(self._progress, name) for name in ("skipped", "dropped", "truncated")}
 
     def taken_from(self) -> list[str]:
-        """The file and line of each row that was taken last."""
+        """Returns the file and line of each row that was taken last."""
         return [self.dataset.where(row) for row in self.rows]
 
     def take_notes(self) -> list[str]:
-        """One line for each of the first few rows left out each time that rows were taken, since the last call."""
+        """Returns a line for each of the first few rows left out each time that rows were taken, since the last
+        call.
+        """
         notes, self._notes = self._notes, []
         return notes
 
     def _after(self, start: Progress, count: int) -> Taken[T]:
-        """The `count` usable rows that follow `start`: a pure function of it and of the settings."""
+        """Returns the `count` usable rows that follow `start`: a pure function of it and of the settings."""
         report = Report()
         items: list[T] = []
         rows: list[int] = []
@@ -169,7 +171,7 @@ class RowStream(Generic[T]):
     # ---------------------------------------------------------------------------------------------------- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after what was taken last, with what the position means: plain numbers, strings, lists."""
+        """Returns the position after what was taken last, with what it means: plain numbers, strings, lists."""
         return {
             "version": 1,
             **dataclasses.asdict(self._progress),

@@ -17,8 +17,8 @@ from mrl.errors import DataError, ModelError
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder (or of the hub id) `path`, with the chat template in the file `chat_template` if
-    given.
+    """Returns the tokenizer in the folder (or of the hub id) `path`, with the chat template in the file
+    `chat_template` if given.
 
     Raises ModelError (no such folder, no tokenizer in it, a broken one) or DataError (the template). A tokenizer
     without a chat template is fine here: `SFTDataset` says so if the data needs one.
@@ -53,7 +53,7 @@ def load_tokenizer(
 
 
 def read_chat_template(path: str) -> str:
-    """The text of a Jinja chat template. Raises DataError."""
+    """Returns the text of a Jinja chat template. Raises DataError."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -30,7 +30,7 @@ class TurnEncoder:
             raise DataError("data.system", why=NO_TEMPLATE)
 
     def prompt(self, asked: Chat | Question) -> list[int]:
-        """The tokens of a prompt, with the generation prompt where there is a chat template."""
+        """Returns the tokens of a prompt, with the generation prompt where there is a chat template."""
         if isinstance(asked, Question) and not self.has_template:
             return self._encoder.begin(self._encoder.tokenize(asked.plain))
         if not self.has_template:
@@ -39,7 +39,8 @@ class TurnEncoder:
         return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
-        """The tokens that follow the policy's turn that ended with `last_token`, up to the start of its next turn.
+        """Returns the tokens that follow the policy's turn that ended with `last_token`, up to the start of its next
+        turn.
 
         content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools
         and template arguments. A turn that does not end as the template ends turns gets that end first.
@@ -59,7 +60,7 @@ class TurnEncoder:
         return [{"role": "system", "content": self.system}, *messages]
 
     def _after_a_turn(self, messages: list[dict[str, Any]], chat: Chat) -> list[int]:
-        """The tokens from the end-of-turn token of an assistant's turn to the end of the generation prompt.
+        """Returns the tokens from the end-of-turn token of an assistant's turn to the end of the generation prompt.
 
         The text after the turn is tokenized alone: it begins with a special token, over which no token reaches.
         """

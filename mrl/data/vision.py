@@ -46,11 +46,12 @@ class Vision:
         self.placeholders = frozenset({processor.image_token_id, *processor.video_token_ids} - {None})
 
     def count(self, ids: Sequence[int]) -> int:
-        """The number of tokens that stand for images or videos."""
+        """Returns the number of tokens that stand for images or videos."""
         return sum(token in self.placeholders for token in ids)
 
     def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> WithImages:
-        """The row with each of its image tokens replaced by those that its image takes. folder: of the data file.
+        """Returns the row with each of its image tokens replaced by those that its image takes. folder: of the data
+        file.
 
         Raises BadRow, and DataError where the chat template has not written one token for each image.
         """
@@ -77,7 +78,7 @@ class Vision:
         return WithImages(Encoded(ids, mask), inputs)
 
     def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:
-        """The tokens that an image takes, and what it is to the model."""
+        """Returns the tokens that an image takes, and what it is to the model."""
         try:
             out = self._processor(text=[self.image_token], images=[picture], add_special_tokens=False)
         except (ValueError, TypeError, OSError) as e:
@@ -89,7 +90,7 @@ class Vision:
 
 
 def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
-    """The processor in the model's folder; None where the model reads text alone. Raises ModelError.
+    """Returns the processor in the model's folder; None where the model reads text alone. Raises ModelError.
 
     hf_config: as `read_hf_config` gives it.
     """

@@ -21,11 +21,11 @@ def describe(
 
 
 def processes(dims: ParallelDims) -> str:
-    """How many processes a layout is on, in words."""
+    """Returns how many processes a layout is on, in words."""
     return f"{dims.world_size} {'process' if dims.world_size == 1 else 'processes'}"
 
 
 def micro_batch(engine: EngineConfig, max_length: int) -> str:
-    """What a micro-batch holds, in words."""
+    """Returns what a micro-batch holds, in words."""
     tokens = micro_batch_tokens(engine.micro_batch, max_length)
     return f"{engine.micro_batch.size} sequences" if tokens is None else f"up to {tokens} tokens"

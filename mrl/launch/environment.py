@@ -24,7 +24,7 @@ class JoinedWorld:
 
 
 def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """What torchrun (RANK, WORLD_SIZE, ...) or srun (SLURM_*) says about this process; None where neither did.
+    """Returns what torchrun (RANK, WORLD_SIZE, ...) or srun (SLURM_*) says about this process; None where neither did.
 
     An srun or sbatch step of a single task counts as none: there is nothing to join, and processes may be started.
     """
@@ -37,7 +37,7 @@ def joined_world(environ: Mapping[str, str]) -> JoinedWorld | None:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """A variable that a launcher sets to a whole number from 0."""
+    """Returns a variable that a launcher sets to a whole number from 0."""
     value = environ[name].strip()
     if not (value.isascii() and value.isdigit()):
         raise ConfigError(
@@ -85,13 +85,13 @@ def _srun(environ: Mapping[str, str], tasks: int) -> JoinedWorld:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """A port that every task of a job step computes alike and that jobs sharing a node rarely share."""
+    """Returns a port that every task of a job step computes alike and that jobs sharing a node rarely share."""
     job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
     return 20000 + (job * 16 + step) % 12000
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-07,11],login1` -> `gpu03`."""
+    """Returns the first host of a Slurm node list: `gpu[03-07,11],login1` -> `gpu03`."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     assert match is not None, nodes
     prefix, first, suffix = match.groups()
@@ -99,7 +99,8 @@ def first_host(nodes: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface that this machine reaches `host` from, its own address too; None where it cannot be told.
+    """Returns the network interface that this machine reaches `host` from, its own address too; None where it cannot
+    be told.
 
     For gloo, which would take the one of this machine's host name: often a loopback or an office network.
     """

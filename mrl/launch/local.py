@@ -82,7 +82,7 @@ class _ProcessGroup:
         self.finished = threading.Event()
 
     def run(self) -> RunResult | None:
-        """The agent's result; None where the agent was told to end by a signal."""
+        """Returns the agent's result; None where the agent was told to end by a signal."""
         watcher = threading.Thread(target=self._end_all_after_failure, daemon=True)
         try:
             with _signal_handlers(

@@ -37,7 +37,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".parquet", ".csv", ".txt", 
 
 
 def devices(command: TrainingCommand, config: Config) -> set[str]:
-    """What engines ask for, of all parts that the config has a section for."""
+    """Returns what engines ask for, of all parts that the config has a section for."""
     return {part.engine.device for part in command.parts(config)}
 
 
@@ -64,14 +64,14 @@ def check_code(command: TrainingCommand, config: Config) -> None:
 
 
 def needed_processes(parts: Sequence[Part]) -> int:
-    """The fewest processes that all layouts fit on."""
+    """Returns the fewest processes that all layouts fit on."""
     return math.lcm(*(smallest_world(part.engine.parallel) * part.engine.fsdp.replicate for part in parts))
 
 
 def check_layout(
     command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int
 ) -> list[ParallelDims]:
-    """The layout of each part on `world_size` processes, checked against the batch and the model's config.json."""
+    """Returns the layout of each part on `world_size` processes, checked against the batch and the model."""
     made = []
     for part in parts:
         with command.keys_of(config, part.role):
@@ -246,7 +246,7 @@ def _check_rows(command: TrainingCommand, config: Config) -> None:
 
 
 def _is_missing(path: str) -> bool:
-    """Whether `path` can only be a file, folder or glob, and there is none; a hub id is looked up later."""
+    """Returns whether `path` can only be a file, folder or glob, and there is none; a hub id is looked up later."""
     if os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None:
         return False
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(_DATA_SUFFIXES)
@@ -278,7 +278,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 
 def _of_model(folder: pathlib.Path) -> str | None:
-    """A file that tells that `folder` is a model's, of Hugging Face or imported, or one of adapters or GGUF files."""
+    """Returns a file that only a model's folder has, of Hugging Face, imported, of adapters or of GGUF files."""
     with contextlib.suppress(ModelError):  # a config.json of something else, which mrl does not touch
         if "model_type" in _read_json(folder / "config.json"):
             return "config.json"

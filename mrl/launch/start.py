@@ -24,7 +24,7 @@ LOADING = "loading PyTorch and what goes with it"
 def start(
     command: TrainingCommand, *, config_path: str, overrides: Sequence[str], nproc: int | None, dry_run: bool
 ) -> int | None:
-    """What `mrl NAME` does. Where torchrun or srun has started this process, it is one of the run's ranks.
+    """Runs `mrl NAME`. Where torchrun or srun has started this process, it is one of the run's ranks.
 
     Returns 1 where a rank ended by a fault of ours, which is said.
     """
@@ -97,6 +97,6 @@ def _start_processes(
 
 
 def trainer_of(command: TrainingCommand) -> Callable[[Any, str], None]:
-    """The function that trains."""
+    """Returns the function that trains."""
     module, _, function = command.trainer.partition(":")
     return getattr(importlib.import_module(module), function)

@@ -87,7 +87,7 @@ def write_outcome(folder: pathlib.Path, outcome: Outcome) -> None:
 
 
 def read_outcomes(folder: pathlib.Path) -> list[Outcome]:
-    """The outcomes written so far, the earliest first."""
+    """Returns the outcomes written so far, the earliest first."""
     found = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("outcome_*.json")]
     return sorted(found, key=lambda outcome: outcome.time)
 

@@ -27,7 +27,7 @@ _LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}")
 
 
 def numbers(text: str) -> list[Decimal]:
-    """The numbers in a text, in order, with signs; units, currency and thousands' commas are left out."""
+    """Returns the numbers in a text, in order, with signs; units, currency and thousands' commas are left out."""
     found = []
     for match in NUMBER.finditer(text.replace("\u2212", "-")):
         sign = "-" if "-" in (match["sign"], match["inner"] or "") else ""
@@ -48,8 +48,8 @@ def boxed(text: str) -> tuple[int, str] | None:
 
 
 def final_number(text: str, *, strict: bool = False) -> Decimal | None:
-    r"""The number a worked answer ends in: the later of the last `#### N` and the last `\boxed{N}`, and where there is
-    neither the last number of the text. With `strict` only `#### N`. A box without a number is no answer."""
+    r"""Returns the number a worked answer ends in: the later of the last `#### N` and the last `\boxed{N}`, and where
+    there is neither the last number of the text. With `strict` only `#### N`. A box without a number is no answer."""
     text = text.replace("\u2212", "-")
     marks = list(MARKED.finditer(text))
     box = None if strict else boxed(text)

@@ -125,7 +125,7 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
 
 
 def _trl_completion(sample: Sample) -> str | list[Mapping[str, Any]]:
-    """Text where the prompt is text; where it is messages, what came after it as messages."""
+    """Returns text where the prompt is text; where it is messages, what came after it as messages."""
     if isinstance(sample.prompt, str):
         return sample.completion
     if sample.conversation is not None:
@@ -179,7 +179,7 @@ _NO_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 def form_of(names: Sequence[str]) -> Form:
-    """The form that a function with these parameters has. Raises UnknownSignature."""
+    """Returns the form that a function with these parameters has. Raises UnknownSignature."""
     if "solution_str" in names:
         return VERL
     if "solution_strs" in names:
@@ -265,7 +265,7 @@ class RewardCall:
             by_name |= {n: get(samples, position) for n, get in getters.items() if n not in named}
 
     def values(self, returned: Any, count: int) -> tuple[float, ...]:
-        """The numbers of `count` samples in what the function returned. Raises ValueError: "returned ..."."""
+        """Returns the numbers of `count` samples in what the function returned. Raises ValueError: "returned ..."."""
         if self.form.scope == "sample":
             return (as_float(self.form.read(returned)),)
         given = returned.tolist() if hasattr(returned, "tolist") else returned
@@ -284,8 +284,8 @@ def _plain(name: str) -> str:
 
 
 def as_float(value: Any, what: str = "") -> float:
-    """A reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError names
-    others.
+    """Returns a reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError
+    names others.
 
     what: said after the value, as " as the reward".
     """

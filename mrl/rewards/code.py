@@ -25,8 +25,10 @@ _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)
 
 
 def python_block(completion: str) -> str:
-    """The last block fenced as python (or py, python3), else the last fenced without a language, else the whole text
-    when it has no fence; a block that the completion does not close goes to its end. Empty where there is none."""
+    """Returns the last block fenced as python (or py, python3), else the last fenced without a language, else the
+    whole text when it has no fence; a block that the completion does not close goes to its end. Empty where there is
+    none.
+    """
     blocks = [(m["language"].lower(), m["code"]) for m in _BLOCK.finditer(completion)]
     for languages in (("python", "py", "python3"), ("",)):
         fitting = [code for language, code in blocks if language in languages]
@@ -36,8 +38,8 @@ def python_block(completion: str) -> str:
 
 
 def code(prompt: Prompt, completion: str, row: Row, options: CodeReward) -> float:
-    """The fraction of tests that pass; with score `all`, 1 where every one does. Tests that are not reached within
-    `total_s` fail."""
+    """Returns the fraction of tests that pass; with score `all`, 1 where every one does. Tests that are not reached
+    within `total_s` fail."""
     tests = _tests(row, options.field)
     program = python_block(completion)
     if not program.strip():

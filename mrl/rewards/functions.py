@@ -36,7 +36,7 @@ NAMED_FUNCTIONS: Mapping[str, Callable[..., float]] = {
 
 
 def load_reward(reward: Reward, key: str) -> RewardCall:
-    """The function of a config entry that was written at `key`.
+    """Returns the function of a config entry that was written at `key`.
 
     Raises ConfigError naming the key, the file and the function.
     """
@@ -48,7 +48,7 @@ def load_reward(reward: Reward, key: str) -> RewardCall:
 
 
 def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Callable[..., Any]:
-    """The object that `path.py:name` names.
+    """Returns the object that `path.py:name` names.
 
     The file's folder is put on the import path, so it may import its neighbours.
     """
@@ -69,7 +69,7 @@ def load_named(spec: str, key: str, *, kind: Literal["function", "class"]) -> Ca
 
 
 def load_function(spec: str, key: str) -> RewardCall:
-    """The reward function that `path.py:name` names. Raises ConfigError where its parameters are those of no form."""
+    """Returns the reward function that `path.py:name` names. Raises ConfigError where its parameters fit no form."""
     function, name = load_named(spec, key, kind="function"), spec.rpartition(":")[2]
     try:
         return RewardCall(function)
@@ -96,13 +96,13 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: async functions, and objects whose __call__ is one."""
+    """Returns whether a call gives a coroutine: async functions, and objects whose __call__ is one."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
-    """The file as a module; several functions of one file share it."""
+    """Returns the file as a module; several functions of one file share it."""
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -123,7 +123,7 @@ def _load_module(path: pathlib.Path, written: str, key: str) -> ModuleType:
 
 
 def describe(error: BaseException, path: pathlib.Path | None = None) -> str:
-    """`ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`.
+    """Returns `ValueError: text (rewards.py:12)`: the error on one line with the innermost place in `path`.
 
     Without, the innermost of the user's own lines: json/decoder.py:355 says nothing about a reward function that parses
     a completion.
@@ -155,7 +155,7 @@ _LIBRARIES = tuple(
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither Python's, nor a package's, nor ours."""
+    """Returns whether a file is neither Python's, nor a package's, nor ours."""
     parts = pathlib.PurePath(file).parts
     return not (
         file.startswith(("<", *_LIBRARIES)) or "site-packages" in parts or "dist-packages" in parts
@@ -163,7 +163,7 @@ def _is_users(file: str) -> bool:
 
 
 def whole_traceback(error: BaseException) -> str:
-    """The traceback from the user's function on, at most its last 20,000 characters."""
+    """Returns the traceback from the user's function on, at most its last 20,000 characters."""
     frames = error.__traceback__
     if frames is not None:  # the first frame is ours
         error = error.with_traceback(frames.tb_next or frames)

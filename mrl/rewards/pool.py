@@ -110,7 +110,7 @@ class RewardPool:
         position: Position = START,
         fatal: Callable[[Task, Outcome], bool] = lambda task, outcome: False,
     ) -> list[Outcome | None]:
-        """The outcomes, in the order of `tasks`.
+        """Returns the outcomes, in the order of `tasks`.
 
         fatal: asked of each fault, whether it ends the run. No task after it is started then, and outcomes after it may
         be None; all tasks before it have theirs, so the first fatal fault does not depend on which process was faster.
@@ -168,7 +168,7 @@ class RewardPool:
         self.kinds = reply.kinds
 
     def _not_loaded(self, process: Process, ended: bool) -> ConfigError:
-        """The error of a process that went, or took too long, before it was ready."""
+        """Returns the error of a process that went, or took too long, before it was ready."""
         status = self._drop(process)
         how = f"ended the process ({in_words(status)})" if ended else f"took longer than {START_TIMEOUT_S:g} s"
         files = [f"{k}.function: {r.function}" for k, r in self._setup.rewards if isinstance(r, FunctionReward)]
@@ -223,7 +223,7 @@ class RewardPool:
         return indices
 
     def _process_for(self, shared: bool) -> Process | None:
-        """The process with the fewest calls that can take one more."""
+        """Returns the process with the fewest calls that can take one more."""
         limit = self._concurrency if shared else 1
         free = [p for p in self._processes if len(p.running) < limit and not (p.running and p.exclusive)]
         return min(free, key=lambda p: len(p.running), default=None)
@@ -357,7 +357,7 @@ class _Run:
             self._missing = sum(o is None for o in self.outcomes[:index])
 
     def _retry(self, index: int) -> bool:
-        """Whether a task that failed is made again, later."""
+        """Returns whether a task that failed is made again, later."""
         retries, made = self._retries[self.tasks[index].function], self._retried.get(index, 0)
         if made >= retries.count:
             return False

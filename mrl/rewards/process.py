@@ -53,7 +53,7 @@ class Process:
 
 
 def start(setup: Setup, send_timeout_s: float) -> Process:
-    """A new process that was sent `setup`; it answers Ready or NotReady."""
+    """Returns a new process that was sent `setup`; it answers Ready or NotReady."""
     ours, theirs = multiprocessing.Pipe()
     read_end, write_end = os.pipe()
     memory, path = tempfile.mkstemp()

@@ -54,7 +54,7 @@ CLONE3 = 435
 
 
 def build_filter(machine: str, pid: int) -> bytes:
-    """A seccomp program (BPF): the calls of SYSCALLS fail with EPERM; threads are allowed, processes are not."""
+    """Returns a seccomp program (BPF): calls of SYSCALLS fail with EPERM; threads are allowed, processes are not."""
     table = SYSCALLS[machine]
     program = []
 
@@ -90,7 +90,7 @@ def build_filter(machine: str, pid: int) -> bytes:
 
 
 def install_filter() -> bool:
-    """Whether the kernel took the filter (Linux on x86-64 or ARM64, with seccomp)."""
+    """Returns whether the kernel took the filter (Linux on x86-64 or ARM64, with seccomp)."""
     if sys.platform != "linux" or platform.machine() not in SYSCALLS:
         return False
     libc = ctypes.CDLL(None, use_errno=True)

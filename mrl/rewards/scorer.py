@@ -66,7 +66,7 @@ class Scorer:
         return self._pool.made_again
 
     def score(self, samples: Sequence[Sample], position: Position = START) -> Scores:
-        """The rewards of `samples`, in their order.
+        """Returns the rewards of `samples`, in their order.
 
         Raises RewardError for the first fault (by sample, then function), unless `on_error` is zero.
         """
@@ -93,7 +93,7 @@ class Scorer:
         return Scores(self._totals(values), dict(zip(self.labels, map(tuple, values), strict=True)), tuple(faults))
 
     def _tasks(self, samples: Sequence[Sample]) -> tuple[list[int], list[Task]]:
-        """The calls, by the sample that each begins with and then by function; where each begins."""
+        """Returns the calls, by the sample that each begins with and then by function; where each begins."""
         bare = [dataclasses.replace(sample, tokens=()) if sample.tokens else sample for sample in samples]
         found: list[tuple[int, Task]] = []
         for function, kind in enumerate(self._pool.kinds):
@@ -111,7 +111,7 @@ class Scorer:
         return f"{line}; correct it, {time_too}or set {self.path}.on_error: zero{kept}"
 
     def _write(self, reports: Sequence[str], position: Position, *, fatal: bool) -> pathlib.Path | None:
-        """The file of a step's faults; None where there is to be none."""
+        """Returns the file of a step's faults; None where there is to be none."""
         if self.reports is None or not (fatal or len(list(self.reports.glob("reward_step_*.txt"))) < REPORTS):
             return None
         self.reports.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class Scorer:
 
 
 def _parts(samples: Sequence[Sample], scope: Scope) -> list[tuple[Sample, ...]]:
-    """The samples of each call."""
+    """Returns the samples of each call."""
     if scope == "sample":
         return [(sample,) for sample in samples]
     if scope == "batch":
@@ -146,7 +146,7 @@ def _parts(samples: Sequence[Sample], scope: Scope) -> list[tuple[Sample, ...]]:
 
 
 def _report(line: str, task: Task, outcome: Outcome) -> str:
-    """A report from which a person sees why a call failed: of a call for many samples the first ones."""
+    """Returns a report from which a person sees why a call failed: of a call for many samples the first ones."""
     shown = [
         f"row: {json.dumps(s.row, ensure_ascii=False, default=repr)[:10_000]}\n"
         f"prompt: {json.dumps(s.prompt, ensure_ascii=False, default=repr)[:10_000]}\ncompletion:\n{s.completion}"
@@ -156,8 +156,8 @@ def _report(line: str, task: Task, outcome: Outcome) -> str:
 
 
 def _completion_decides_time(reward: Reward) -> bool:
-    """Whether a completion can make the reward hang with no one at fault, so that its timeout is a wrong answer: a
-    regex that backtracks, an expression such as 9**9**9**9."""
+    """Returns whether a completion can make the reward hang with no one at fault, so that its timeout is a wrong
+    answer: a regex that backtracks, an expression such as 9**9**9**9."""
     return isinstance(reward, RegexReward | MathReward)
 
 
@@ -170,7 +170,7 @@ def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
 
 
 def metrics(scores: Scores) -> dict[str, float]:
-    """`reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`),
+    """Returns `reward/mean`, `std`, `min` and `max` of the totals, mean and std by label (`reward/gsm8k/mean`),
     `reward/faults`: how many counted as 0. std is the population's. Of all samples of a step; empty without samples."""
     if not scores.totals:
         return {}

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def row_field(row: Row, name: str) -> Any:
-    """`row[name]`; ValueError says that it is null, or which fields there are."""
+    """Returns `row[name]`; ValueError says that it is null, or which fields there are."""
     if name in row and row[name] is None:
         raise ValueError(f"the row's field {name!r} is null; give it a value")
     if name not in row:

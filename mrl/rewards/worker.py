@@ -200,7 +200,7 @@ class Worker:
             return Answer(call.number, None, what, traceback=whole_traceback(error))
 
     def failed(self, call: Call, error: BaseException) -> Answer:
-        """The answer to a call that raised; its traceback goes to the log too, that is standard error."""
+        """Returns the answer to a call that raised; its traceback goes to the log too, that is standard error."""
         what, where = describe(error), whole_traceback(error)
         self.logged += 1
         if self.logged <= LOGGED:
@@ -221,7 +221,7 @@ def die_with(lifeline: int) -> None:
 
 
 def _load(reward: Reward, key: str, first: Sample | None) -> RewardCall:
-    """The function. Raises ConfigError where it cannot be loaded, or `first` has a row that it cannot be given."""
+    """Returns the function. Raises ConfigError where it cannot be loaded, or cannot be given the row of `first`."""
     function = load_reward(reward, key)
     if first is not None and isinstance(reward, FunctionReward):
         try:

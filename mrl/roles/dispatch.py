@@ -40,7 +40,7 @@ class StepResult:
 
 
 def mesh(engine: BaseEngine, batch: Batch, run: Callable[[Batch], Predictions]) -> Predictions:
-    """A batch split over the role's data-parallel mesh: each rank runs on its share, and what comes back is whole, on
+    """Runs on a batch split over the role's data-parallel mesh: each rank on its share; what comes back is whole, on
     the host, in the order of `batch`, on every rank."""
     whole = engine.unshard_data(run(engine.shard_data(batch)), batch)
     return {name: values.cpu() for name, values in whole.items()}
@@ -107,7 +107,7 @@ class WorkerDispatch:
         return self._any.on_main(fn)
 
     def max_over_ranks(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks."""
+        """Returns the largest of each value over all ranks."""
         return self._any.max_over_ranks(*values)
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class WorkerDispatch:
                 engine.to("host")
 
     def _use(self, role: str, *, gradients: bool = False, optimizer: bool = False) -> BaseEngine:
-        """The engine of `role`, its weights on the device, and gradients and optimizer state where asked for.
+        """Returns the engine of `role`, its weights on the device, and gradients and optimizer state where asked for.
 
         What is not asked for goes to the host, but for optimizer state while the role trains: from one optimizer step
         to the next it stays. State that the role's own `engine.offload` names is brought and put back by the engine.
@@ -209,7 +209,7 @@ class WorkerDispatch:
         self._use(role, gradients=True).optimizer_zero_grad()
 
     def optim_step(self, role: str, guard: bool = False) -> StepResult:
-        """One optimizer step on the accumulated gradients, then one of the LR schedule.
+        """Makes one optimizer step on the accumulated gradients, then one of the LR schedule.
 
         guard: check that the step did to the parameters what it should.
         """

@@ -48,7 +48,7 @@ class RewardModel:
         self.pad_token_id = pad_token_of(hf_config)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One number for each trajectory, the same on every rank. Collective.
+        """Returns one number for each trajectory, the same on every rank. Collective.
 
         Raises ConfigError (a sequence is longer than the model's positions, a conversation cannot be rendered),
         DataError (the chat template refuses one) and RewardError (a score is not finite).
@@ -72,7 +72,7 @@ class RewardModel:
         return scores
 
     def tokens(self, trajectory: Trajectory) -> list[int]:
-        """The tokens that the reward model reads of a trajectory.
+        """Returns the tokens that the reward model reads of a trajectory.
 
         Of a truncated prompt it reads as much as it has positions for.
         """
@@ -108,7 +108,7 @@ class RewardModel:
             raise DataError("reward.model", why=f"{_name(trajectory)}: {error}") from error
 
     def _conversation(self, trajectory: Trajectory) -> Chat:
-        """All messages up to the policy's last, with the prompt's tools and template arguments."""
+        """Returns all messages up to the policy's last, with the prompt's tools and template arguments."""
         asked = trajectory.prompt.asked
         chat = asked if isinstance(asked, Chat) else asked.chat
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -117,13 +117,13 @@ class RewardModel:
 
 
 def scored_token(ids: Sequence[int], pad_token_id: int | None) -> int:
-    """The index in `ids` at which the score is read: the last token other than the padding, the first where all are
-    padding."""
+    """Returns the index in `ids` at which the score is read: the last token other than the padding, the first where
+    all are padding."""
     return max((place for place, token in enumerate(ids) if token != pad_token_id), default=0)
 
 
 def _answers(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """The policy's turns, and between them what an environment answered; nothing after the last turn."""
+    """Returns the policy's turns, and between them what an environment answered; nothing after the last turn."""
     if trajectory.conversation is None and trajectory.turns == 1:
         return [{"role": "assistant", "content": trajectory.text}]
     if trajectory.conversation is None:

@@ -142,7 +142,7 @@ class TrajectorySource(abc.ABC):
         round: int = 0,
         series: Series = "step",
     ) -> list[Trajectory]:
-        """`samples` trajectories of each prompt, all of the first prompt first. Collective.
+        """Returns `samples` trajectories of each prompt, all of the first prompt first. Collective.
 
         step: made so far. round: of dynamic sampling, in which a prompt may come again. series: what they are for.
         """
@@ -159,7 +159,8 @@ class TrajectorySource(abc.ABC):
 
 
 def trajectories_to_batch(trajectories: Sequence[Trajectory]) -> Batch:
-    """A global batch of the trajectories in their order; what trains, and what is counted, is what the policy sampled.
+    """Returns a global batch of the trajectories in their order; what trains, and what is counted, is what the policy
+    sampled.
 
     token_fields: "rollout_log_probs" [T] float32, of the sampler, at the token that is sampled there; 0 where none is.
     """

@@ -45,7 +45,7 @@ class Step:
 
 
 def load_environment(spec: str, key: str = KEY) -> Callable[[], Any]:
-    """The class that `path.py:Class` names. Raises ConfigError where it is none that can be used."""
+    """Returns the class that `path.py:Class` names. Raises ConfigError where it is none that can be used."""
     environment: Any = load_named(spec, key, kind="class")
     name = spec.rpartition(":")[2]
     for method in ("reset", "step"):
@@ -110,7 +110,8 @@ class Environments:
         self._begin(part, [_Call(number, "step", text) for number, text in turns])
 
     def answers(self, *, wait: bool) -> dict[int, list[Step]]:
-        """The answers of each part whose conversations have all answered, in the order of its turns; not given again.
+        """Returns the answers of each part whose conversations have all answered, in the order of its turns; not given
+        again.
 
         wait: until there is one. Otherwise there may be none.
         """
@@ -175,7 +176,7 @@ class Environments:
                 raise self._error(call, f"make it faster, or raise {KEY}_timeout_s")
 
     def _until_next_limit(self) -> float:
-        """Seconds; at most one, because a call that has not begun may begin meanwhile."""
+        """Returns seconds; at most one, because a call that has not begun may begin meanwhile."""
         running = [c for calls in self._under_way.values() for c in calls if c.ended is None]
         first = min((c.started for c in running if c.started is not None), default=time.monotonic())
         return min(1.0, first + self._timeout_s - time.monotonic() + 0.01)
@@ -242,7 +243,7 @@ class Environments:
 
 
 def _raised(call: _Call, error: BaseException) -> str:
-    """An exception in words; of a field that the row has not, with those that it has."""
+    """Returns an exception in words; of a field that the row has not, with those that it has."""
     fault = f"raised {describe(error)}"
     if call.method == "reset" and isinstance(error, KeyError) and error.args[:1] not in [(n,) for n in call.argument]:
         fault += f"; the row has the fields {', '.join(map(str, call.argument)) or 'none'}"
@@ -255,7 +256,7 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _content_of(value: Any, what: str) -> Content:
-    """A text as it is, one or more messages as a list of plain data of their own."""
+    """Returns a text as it is, one or more messages as a list of plain data of their own."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict | list):

@@ -49,7 +49,7 @@ class Http:
         return self._answer("GET", path, None)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The answer's JSON, None where it has no body. Raises ServerError. May be called from many threads."""
+        """Returns the answer's JSON, None where it has no body. Raises ServerError. May be called from many threads."""
         return self._answer("POST", path, body)
 
     def hang_up(self) -> None:
@@ -123,7 +123,7 @@ class Http:
             raise HungUp(self.url)
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
-        """One line about this server. status: of HTTP, where that is what is wrong."""
+        """Returns one line about this server. status: of HTTP, where that is what is wrong."""
         return ServerError(f"rollout.server.urls: {self.url} {' '.join(what.split())}", status=status)
 
 
@@ -136,7 +136,7 @@ def shut(sock: socket.socket) -> None:
 
 
 def words(text: str) -> str:
-    """What a server says, on one line: the message of its error where it has one."""
+    """Returns what a server says, on one line: the message of its error where it has one."""
     try:
         said = json.loads(text)
         said = said.get("error", said) if isinstance(said, dict) else said

@@ -99,7 +99,7 @@ class KeptRollouts(TrajectorySource):
         self._source.close()
 
     def _digest(self, prompts: Sequence[Prompt]) -> str:
-        """Of what is sampled from: tokens, and the rows where an environment is given them.
+        """Returns a digest of what is sampled from: tokens, and the rows where an environment is given them.
 
         Otherwise rows are for rewards alone: an answer may be corrected in the data, and the samples are scored by it.
         """
@@ -109,7 +109,7 @@ class KeptRollouts(TrajectorySource):
     def _read(
         self, path: pathlib.Path, asked: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> tuple[list[Trajectory], float] | None:
-        """The trajectories in a file, and the seconds that sampling them took. None where there is no such file."""
+        """Returns the trajectories in a file, and the seconds of sampling them; None where there is no such file."""
         if not path.exists():
             return None
         try:

@@ -58,7 +58,7 @@ class SavedSample:
 
 
 def samples_path(folder: str, step: int, series: Series = "step") -> str:
-    """The file, compressed where that one is there and the other is not."""
+    """Returns the file, compressed where that one is there and the other is not."""
     path = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     return f"{path}{COMPRESSED}" if os.path.exists(f"{path}{COMPRESSED}") and not os.path.exists(path) else path
 
@@ -122,7 +122,7 @@ def write_samples(
 
 
 def _opened(path: str, mode: str, compressed: bool, **how: Any) -> Any:
-    """A file of text; what is compressed holds no time, so that equal samples are equal bytes."""
+    """Opens a file of text; what is compressed holds no time, so that equal samples are equal bytes."""
     if not compressed:
         return open(path, mode, encoding="utf-8", **how)  # noqa: SIM115
     if mode == "r":
@@ -148,7 +148,7 @@ def bound(folder: str, *, keep: int | None, max_mb: int | None) -> int:
 
 
 def read_samples(path: str) -> list[SavedSample]:
-    """The trajectories of a file, in its order. Raises DataError with file and line for what is no trajectory."""
+    """Returns the trajectories of a file, in order. Raises DataError with file and line for what is no trajectory."""
     try:
         with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")

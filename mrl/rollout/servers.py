@@ -75,7 +75,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probs of `tokens[1:]` at temperature 1."""
+        """Returns log-probs of `tokens[1:]` at temperature 1."""
 
     @abc.abstractmethod
     def pause(self) -> None:
@@ -90,7 +90,7 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def version(self) -> str:
-        """The version that `load` was given last."""
+        """Returns the version that `load` was given last."""
 
     @abc.abstractmethod
     def sleep(self) -> None: ...
@@ -117,7 +117,7 @@ def answers_of(server: Server, path: str) -> Iterator[None]:
 
 
 def checked(server: Server, request: SampleRequest, completion: Completion) -> Completion:
-    """`completion` where it is what was asked for; ServerError where a server did something else in silence."""
+    """Returns `completion` where it is what was asked for; ServerError where a server did something else in silence."""
     tokens, log_probs = completion.tokens, completion.log_probs
     what = None
     if not tokens or len(tokens) != len(log_probs) or len(tokens) > request.max_new_tokens:
@@ -222,7 +222,7 @@ class ServerSampler(Sampler):
                 )
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
-        """Log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
+        """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
         return self._on_main(lambda: self._each(lambda s: s.score(tokens)))
 
     # ------------------------------------------------------------------------------------------------------- weights
@@ -323,7 +323,9 @@ class ServerSampler(Sampler):
     # --------------------------------------------------------------------------------------------------- all at once
 
     def _each(self, call: Callable[[Server], T]) -> list[T]:
-        """The results of `call` for each server, made at the same time; all have ended. Raises the first error."""
+        """Returns the results of `call` for each server, made at the same time, when all have ended. Raises the first
+        error.
+        """
         return [future.result() for future in self._futures(call)]
 
     def _outcomes(self, call: Callable[[Server], T]) -> list[T | ServerError]:

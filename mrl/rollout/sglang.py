@@ -19,7 +19,7 @@ from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
-    """A request's parameters by SGLang's names; what ends a completion stays in it.
+    """Returns a request's parameters by SGLang's names; what ends a completion stays in it.
 
     The server adds the model's own end tokens to `stop_token_ids`; with `ignore_eos` it stops at none of them.
     """

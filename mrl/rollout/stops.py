@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, and those that generation_config.json of the model's folder names, in order of their ids."""
+    """Returns the tokenizer's EOS and those that generation_config.json of the model names, in order of their ids."""
     path = pathlib.Path(os.path.expanduser(folder)) / "generation_config.json"
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if path.is_file():
@@ -57,7 +57,7 @@ class StopTexts:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _is_whole(self, token: int) -> bool:
-        """Whether the token is whole characters; a byte of a byte-fallback vocabulary may be part of one."""
+        """Returns whether the token is whole characters; a byte of a byte-fallback vocabulary may be part of one."""
         known = self._whole.get(token)
         if known is None:
             text = self.decode([token])

@@ -54,7 +54,7 @@ def refuse(sampling: SamplingParams, mode: str, key: str, where: str) -> None:
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
-    """A request's parameters by vLLM's names.
+    """Returns a request's parameters by vLLM's names.
 
     All are set: a server takes others from the model's generation_config.json.
 

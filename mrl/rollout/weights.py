@@ -31,7 +31,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def weights_dir(config: ServerConfig, output_dir: str) -> str:
-    """The folder of a run's weights, for it alone: below `weights_dir` where it is set, else in `output_dir`."""
+    """Returns the folder of a run's weights alone: below `weights_dir` where it is set, else in `output_dir`."""
     output_dir = os.path.abspath(output_dir)
     if config.weights_dir is None:
         return os.path.join(output_dir, "rollout_weights")
@@ -52,7 +52,7 @@ class WeightFolders:
         self.keep_only(None)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[pathlib.Path, Shapes]:
-        """A new folder with all of `weights`, and their shapes.
+        """Returns a new folder with all of `weights`, and their shapes.
 
         Holds one bucket of them in memory (or one tensor, where it is larger). Where it cannot be written `weights` is
         read to its end all the same, since other ranks are in it too, and ServerError says why.
@@ -81,7 +81,7 @@ class WeightFolders:
 
 
 def _why_not(act: Callable[[], None]) -> OSError | None:
-    """The OSError that `act` raises; None where it succeeds."""
+    """Returns the OSError that `act` raises; None where it succeeds."""
     try:
         act()
     except OSError as error:

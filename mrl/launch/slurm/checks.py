@@ -168,7 +168,7 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
 
 
 def _check_time(config: Config, options: SlurmConfig) -> list[str]:
-    """What a failed node can lose, and whether there is time to save before the limit."""
+    """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every
     found = []
@@ -209,7 +209,7 @@ def step_seconds(run_dir: pathlib.Path) -> float | None:
 
 
 def in_words(seconds: float) -> str:
-    """`1 h 05 min`, `3 min 20 s`, `12 s`."""
+    """Returns `1 h 05 min`, `3 min 20 s`, `12 s`."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -19,7 +19,7 @@ SHOWN = ("train/loss", "reward/mean", "eval/loss", "eval/accuracy", "perf/tokens
 
 
 def status(target: jobs.Target) -> list[str]:
-    """A line for each job or task of an array, and what its run has done so far."""
+    """Returns a line for each job or task of an array, and what its run has done so far."""
     if not target.jobs:
         lines = [f"job {target.job_id}  {_why_absent(target.job_id)}", *_last_note(target, target.job_id)]
         return [*lines, *_progress(target.run_dir, running=False)]
@@ -34,7 +34,7 @@ def status(target: jobs.Target) -> list[str]:
 
 
 def run_dir_of(target: jobs.Target, job: jobs.Job) -> pathlib.Path:
-    """The output_dir of a job, or of a task of an array."""
+    """Returns the output_dir of a job, or of a task of an array."""
     task = job.fields.get("ArrayTaskId")
     return target.run_dir if task is None else target.run_dir / f"task_{task}"
 
@@ -52,14 +52,14 @@ def _state(job: jobs.Job) -> str:
 
 
 def _last_note(target: jobs.Target, job_id: str) -> list[str]:
-    """What the job's script said last."""
+    """Returns what the job's script said last."""
     path = target.slurm_dir / f"{job_id}.history"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [f"  {lines[-1]}"] if lines else []
 
 
 def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
-    """The last line of metrics.jsonl, and how long the steps that are left take at the pace of the newest."""
+    """Returns the last line of metrics.jsonl, and how long the steps that are left take at the pace of the newest."""
     path = run_dir / "metrics.jsonl"
     if not path.exists() or metrics.last_line(path) is None:
         return [f"  {run_dir}: no step yet"]
@@ -85,7 +85,8 @@ def _length(config: pathlib.Path) -> int | None:
 
 
 def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
-    """Text of the job's log: the first rank's error before all else, then the last `lines` lines, and what is added.
+    """Yields text of the job's log: the first rank's error before all else, then the last `lines` lines, and what is
+    added.
 
     Ends at once, or where `follow` is on when the job has ended.
     """
@@ -125,7 +126,7 @@ def _in_words(target: jobs.Target, job_id: str) -> str:
 
 
 def _why_absent(job_id: str) -> str:
-    """Of a job that Slurm does not know as one of the folder that has its record."""
+    """Returns why Slurm does not know a job as one of the folder that has its record."""
     found = jobs.known(job_id)
     if not found:
         return "ended (Slurm has forgotten it)"
@@ -134,7 +135,7 @@ def _why_absent(job_id: str) -> str:
 
 
 def first_error(slurm_dir: pathlib.Path, job_id: str) -> str | None:
-    """The error of the rank that failed first in the newest start of a job; None where none failed."""
+    """Returns the error of the rank that failed first in the newest start of a job; None where none failed."""
     starts = [int(path.parent.suffix[1:]) for path in slurm_dir.glob(f"{job_id}.*/began_at")]
     path = slurm_dir / f"{job_id}.{max(starts, default=0)}" / "first_end"
     if not path.exists():

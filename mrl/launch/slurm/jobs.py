@@ -34,7 +34,8 @@ _WHOLE = re.compile(r"(?:^| )((?:StdOut|StdErr|StdIn|WorkDir|Command|JobName|Com
 
 
 def call(*command: str) -> str:
-    """What a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not here.
+    """Returns what a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not
+    here.
 
     SBATCH_* variables of the caller's shell are left out: sbatch puts them over the script's #SBATCH lines.
     """
@@ -79,8 +80,8 @@ class Job:
         return next((folder for folder in self._folders if (folder / RECORDS).is_file()), None)
 
     def is_of(self, slurm_dir: pathlib.Path) -> bool:
-        """Whether the job writes to that folder: a copy of the folder has the job's record too, and so has one whose
-        job's id Slurm has given to another since."""
+        """Returns whether the job writes to that folder: a copy of the folder has the job's record too, and so has one
+        whose job's id Slurm has given to another since."""
         return any(_is_same(folder, slurm_dir) for folder in self._folders)
 
     @property
@@ -98,7 +99,7 @@ def _is_same(one: pathlib.Path, other: pathlib.Path) -> bool:
 
 
 def known(job_id: str) -> list[Job]:
-    """The job, or the tasks of the array, as Slurm knows them; none where it does not any more."""
+    """Returns the job, or the tasks of the array, as Slurm knows them; none where it does not any more."""
     try:
         text = call("scontrol", "show", "job", job_id)
     except SlurmError as error:
@@ -155,13 +156,13 @@ def nodes_of(partitions: str | None) -> int | None:
 
 
 def mine() -> list[Job]:
-    """The user's jobs in the queue that `mrl slurm submit` has put there."""
+    """Returns the user's jobs in the queue that `mrl slurm submit` has put there."""
     ids = call("squeue", "--me", "--noheader", "--format=%A").split()
     return [job for job_id in dict.fromkeys(ids) for job in known(job_id) if job.slurm_dir is not None]
 
 
 def records(slurm_dir: pathlib.Path) -> list[dict[str, Any]]:
-    """The jobs that were submitted for a run, oldest first, but for a last line that was cut."""
+    """Returns the jobs that were submitted for a run, oldest first, but for a last line that was cut."""
     path = slurm_dir / RECORDS
     if not path.exists():
         return []
@@ -187,7 +188,7 @@ def add_record(slurm_dir: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 
 def in_queue(slurm_dir: pathlib.Path) -> list[Job]:
-    """The jobs of a run that have not ended."""
+    """Returns the jobs of a run that have not ended."""
     return [job for record in records(slurm_dir) for job in known_of(slurm_dir, record["job"]) if not job.ended]
 
 
@@ -208,8 +209,8 @@ class Target:
 
 
 def targets(what: str | None) -> list[Target]:
-    """The newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this folder, or
-    all of mine in the queue.
+    """Returns the newest job of a run's folder, or of an array's task's, or the job of an id; None: those of this
+    folder, or all of mine in the queue.
 
     Raises ConfigError where there is none.
     """

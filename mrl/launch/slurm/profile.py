@@ -13,7 +13,7 @@ from mrl.launch.slurm.options import DEFAULT_PROFILE, Profile, SlurmConfig, chec
 
 
 def load_options(profile: str | None, given: Mapping[str, Any]) -> SlurmConfig:
-    """The profile's `slurm:` block with `given` (keys of SlurmConfig, dotted below servers) over it, checked.
+    """Returns the profile's `slurm:` block with `given` (keys of SlurmConfig, dotted below servers) over it, checked.
 
     profile: None is DEFAULT_PROFILE, which need not exist. Lists and mappings are added to the profile's.
     """

@@ -50,7 +50,7 @@ class Job:
 
 
 def template_text(name: str) -> str:
-    """The text of a template of the package."""
+    """Returns the text of a template of the package."""
     path = TEMPLATES / (name + SUFFIX)
     if name not in (*NAMES, "base"):
         raise ConfigError("template", name, "is none", f"the templates are base, {', '.join(NAMES)}")
@@ -66,7 +66,7 @@ class Reads:
 
 
 def reads_of(options: SlurmConfig) -> Reads:
-    """Of the job's template. Raises ConfigError where one cannot be read, or has a mistake."""
+    """Returns what the job's template reads. Raises ConfigError where one cannot be read, or has a mistake."""
     environment, names, asked = _environment(options), set(), set()
     left, seen = [_file_name(options.template)], {"base" + SUFFIX}
     with _errors_of(options):
@@ -88,7 +88,7 @@ def reads_of(options: SlurmConfig) -> Reads:
 
 
 def render(job: Job, options: SlurmConfig) -> str:
-    """The job's script. Raises ConfigError where the template cannot be read, or reads what is not there."""
+    """Returns the job's script. Raises ConfigError where the template cannot be read, or reads what is not there."""
     variables = variables_of(job, options)
     with _errors_of(options, variables):
         text = _environment(options).get_template(_file_name(options.template)).render(variables)
@@ -141,7 +141,7 @@ def _errors_of(options: SlurmConfig, variables: Collection[str] = ()) -> Iterato
 
 
 def _own_template(path: str) -> Any:
-    """A loader of the user's own file, under the very name that was given."""
+    """Returns a loader of the user's own file, under the very name that was given."""
 
     def load(name: str) -> tuple[str, str, None] | None:
         file = pathlib.Path(name).expanduser()
@@ -156,7 +156,7 @@ def _own_template(path: str) -> Any:
 
 
 def variables_of(job: Job, options: SlurmConfig) -> dict[str, Any]:
-    """What templates may read: the keys of SlurmConfig, and what is derived from them and the job."""
+    """Returns what templates may read: the keys of SlurmConfig, and what is derived from them and the job."""
     in_image = options.image is not None  # `check_template` refuses it where the template has no use for it
     keys = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     mounts = [
@@ -191,7 +191,7 @@ def _uncovered(mounts: Sequence[str]) -> list[str]:
 
 
 def _words(job: Job, options: SlurmConfig) -> list[str]:
-    """The arguments of `mrl`, quoted for the shell. Each task of an array gets its id, and an output_dir of its own."""
+    """Returns the quoted arguments of `mrl`. Each task of an array gets its id, and an output_dir of its own."""
     if options.array is None:
         return [shlex.quote(word) for word in (job.command, job.config, *job.overrides)]
     overrides = [
@@ -206,7 +206,7 @@ def _with_task_id(override: str) -> str:
 
 
 def directives(job: Job, options: SlurmConfig) -> list[str]:
-    """What follows #SBATCH, a line each, quoted for Slurm."""
+    """Returns what follows #SBATCH, a line each, quoted for Slurm."""
     of_task = 1 if options.launcher == "torchrun" else options.per_node
     log = os.path.join(job.slurm_dir.replace("%", "%%"), "%A_%a.log" if options.array is not None else "%j.log")
     values = {
@@ -237,7 +237,7 @@ def directives(job: Job, options: SlurmConfig) -> list[str]:
 
 
 def server_directives(options: SlurmConfig) -> list[str]:
-    """Of the second part of a heterogeneous job; what is null there is the first part's."""
+    """Returns the #SBATCH lines of the second part of a heterogeneous job; what is null there is the first part's."""
     servers = options.servers
     values = {
         "nodes": servers.nodes,
@@ -257,12 +257,12 @@ def server_directives(options: SlurmConfig) -> list[str]:
 
 
 def _requeue(options: SlurmConfig) -> str:
-    """Whether Slurm itself may put the job back, after a failed node or a preemption."""
+    """Returns the option on whether Slurm itself may put the job back, after a failed node or a preemption."""
     return "--requeue" if options.max_restarts else "--no-requeue"
 
 
 def _srun_options(options: SlurmConfig) -> list[str]:
-    """Of the step that trains. One task that fails ends all, and so does one that ends a minute before the others."""
+    """Returns srun's arguments. A task that fails ends all, and so does one that ends a minute before the others."""
     tasks = 1 if options.launcher == "torchrun" else options.per_node
     nodes = [f"--nodes={options.nodes}", f"--ntasks={options.nodes * tasks}", f"--ntasks-per-node={tasks}"]
     return [*nodes, *_cpus_per_task(options.cpus_per_task), "--kill-on-bad-exit=1", "--wait=60"]
@@ -274,7 +274,7 @@ def _cpus_per_task(count: int | None) -> list[str]:
 
 
 def sbatch_quote(value: str) -> str:
-    """A value on an #SBATCH line, as Slurm reads it."""
+    """Returns a value on an #SBATCH line, as Slurm reads it."""
     if _PLAIN.fullmatch(value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -150,7 +150,7 @@ def _too_many_nodes(options: SlurmConfig) -> list[str]:
 
 
 def _resolved(checked: Checked) -> str:
-    """The config as the job reads it: without what differs between an array's tasks, and servers not known yet."""
+    """Returns the config as the job reads it, but for what differs between an array's tasks, and unknown servers."""
     job = checked.job
     shared = [o for o in job.overrides if checked.options.array is None or TASK_ID not in o]
     config = load_config(job.config, shared, commands.record(job.command).root)
@@ -180,7 +180,7 @@ def _refuse_second(checked: Checked, slurm_dir: pathlib.Path) -> None:
 
 
 def _waits_for(dependency: str, job_id: str) -> bool:
-    """Whether a job with that --dependency begins after the end of the job, or of the array that it is a task of."""
+    """Tells whether a job with that --dependency begins after the end of the job, or of the array of its task."""
     clauses = [clause.split(":") for clause in re.split("[,?]", dependency)]
     named = [kind in AT_AN_END and bool({job_id, job_id.partition("_")[0]} & set(ids)) for kind, *ids in clauses]
     return all(named) if "?" in dependency else any(named)
