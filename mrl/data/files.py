@@ -80,8 +80,7 @@ def one_line(error: object, limit: int = 300) -> str:
 
 
 def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> str:
-    """Returns a converted copy of `path`, made by `write(path, target)` unless there is one of this path, size and
-    time.
+    """Returns a converted copy of `path`, made by `write(path, target)` unless one for this path, size and time exists.
 
     Processes that ask at once wait for the first; the copy appears under its name only when it is whole.
     """

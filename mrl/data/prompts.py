@@ -92,8 +92,7 @@ class PromptSource(RowStream[Prompt]):
 
 
 def first_prompts(dataset: PromptDataset, count: int | None = None, report: Report | None = None) -> list[Prompt]:
-    """Returns the first `count` prompts that can be used, or all, in the order of their rows. `report` is filled on
-    the way.
+    """Returns the first `count` prompts that can be used, or all, in the order of their rows; it fills `report`.
 
     Raises DataError where there is none.
     """

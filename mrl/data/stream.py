@@ -127,9 +127,7 @@ class RowStream(Generic[T]):
         return [self.dataset.where(row) for row in self.rows]
 
     def take_notes(self) -> list[str]:
-        """Returns a line for each of the first few rows left out each time that rows were taken, since the last
-        call.
-        """
+        """Returns a line for each of the first few rows left out of what was taken since the last call."""
         notes, self._notes = self._notes, []
         return notes
 

@@ -39,8 +39,7 @@ class TurnEncoder:
         return self._encoder.render(chat, self._with_system(chat.messages), prompt=True)[0]
 
     def observation(self, content: str | list[dict[str, Any]], chat: Chat, last_token: int) -> list[int]:
-        """Returns the tokens that follow the policy's turn that ended with `last_token`, up to the start of its next
-        turn.
+        """Returns the tokens from the policy's turn that ended with `last_token` to the start of its next turn.
 
         content: text is a user turn; without a chat template it is taken as it is. chat: of the prompt, for its tools
         and template arguments. A turn that does not end as the template ends turns gets that end first.

@@ -50,8 +50,7 @@ class Vision:
         return sum(token in self.placeholders for token in ids)
 
     def expand(self, encoded: Encoded, images: Sequence[Image], folder: str) -> WithImages:
-        """Returns the row with each of its image tokens replaced by those that its image takes. folder: of the data
-        file.
+        """Returns the row, its image tokens replaced by those that each image takes. folder: of the data file.
 
         Raises BadRow, and DataError where the chat template has not written one token for each image.
         """

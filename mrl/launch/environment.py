@@ -99,8 +99,7 @@ def first_host(nodes: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Returns the network interface that this machine reaches `host` from, its own address too; None where it cannot
-    be told.
+    """Returns the network interface to `host`, this machine's own address too; None where that is not known.
 
     For gloo, which would take the one of this machine's host name: often a loopback or an office network.
     """

@@ -284,8 +284,7 @@ def _plain(name: str) -> str:
 
 
 def as_float(value: Any, what: str = "") -> float:
-    """Returns a reward as a float. bool, int, float, NumPy's and a tensor with one element are numbers; ValueError
-    names others.
+    """Returns a reward as a float: bool, int, float, NumPy's or a tensor with one element. ValueError names others.
 
     what: said after the value, as " as the reward".
     """

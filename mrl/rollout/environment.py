@@ -110,8 +110,7 @@ class Environments:
         self._begin(part, [_Call(number, "step", text) for number, text in turns])
 
     def answers(self, *, wait: bool) -> dict[int, list[Step]]:
-        """Returns the answers of each part whose conversations have all answered, in the order of its turns; not given
-        again.
+        """Returns the answers, once, of each part whose conversations have all answered, in the order of its turns.
 
         wait: until there is one. Otherwise there may be none.
         """

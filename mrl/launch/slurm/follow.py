@@ -85,8 +85,7 @@ def _length(config: pathlib.Path) -> int | None:
 
 
 def logs(target: jobs.Target, *, lines: int, follow: bool) -> Iterator[str]:
-    """Yields text of the job's log: the first rank's error before all else, then the last `lines` lines, and what is
-    added.
+    """Yields text of the job's log: the first rank's error, then the last `lines` lines, and what is added.
 
     Ends at once, or where `follow` is on when the job has ended.
     """

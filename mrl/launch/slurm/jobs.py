@@ -34,8 +34,7 @@ _WHOLE = re.compile(r"(?:^| )((?:StdOut|StdErr|StdIn|WorkDir|Command|JobName|Com
 
 
 def call(*command: str) -> str:
-    """Returns what a command of Slurm prints. Raises ConfigError with all that it says where it refuses, or is not
-    here.
+    """Returns what a command of Slurm prints. Raises ConfigError where it refuses, with all it says, or is not here.
 
     SBATCH_* variables of the caller's shell are left out: sbatch puts them over the script's #SBATCH lines.
     """
