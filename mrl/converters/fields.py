@@ -178,6 +178,7 @@ def moe_fields(
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": expert_ffn,
         "moe_layer_freq": sparse,
+        # a softmax over all experts before the choice puts Mixtral's logits off by 0.99
         "moe_router_pre_softmax": not normalise,
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
@@ -194,16 +195,16 @@ def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """
     require(hf, "norm_topk_prob", (True,))
     require(hf, "scoring_func", ("sigmoid",))
-    require(hf, "topk_method", ("noaux_tc",))
+    require(hf, "topk_method", ("noaux_tc",))  # transformers writes none, and the bias is in the weights all the same
     groups, chosen, topk = hf["n_group"] or 1, hf["topk_group"] or 1, hf["num_experts_per_tok"]
     limits = {}
     if chosen < groups:
         if topk // chosen != 2:  # megatron sums the best topk // topk_group of a group, transformers the best two
             raise ModelError(
                 f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not "
-                "supported "
-                f"by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group"
+                f"supported by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group"
             )
+        # a choice from all groups puts DeepSeek-V3's logits off by 2.65
         limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
     return limits | {
         "moe_router_pre_softmax": False,
