@@ -138,9 +138,9 @@ def shut(sock: socket.socket) -> None:
 def words(text: str) -> str:
     """Returns what a server says, on one line: the message of its error where it has one."""
     try:
-        said = json.loads(text)
-        said = said.get("error", said) if isinstance(said, dict) else said
-        said = said.get("message", said) if isinstance(said, dict) else said
+        content = json.loads(text)
+        content = content.get("error", content) if isinstance(content, dict) else content
+        content = content.get("message", content) if isinstance(content, dict) else content
     except ValueError:
-        said = text
-    return " ".join(str(said).split())[:_SHOWN]
+        content = text
+    return " ".join(str(content).split())[:_SHOWN]

@@ -30,7 +30,7 @@ class RecordedRollouts(TrajectorySource):
         self._config, self._folder, self._on_main = config, os.path.expanduser(config.path), on_main
         self._path: str | None = None  # of the file that the next round goes on with
         self._records: list[SavedSample] = []
-        self._left: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
+        self._unused: dict[tuple[int, int], collections.deque[tuple[int, SavedSample]]] = {}
         on_main(self._check_folder)
 
     def close(self) -> None:
@@ -54,16 +54,16 @@ class RecordedRollouts(TrajectorySource):
         path = samples_path(self._folder, step, series)
         if round == 0 or path != self._path:
             self._records = self._on_main(lambda: self._read(path, step))
-            self._path, self._left = path, {}
+            self._path, self._unused = path, {}
             for line, record in enumerate(self._records, start=1):
-                self._left.setdefault((record.index, record.sample), collections.deque()).append((line, record))
+                self._unused.setdefault((record.index, record.sample), collections.deque()).append((line, record))
         trajectories = []
         for prompt in prompts:
             for sample in range(samples):
-                left = self._left.get((prompt.index, sample))
-                if not left:
+                unused = self._unused.get((prompt.index, sample))
+                if not unused:
                     raise DataError(self._missing(path, self._records, prompt, sample, samples))
-                line, record = left.popleft()
+                line, record = unused.popleft()
                 trajectories.append(self._trajectory(record, prompt, f"{path}:{line}"))
         return trajectories
 

@@ -68,10 +68,10 @@ class Reads:
 def reads_of(options: SlurmConfig) -> Reads:
     """Returns what the job's template reads. Raises ConfigError where one cannot be read, or has a mistake."""
     environment, names, asked = _environment(options), set(), set()
-    left, seen = [_file_name(options.template)], {"base" + SUFFIX}
+    waiting, seen = [_file_name(options.template)], {"base" + SUFFIX}
     with _errors_of(options):
-        while left:
-            name = left.pop()
+        while waiting:
+            name = waiting.pop()
             if name in seen:
                 continue
             seen.add(name)
@@ -83,7 +83,7 @@ def reads_of(options: SlurmConfig) -> Reads:
                     for read in (test, *test.find_all(jinja2.nodes.Name))
                     if isinstance(read, jinja2.nodes.Name)
                 }
-            left += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
+            waiting += [found for found in jinja2.meta.find_referenced_templates(tree) if found is not None]
     return Reads(frozenset(names), frozenset(names - asked))
 
 
