@@ -13,8 +13,8 @@ from mrl.data import images
 from mrl.data.batches import BatchSource
 from mrl.data.dataset import Rejected, SFTDataset
 from mrl.errors import DataError, ModelError
+from tests.data.pictures import make_vision, picture, png, png_text
 from tests.data.tiny_tokenizers import config, make_tokenizer, trained_text, write_jsonl
-from tests.data.vision_kit import make_vision, picture, png, png_text
 
 IMAGE = {"type": "image"}
 

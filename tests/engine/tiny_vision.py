@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mrl.batch import Batch, make_batch
-from tests.data.vision_kit import TOKENS, save_processor
+from tests.data.pictures import TOKENS, save_processor
 
 PATCH, MERGE, DEPTH = 4, 2, 2
 PATCH_DIM = 3 * 2 * PATCH**2

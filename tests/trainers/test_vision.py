@@ -16,8 +16,8 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.data.dataset import SFTDataset
 from mrl.data.stream import row_order
 from mrl.data.vision import load_vision
+from tests.data.pictures import picture, png_text
 from tests.data.tiny_tokenizers import config as data_config
-from tests.data.vision_kit import picture, png_text
 from tests.engine.harness import run_case
 from tests.engine.tiny_vision import make_vision_model
 from tests.trainers import tiny_runs
