@@ -162,8 +162,8 @@ class Rollouts(TrajectorySource):
                 conversations.append(_Conversation(len(conversations), prompt, i, key))
         if self._converses:
             given = self._on_main(lambda: self._reset([conversation.prompt for conversation in conversations]))
-            for conversation, prompt in zip(conversations, given, strict=True):
-                self._set_prompt(conversation, prompt)
+            for conversation, content in zip(conversations, given, strict=True):
+                self._set_prompt(conversation, content)
                 conversation.messages = []
         for conversation in conversations:
             conversation.append(conversation.prompt.tokens, mask=0)
