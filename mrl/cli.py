@@ -6,7 +6,9 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import textwrap
 import traceback
 import typing
@@ -31,7 +33,7 @@ from mrl.commands import (
 )
 from mrl.config.command import TrainingCommand, all_training, names, record
 from mrl.config.keys import walk
-from mrl.errors import Shown, Stopped, UserError
+from mrl.errors import ConfigError, Shown, Stopped, UserError
 from mrl.launch.slurm import ending
 
 INTERRUPTED = (
@@ -48,7 +50,14 @@ class _Records(Mapping[str, click.Command]):
     """Name -> command, each made when it is asked for."""
 
     def __getitem__(self, name: str) -> click.Command:
-        return _made(name, record(name))
+        try:
+            of = record(name)
+            if not isinstance(of, TrainingCommand | Command | Group):
+                why = f"is registered with a {type(of).__name__}, which is no record of a command"
+                raise ConfigError(f"mrl {name}", why=why, fix="mend or uninstall that package")
+        except ConfigError as error:
+            return _broken(name, error)
+        return _made(name, of)
 
     def __iter__(self) -> Iterator[str]:
         return iter(names())
@@ -109,6 +118,16 @@ class _Text(click.ParamType):
             name = param.opts[0] if param is not None else self.name
             raise UserError(name, Shown(repr(value)), "is not UTF-8", "give another, or rename it") from None
         return value
+
+
+def _broken(name: str, error: ConfigError) -> click.Command:
+    """What stands for the command of a package that cannot be used: the others are listed and run all the same."""
+
+    def run() -> None:
+        raise error
+
+    anything: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=run, help=f"{error.why}.", context_settings=anything, add_help_option=False)
 
 
 def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
@@ -203,6 +222,8 @@ def main() -> None:
 
 def command() -> None:
     """`mrl` as a process of its own; one that another launcher started as a rank does not end the interpreter's way."""
+    with contextlib.suppress(AttributeError):  # a name that an ASCII terminal cannot show is no fault
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(prog_name="mrl")
     except BaseException as end:

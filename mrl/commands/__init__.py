@@ -1,8 +1,7 @@
 """The commands of the command line, a module each, whose `COMMAND` is its record; `mrl.cli` makes them click commands.
 
-A command that trains is a `mrl.config.command.TrainingCommand`; any other is a `Command` or a `Group` of them. A module
-here
-is imported whenever commands are listed: what a command works with, its functions import.
+A command that trains is a `mrl.config.command.TrainingCommand`; any other is a `Command` or a `Group` of them. A
+module here is imported whenever commands are listed: what a command works with, its functions import.
 """
 
 from __future__ import annotations

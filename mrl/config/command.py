@@ -90,9 +90,8 @@ class Server:
 class TrainingCommand(abc.ABC, Generic[C]):
     """A command `mrl NAME CONFIG [KEY=VALUE]...` that trains.
 
-    Which keys a resumed run may change is said at the keys themselves (`may_change` of `mrl.config.schema.key`). The
-    command
-    line imports every record to list it: what a method needs beside the keys, it imports itself.
+    Which keys a resumed run may change is said at the keys themselves (`may_change` of `mrl.config.schema.key`).
+    The command line imports every record to list it: what a method needs beside the keys, it imports itself.
     """
 
     name: str
@@ -181,20 +180,35 @@ def record(name: str) -> Any:
     if name in own_names():
         return importlib.import_module(f"mrl.commands.{name}").COMMAND
     first, *others = registered()[name]
+    key = f"mrl {name}"
     if others:
-        raise ConfigError(
-            f"mrl {name}", why=f"is registered by {1 + len(others)} packages", fix="uninstall all but one"
-        )
+        raise ConfigError(key, why=f"is registered by {1 + len(others)} packages", fix="uninstall all but one")
     try:
-        return first.load()
+        made = first.load()
     except Exception as error:  # the package's own code runs, and may raise anything
         why = f"cannot be imported from {first.value} ({type(error).__name__}: {error})"
-        raise ConfigError(f"mrl {name}", why=why, fix="mend or uninstall that package") from error
+        raise ConfigError(key, why=why, fix="mend or uninstall that package") from error
+    if isinstance(made, TrainingCommand):
+        if made.name != name:
+            fix = f"set its name to {name}, or register it as {made.name}"
+            raise ConfigError(key, why=f"is the record of `mrl {made.name}` in {first.value}", fix=fix)
+        for own in training(own_names()):  # a config knows its command by its type
+            if made.root is own.root:
+                fix = f"give it one of its own, as in class Config({own.root.__name__})"
+                raise ConfigError(key, why=f"has the root of `mrl {own.name}`, {own.root.__name__}", fix=fix)
+    return made
 
 
 def training(command_names: Collection[str]) -> list[TrainingCommand]:
-    """Those of the commands that train, in their order."""
-    found = [made for name in command_names if isinstance(made := record(name), TrainingCommand)]
+    """Those of the commands that train, in their order.
+
+    One of a package that is broken is left out: `mrl NAME` says what is wrong there, and no other command fails by it.
+    """
+    found = []
+    for name in command_names:
+        with contextlib.suppress(ConfigError):
+            if isinstance(made := record(name), TrainingCommand):
+                found.append(made)
     return sorted(found, key=lambda command: (command.order, command.name))
 
 

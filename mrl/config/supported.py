@@ -43,9 +43,10 @@ def check_supported(
         if not wrong:
             continue
         if isinstance(value, Mapping):
-            has = f"whose options are {', '.join(below)}" if below else "which has no options"
             name, given = wrong[0], value[wrong[0]]
-            raise ConfigError(f"{of_role}{key.path}.{name}", given, f"is for no option of backend {backend}, {has}")
+            why = f"is for an option that backend {backend} does not have"
+            fix = f"its options are {', '.join(below)}" if below else "it has none: leave it out"
+            raise ConfigError(f"{of_role}{key.path}.{name}", given, why, fix)
         fixes = [f"give {' or '.join(below)}"] if below else []
         fixes.append("leave it out")
         if others := _other_backends(backend, f"{key.path}.{wrong[0]}"):

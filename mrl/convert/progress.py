@@ -29,8 +29,7 @@ class ProgressBar:
         self._bar: Any = None  # rich's, on a terminal
 
     def __call__(self, total: int) -> Callable[[int], None]:
-        self.total, self.done, self._begun = total, 0, time.monotonic()
-        self._shown = self._last = self._begun
+        self.total, self.done = total, 0
         if self.stream.isatty():
             from rich import progress  # slow to import
             from rich.console import Console
@@ -40,6 +39,7 @@ class ProgressBar:
             self._task = bar.add_task("", total=total)
             bar.start()
             self._bar = bar
+        self._begun = self._shown = self._last = time.monotonic()
         return self._advance
 
     def _advance(self, count: int) -> None:

@@ -130,6 +130,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
             log_probs_s = time.perf_counter() - began_s
             progress.pending = rollout_metrics(trainer, collected, experience, log_probs_s=log_probs_s)
             finish_rollout(trainer, progress, collected, experience, log)
+            del collected  # its texts and tokens would fill the memory of the next rollout
 
         row, experience = one_step(trainer, progress, experience)
         row, progress.pending = join(progress.pending, row), {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import pathlib
@@ -21,7 +20,6 @@ WAIT_S = 10.0
 """The processes of a run that was just killed may take seconds to be gone, and hold the lock for so long."""
 
 POLL_S = 0.1
-_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
@@ -59,7 +57,7 @@ class RunLock:
                     raise unwritable(str(self.output_dir), self.output_dir, error) from error
                 time.sleep(POLL_S)
             except OSError as error:
-                if error.errno not in _NO_FLOCK:
+                if not self._can_be_opened():
                     why, fix = f"cannot be locked ({error})", "give a folder that can be written"
                     raise ConfigError("output_dir", quoted(str(self.output_dir)), why, fix) from error
                 self._remove()
@@ -73,6 +71,14 @@ class RunLock:
         if self._lock.is_locked:
             self._remove()
             self._lock.release()
+
+    def _can_be_opened(self) -> bool:
+        """Whether the file is not what failed: then the file system has no locks, or none now."""
+        try:
+            os.close(os.open(self.output_dir / NAME, os.O_RDWR | os.O_CREAT, 0o666))
+        except OSError:
+            return False
+        return True
 
     def _holder(self) -> str:
         with contextlib.suppress(OSError):

@@ -67,6 +67,34 @@ def test_a_record_that_cannot_be_loaded_names_its_package(site):
     )
 
 
+def test_what_a_package_breaks_is_its_own_command_alone(site):
+    """No other is refused by it: not the list, the keys, the check of a config, and above all no resume."""
+    site("broken", "broken = broken:COMMAND", "1 / 0")
+    site("none", "none = none:COMMAND", "def COMMAND(): pass")
+    listed = CliRunner().invoke(cli.main, ["--help"])
+    assert listed.exit_code == 0 and "cannot be imported from broken:COMMAND" in listed.stdout
+    assert CliRunner().invoke(cli.main, ["config", "model.lora"]).exit_code == 0
+    assert commands.command_of_data(to_dict(from_dict(BASE))).name == "sft"
+    says = "mrl: mrl none: is registered with a function, which is no record of a command; mend or uninstall that package\n"
+    assert refusal("none") == refusal("none", "a.yaml", "--help") == says
+
+
+def test_a_record_has_the_name_that_it_is_found_by_and_a_root_of_its_own(site):
+    """Else another command's check, name or trainer would be taken for it, in silence."""
+    record = "from mrl.commands.sft import SFT\nclass Mine(SFT):\n    name = 'mine'\nCOMMAND = Mine()"
+    site("one", "other = one:COMMAND", record)
+    assert refusal("other") == (
+        "mrl: mrl other: is the record of `mrl mine` in one:COMMAND; set its name to other, or register it as mine\n"
+    )
+    site("two", "mine = two:COMMAND", record)
+    assert refusal("mine", "a.yaml") == (
+        "mrl: mrl mine: has the root of `mrl sft`, SFTConfig; give it one of its own, as in class Config(SFTConfig)\n"
+    )
+    own = record.replace("name =", "root = type('Config', (SFT.root,), {})\n    name =")
+    site("three", "mine3 = three:COMMAND", own.replace("'mine'", "'mine3'"))
+    assert commands.record("mine3").name == "mine3" and "mine3" in commands.roots()
+
+
 def test_a_name_of_two_packages_is_refused(site):
     site("one", "twice = one:COMMAND")
     site("other", "twice = other:COMMAND")

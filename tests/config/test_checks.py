@@ -9,7 +9,7 @@ from mrl.config.load import from_dict
 from mrl.config.schema import ParallelConfig, SFTConfig
 from mrl.engine.checks import Sequences
 from mrl.engine.fsdp.checks import FSDPChecks
-from mrl.engine.megatron.checks import check_counts, check_text_alone
+from mrl.engine.megatron.checks import MegatronChecks, check_counts
 from mrl.errors import ConfigError, ModelError
 from mrl.launch.preflight import choose_nproc
 from mrl.parallel import ParallelDims
@@ -86,14 +86,15 @@ def test_a_config_json_without_layers_is_refused():
 
 def test_a_model_that_reads_images_needs_the_fsdp_backend():
     model = {"model_type": "qwen2_5_vl", "text_config": MODEL, "vision_config": {"depth": 2}}
+    any_sequences = Sequences(8, "", packed=True, generated=False)
     config = from_dict(base())
     with pytest.raises(
         ConfigError,
         match="^engine.backend: value 'megatron' .*'qwen2_5_vl' reads images too; set engine.backend to fsdp$",
     ):
-        check_text_alone(model)
+        MegatronChecks.check_model(config.engine, check_world(config, 1), model, any_sequences)
     config = from_dict(base(engine={"backend": "fsdp"}))
-    FSDPChecks.check_model(config.engine, check_world(config, 1), model, Sequences(8, "", packed=True, generated=False))
+    FSDPChecks.check_model(config.engine, check_world(config, 1), model, any_sequences)
 
 
 def test_number_of_processes():

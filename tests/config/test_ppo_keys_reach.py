@@ -308,7 +308,7 @@ def test_a_roles_key_reaches_what_its_engine_is_built_from(key):
     ):  # mrl's engines have none; that another package's gets them, tests/engine/test_registry.py sees
         with pytest.raises(
             ConfigError,
-            match=f"^{key.path}.a: value 1 is for no option of backend {given.get(f'{role}.engine.backend', 'megatron')}",
+            match=f"^{key.path}.a: value 1 is for an option that backend {given.get(f'{role}.engine.backend', 'megatron')}",
         ):
             made(given | {key.path: {"a": 1}})
         return

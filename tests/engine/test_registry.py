@@ -124,11 +124,11 @@ def test_two_packages_with_one_name(site):
         ("fsdp", {"recompute": "selective"}, 'engine.recompute: value "selective" is not supported by backend fsdp'),
         ("fsdp", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
         ("fsdp", {"parallel": ParallelConfig(etp=2)}, "engine.parallel.etp: value 2 is not supported by backend fsdp"),
-        ("fsdp", {"options": {"a": 1}}, "engine.options.a: value 1 is for no option of backend fsdp, which has no options"),
-        ("megatron", {"options": {"a": 1}}, "engine.options.a: value 1 is for no option of backend megatron, which has"),
+        ("fsdp", {"options": {"a": 1}}, "engine.options.a: value 1 is for an option that backend fsdp does not have; it has none: leave it out"),
+        ("megatron", {"options": {"a": 1}}, "engine.options.a: value 1 is for an option that backend megatron does not have"),
         ("plain", {"parallel": ParallelConfig(tp=2)}, "engine.parallel.tp: value 2 is not supported by backend plain; "),
         ("plain", {"recompute": "full"}, 'engine.recompute: value "full" is not supported by backend plain; leave it'),
-        ("plain", {"options": {"bucket": 1}}, "engine.options.bucket: value 1 is for no option of backend plain, whose"),
+        ("plain", {"options": {"bucket": 1}}, "engine.options.bucket: value 1 is for an option that backend plain does not have; its"),
         ("plain", {"options": {"bucket_mb": "1"}}, 'engine.options.bucket_mb: value "1" is no size'),
         ("plain", {"device": "cuda"}, 'engine.device: value "cuda" needs a GPU'),
     ],
@@ -164,7 +164,10 @@ def test_what_an_engine_says_it_supports():
         'engine.offload: value "optimizer" is not supported by backend x; give parameters or gradients, or leave it out'
     )
     assert asks("engine.options.a", options={"a": [1, {}]}) == "nothing"
-    assert asks(options={"a": 1}) == "engine.options.a: value 1 is for no option of backend x, which has no options"
+    assert (
+        asks(options={"a": 1})
+        == "engine.options.a: value 1 is for an option that backend x does not have; it has none: leave it out"
+    )
 
 
 def reductions(config: RoleConfig) -> int:
@@ -264,7 +267,7 @@ def test_a_dry_run_asks_the_engine(inputs, tmp_path, installed):
     wrong = command(installed, *sft, "engine.options.buckets=2")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == (
-        "mrl: engine.options.buckets: value 2 is for no option of backend plain, whose options are bucket_mb\n"
+        "mrl: engine.options.buckets: value 2 is for an option that backend plain does not have; its options are bucket_mb\n"
     )
 
 

@@ -12,6 +12,9 @@ import pytest
 
 from mrl import metrics
 from mrl.config.load import read_yaml
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import read_hf_config
+from mrl.engine.lora.identity import fingerprint
 from tests.engine.harness import run_case
 from tests.resume import runs
 
@@ -43,6 +46,22 @@ def test_fine_tuning(folder):
     runs.assert_same_state(runs.small_state(saved), runs.small_state(pathlib.Path(again)), "state")
     runs.finish(config | {"output_dir": str(folder / "sft")}, 2)
     assert_goes_on(folder / "sft")
+
+
+def test_reinforcement_learning_is_read_bit_by_bit(folder):
+    config = dict(read_yaml(folder / "ppo" / "config.yaml"), output_dir=str(folder / "again"))
+    saved = runs.newest(folder / "ppo")
+    case = "tests.resume.rl.cases:resave"
+    again = pathlib.Path(run_case(2, case, config=config, checkpoint=str(saved), folder=str(folder)))
+    runs.assert_same_state(runs.sharded_tensors(saved), runs.sharded_tensors(again), "tensors")
+    runs.assert_same_state(runs.small_state(saved), runs.small_state(again), "state")
+
+
+def test_the_base_of_saved_adapters_is_known():
+    """By a sum over its config and some of its tensors that is in every checkpoint of adapters."""
+    model = str(SAVED / "model")
+    config = read_hf_config(model)
+    assert fingerprint(model, family_for(config), config, "lm") == "665f4188f962f813"
 
 
 @pytest.mark.slow

@@ -96,7 +96,9 @@ def forward(
 
     Computed by mini-batches of `size`, as in training.
     """
-    parts = [dispatch.forward(role, part, dict(ctx or {}))[name] for part in mini_batches(batch, size)]
+    parts = [
+        dispatch.forward(role, part, None if ctx is None else dict(ctx))[name] for part in mini_batches(batch, size)
+    ]
     return _trained(torch.cat(parts), batch)
 
 

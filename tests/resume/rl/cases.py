@@ -19,6 +19,7 @@ from mrl.errors import UserError
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.rollouts import Rollouts
 from mrl.trainers import ppo
+from mrl.trainers.rl import setup
 from mrl.trainers.rl.collect import Collector
 from tests.trainers.cases import before, outcome
 
@@ -44,6 +45,15 @@ def train(config: Mapping[str, Any], *, happening: str | None = None, **details:
     around = HAPPENINGS[happening](**details) if happening else contextlib.nullcontext()
     with around:
         return outcome(lambda: ppo.run(from_dict(config, PPOConfig), "mrl ppo config.yaml"))
+
+
+def resave(config: Mapping[str, Any], checkpoint: str, folder: str) -> str:
+    """Reads a checkpoint of all roles and saves it into the run's own folder, without a step. folder: what paths are of."""
+    with contextlib.chdir(folder), setup.trainer_of(from_dict(config, PPOConfig)) as trainer:
+        trainer.dispatch.init_model()
+        state = trainer.dispatch.load_checkpoint(checkpoint)
+        root = str(trainer.directory.checkpoints)
+        return trainer.dispatch.save_checkpoint(root, global_step=state["progress"]["step"], state=state)
 
 
 def at(place: str, step: int, do: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

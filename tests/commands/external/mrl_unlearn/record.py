@@ -54,16 +54,16 @@ class Unlearn(TrainingCommand[UnlearnConfig]):
         check_backend(config.model, config.engine)
         check_optimizer(config.optimizer)
         if config.train.steps is None:
-            raise ConfigError("train.steps: value null gives no length, and mrl unlearn knows no epochs; give a number")
+            raise ConfigError("train.steps", None, "gives no length, and mrl unlearn knows no epochs", "give a number")
         if config.forget.say_every > config.train.steps:
             every, steps = config.forget.say_every, config.train.steps
-            raise ConfigError(f"forget.say_every: value {every} is above train.steps {steps}; give at most {steps}")
+            raise ConfigError("forget.say_every", every, f"is above train.steps {steps}", f"give at most {steps}")
 
     def parts(self, config: UnlearnConfig) -> list[Part]:
         return [Part("", config.model, config.engine)]
 
     def longest(self, config: UnlearnConfig) -> tuple[int, str]:
-        return config.data.max_length, f"data.max_length: value {config.data.max_length}"
+        return config.data.max_length, "data.max_length"
 
     def describe(self, config: UnlearnConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
         [dims] = layouts
