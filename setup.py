@@ -1,4 +1,4 @@
-"""Packaging of mrl. The sets of versions that are known to work are in constraints-3.11.txt and constraints-3.12.txt."""
+"""Packaging of mrl. constraints-3.11.txt and constraints-3.12.txt have the versions that are known to work together."""
 
 import pathlib
 import re

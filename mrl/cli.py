@@ -6,7 +6,7 @@ signal after a checkpoint was saved, "run me again"; 130 Ctrl-C.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -222,7 +222,7 @@ def main() -> None:
 
 def command() -> None:
     """`mrl` as a process of its own; one that another launcher started as a rank does not end the interpreter's way."""
-    with contextlib.suppress(AttributeError):  # a name that an ASCII terminal cannot show is no fault
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that an ASCII terminal cannot show is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(prog_name="mrl")

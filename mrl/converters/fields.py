@@ -202,7 +202,8 @@ def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
         if topk // chosen != 2:  # megatron sums the best topk // topk_group of a group, transformers the best two
             raise ModelError(
                 f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not "
-                f"supported by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group"
+                f"supported by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = "
+                "n_group"
             )
         # a choice from all groups puts DeepSeek-V3's logits off by 2.65
         limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
