@@ -208,6 +208,7 @@ def verify(path: str, ranks: Ranks = ALONE) -> Marker:
         wrong = str(error)
     if found := [what for what in ranks.gather(wrong) if what is not None]:
         raise DamagedCheckpoint(found[0])
+    assert marker is not None
     return marker
 
 
@@ -263,8 +264,8 @@ def _whole(root: str, *, warn: bool = False) -> list[tuple[str, Marker]]:
         except CheckpointError as error:
             damaged.append(error)
     if warn and found:  # where none is whole, the caller's error says why
-        for error in damaged:
-            logger.warning("passed over %s", error)
+        for passed_over in damaged:
+            logger.warning("passed over %s", passed_over)
     return sorted(found, key=lambda item: (item[1].serial, item[0]))
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.converters.mtp import COUNT as MTP_COUNT
 from mrl.converters.rules import value_head_config
 from mrl.converters.safetensors_io import HFWriter, TensorInfo
@@ -183,8 +183,14 @@ class BaseEngine(EngineChecks, abc.ABC):
         return lr
 
     def _learning_rate(self) -> float:
-        """That of the step which is made now."""
-        return learning_rate(self.schedule_step, optimizer=self.config.optimizer, total_steps=self.config.total_steps)
+        """The rate of the step that is made now."""
+        config = self.config
+        return learning_rate(self.schedule_step, optimizer=self._optimizer_config, total_steps=config.total_steps)
+
+    @property
+    def _optimizer_config(self) -> OptimizerConfig:
+        assert self.config.optimizer is not None, "a model that never trains has no optimizer"
+        return self.config.optimizer
 
     def shard_data(self, batch: Batch) -> Batch:
         """This data-parallel rank's share of a global mini-batch that every rank holds, balanced by tokens."""

@@ -19,6 +19,7 @@ from mrl.engine.microbatch import balanced_shards
 from mrl.errors import UserError
 
 T = TypeVar("T")
+K = TypeVar("K")
 Predictions = dict[str, Tensor]
 """Name -> one number per token, in the order of a batch's tokens."""
 
@@ -121,13 +122,13 @@ def denominator_of(batch: Batch, name: str) -> float:
     return float(batch.denominators[name]) or 1.0
 
 
-def add_over(sums: Mapping[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
+def add_over(sums: Mapping[K, float], group: dist.ProcessGroup | None) -> dict[K, float]:
     """Sums of all ranks of `group`, added in rank order (the same float on each), whatever names each of them has."""
     if dist.get_world_size(group) == 1:
         return dict(sums)
-    everyone: list[dict[str, float]] = [{}] * dist.get_world_size(group)
+    everyone: list[dict[K, float]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(sums), group=group)
-    result: dict[str, float] = {}
+    result: dict[K, float] = {}
     for part in everyone:
         for name, value in part.items():
             result[name] = result.get(name, 0.0) + value

@@ -180,7 +180,9 @@ class Schedule:
 
     def _admit(self, left: int) -> tuple[list[_Running], list[_Running]]:
         """Takes from the waiting: those whose prompt is in the cache, and those with `left` prompt tokens in all."""
-        followers, fresh, kept = [], [], []
+        followers: list[_Running] = []
+        fresh: list[_Running] = []
+        kept: list[_Running] = []
         free = self.rows - len(self.running)
         for s in self.waiting if free else ():
             begun = len(s.context) > len(s.prompt) or s.kept > 0

@@ -246,11 +246,11 @@ class _HiddenLogProbs(torch.autograd.Function):
             terms = (entropy[part], grad_entropy[part]) if spec.entropy == "differentiable" else None
             z = spec.scaled(logits)
             grad = _logits_gradient(z, labels[part], lse[part], grad_log_prob[part], terms, spec).to(hidden.dtype)
-            if needs_hidden:
+            if grad_hidden is not None:
                 torch.mm(grad, real, out=grad_hidden[part])
-            if needs_weight:
+            if grad_weight is not None:
                 _accumulate(grad_weight[:valid], grad.t(), hidden[part])
-        if needs_hidden and ctx.rows is not None:
+        if grad_hidden is not None and ctx.rows is not None:
             grad_hidden = grad_hidden.new_zeros(ctx.total, hidden.shape[1]).index_copy_(0, ctx.rows, grad_hidden)
         if needs_hidden and spec.shard.group is not None and ctx.reduce_grad:
             dist.all_reduce(grad_hidden, group=spec.shard.group)

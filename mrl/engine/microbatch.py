@@ -66,6 +66,7 @@ def split_micro_batches(
     if size is not None:
         count = -(-len(lengths) // size)
         return balanced_shards(lengths, count) if packed else _even_runs(_by_length(lengths), count)
+    assert tokens is not None
     if max(lengths) > tokens:
         fix = f"use at least {max(lengths)} or shorten data.max_length"
         raise ConfigError("engine.micro_batch.tokens", tokens, f"is less than a sequence of {max(lengths)} tokens", fix)

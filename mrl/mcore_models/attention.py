@@ -147,8 +147,9 @@ class SdpaAttention(MegatronModule):
             return self._left_padded(query, key, value, attention_mask)
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         if isinstance(packed_seq_params, CacheLayout):
-            step, options = packed_seq_params.step, {"scale": self.scale, "window": self.window}
-            options |= {"sinks": self.softmax_offset}
+            step = packed_seq_params.step
+            assert step is not None
+            options: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": self.softmax_offset}
             query = query.unflatten(1, (key.shape[1], -1))  # heads of a group are neighbours
             return step.attend(self.layer_number, query, key, value, **options).flatten(1).unsqueeze(1)
         if self.cp > 1:
@@ -185,6 +186,7 @@ class SdpaAttention(MegatronModule):
         """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""
         if self.softmax_offset is None:
             return {}
+        assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
             tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],

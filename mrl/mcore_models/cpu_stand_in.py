@@ -113,7 +113,7 @@ def _replace_cuda_runtime() -> None:
         return lambda *args, **kwargs: value
 
     get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
-    answers = {
+    answers: dict[str, Any] = {
         "current_device": answer(CPU), "device": lambda *a, **k: contextlib.nullcontext(), "device_count": answer(1),
         "Stream": _Stream, "Event": _Stream, "current_stream": answer(stream), "default_stream": answer(stream),
         "stream": lambda s: contextlib.nullcontext(),
@@ -131,7 +131,7 @@ def _replace_cuda_runtime() -> None:
     }
     for name, function in answers.items():
         setattr(cuda, name, function)
-    random = sys.modules["torch.cuda.random"]
+    random: Any = sys.modules["torch.cuda.random"]
     random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.nvtx = types.SimpleNamespace(
         range_push=answer(None), range_pop=answer(None), range=lambda *a, **k: contextlib.nullcontext()
@@ -187,7 +187,7 @@ def _complete_gloo() -> None:
 
     @functools.wraps(all_gather)
     def gather(tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        sizes = [t.shape[0] if t.dim() else None for t in tensor_list]
+        sizes = [t.shape[0] if t.dim() else -1 for t in tensor_list]
         if async_op or len(set(sizes)) <= 1:
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)
         longest = max(sizes)
@@ -222,7 +222,7 @@ def _nothing_to_move(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _name_what_is_absent() -> None:
     """0.16.1 leaves a name of its router undefined where transformer-engine is not installed, GPU or not."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -230,14 +230,14 @@ def _name_what_is_absent() -> None:
 def _mend_megatron() -> None:
     """Places of megatron-core that break, or are slow, for want of a GPU even when its CUDA calls are answered."""
     _use_cpu_functions()
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     # megatron warns that the CPU's generator moves where it uses the GPU's; here they are one, and every dropout would
     # warn
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         """`maybe_move_tensor_to_cpu` hands back CPU tensors as they are, where its callers expect numpy."""
@@ -249,12 +249,12 @@ def _mend_megatron() -> None:
 def _use_cpu_functions() -> None:
     """Functions that megatron fuses on a GPU: what stands in for them makes few passes over memory (elementwise.py)."""
     for name in ("mlp", "moe.experts", "moe.shared_experts"):
-        module = importlib.import_module(f"megatron.core.transformer.{name}")
+        module: Any = importlib.import_module(f"megatron.core.transformer.{name}")
         if hasattr(module, "bias_swiglu_impl"):
             module.bias_swiglu_impl = elementwise.swiglu
         if hasattr(module, "weighted_bias_swiglu_impl"):
             module.weighted_bias_swiglu_impl = elementwise.weighted_swiglu
-    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     apply = rope._apply_rotary_pos_emb_bshd
 
     def turn(t: torch.Tensor, freqs: torch.Tensor, *options: Any, mscale: float = 1.0, **named: Any) -> torch.Tensor:

@@ -38,11 +38,10 @@ def fits(model: torch.nn.Module) -> bool:
     known = all(_KNOWN.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
     ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in model.decoder.layers)
     whole_groups = config.num_query_groups % config.tensor_model_parallel_size == 0
-    sparse_in_pieces = (
-        config.num_moe_experts is not None and config.sequence_parallel
-    )  # experts take a part of the tokens
+    # under sequence parallelism experts take a part of the tokens
+    split_tokens = config.num_moe_experts is not None and config.sequence_parallel
     plain_heads = config.rotary_percent == 1.0 and not config.qk_norm_over_heads
-    return known and ours and whole_groups and plain_heads and not sparse_in_pieces and config.activation_func is F.silu
+    return known and ours and whole_groups and plain_heads and not split_tokens and config.activation_func is F.silu
 
 
 class Decoder:
@@ -56,7 +55,7 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, hidden: Tensor | None, step: CachedStep) -> Tensor:
         """tokens [T]; hidden [T, N] from the stage before, None on the first. [T, N], normed on the last stage."""
-        x = self._embedded(tokens) if self.model.pre_process else hidden
+        x = self._embedded(tokens) if hidden is None else hidden
         angles = torch.outer(step.positions.to(torch.float32), self.model.rotary_pos_emb.inv_freq)
         angles = torch.cat([angles, angles], dim=-1)[:, None, None]
         cos_sin = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))

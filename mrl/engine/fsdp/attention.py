@@ -98,7 +98,7 @@ def document_attention(
             raise ModelError(_refused(module, "has attention in chunks, with which nothing is generated yet"))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
-        options = {"scale": scale, "window": mask.window, "sinks": s_aux, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "window": mask.window, "sinks": s_aux, "softcap": softcap}
         return cached_step.attend(module.layer_idx, q, k, v, **options).flatten(1, 2)[None], None
 
     sinks = None if s_aux is None else ulysses.own_heads(s_aux).view(1, -1, 1, 1)

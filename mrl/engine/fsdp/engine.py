@@ -123,7 +123,8 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
-        predictions, sums = [], {}
+        predictions: list[Predictions] = []
+        sums: dict[tuple[str, str], float] = {}
         kinds = ("parameters",) if forward_only else ("parameters", "gradients")
         using = self.offload.used(*kinds)
         with using, self.generators.installed(), torch.set_grad_enabled(not forward_only):

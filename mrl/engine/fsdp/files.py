@@ -78,7 +78,7 @@ class ModelFiles:
 
     def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(file name, tensor) of one of `groups`, by name. What a conversion cannot do is refused."""
-        if self._score in held:
+        if self._score is not None and self._score in held:
             yield SCORE, held[self._score]
             return
         try:
@@ -111,7 +111,7 @@ class Stored:
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         prefix = files.hf.base_model_prefix
         for key in sorted(reader.tensors, key=dot_natural_key):
-            if files.head == "value" and key == SCORE:
+            if files._score is not None and key == SCORE:
                 self._sources[files._score] = [(key, None)]
                 continue
             name, pattern = rename_source_key(key, renamings, self._converters, prefix, files._meta)
@@ -177,7 +177,7 @@ class Stored:
             return self.reader(key)[start:stop] if shape else self.reader(key)[()]
         return self._convert(first, lambda key: self.reader(key)[()])[name][start:stop]
 
-    def _converter(self, pattern: str) -> WeightConverter:
+    def _converter(self, pattern: str | None) -> WeightConverter:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
     def _convert(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ tokens of all sequences go through the model end to end, as documents do in trai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,7 +46,7 @@ def generate(
         step = DUMMY if schedule.done else schedule.next()
         cache.arrange(step.copies, step.shape)
         kept.restore(step.restored, cache)
-        schedule.take(step, *use(lambda hf, step=step: forward(hf, step, cache, device, rule)))
+        schedule.take(step, *use(functools.partial(forward, step=step, cache=cache, device=device, rule=rule)))
         kept.keep(step.ended, [cache])
         progress(schedule.completed, len(requests))
     return dict(schedule.completions())

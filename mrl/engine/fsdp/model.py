@@ -190,7 +190,7 @@ class Model:
         """Fills this rank's shards, each rank reading its own rows."""
         if config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
-            if self.family is not None:
+            if isinstance(self.files, TableFiles):
                 read = RandomWeights(self.files.shapes, seed=config.seed, std=std)
                 self._fill(self.files.random(read).rows)
             else:

@@ -66,10 +66,10 @@ def read_rows(of: Sequence[FileTensor], read: Callable[[str], Any], start: int, 
     """
     if of[0].expert is None:
         return read(of[0].name)[start:stop]
-    mine = [p for p in of if start <= p.expert < stop]
     matrices: dict[int, list[Tensor]] = {}
-    for part in mine:
-        matrices.setdefault(part.expert, []).append(read(part.name)[:])
+    for part in of:
+        if part.expert is not None and start <= part.expert < stop:
+            matrices.setdefault(part.expert, []).append(read(part.name)[:])
     return torch.stack([torch.cat(parts) for parts in matrices.values()])
 
 

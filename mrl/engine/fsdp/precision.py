@@ -7,7 +7,7 @@ embeddings in fp32, which a cast at a block's entry would round in silence.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -57,9 +57,7 @@ def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: boo
     return list(_outermost(hf, "", ids, blocks, hf.config.model_type))
 
 
-def _outermost(
-    module: nn.Module, name: str, kept: Collection[int], blocks: Collection[int], model_type: str
-) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, name: str, kept: set[int], blocks: set[int], model_type: str) -> Iterator[nn.Module]:
     # adapters go with what they adapt: peft adds those of a router to its weight before the router's own forward
     held = {id(p) for parameter, p in module.named_parameters() if "lora_" not in parameter}
     if not held & kept:

@@ -74,11 +74,11 @@ def write_adapter(
         for tensor in held.values():
             file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
-    for file in companion_files(Path(base_model_path)):
-        if file.name not in _OF_THE_BASE and file.suffix != ".py":
-            target = out / file.relative_to(base_model_path)
+    for source in companion_files(Path(base_model_path)):
+        if source.name not in _OF_THE_BASE and source.suffix != ".py":
+            target = out / source.relative_to(base_model_path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+            shutil.copyfile(source, target)
     about = {
         key: sorted(value) if isinstance(value, set) else value for key, value in found.config.to_dict().items()
     } | {"base_model_name_or_path": os.path.abspath(base_model_path), "inference_mode": True, "init_lora_weights": True}

@@ -155,9 +155,9 @@ class Selection:
 
     def excludes(self, parameter: str) -> bool:
         """Whether an adapted parameter, or the module that has it, is among the excluded."""
-        excluded, candidates = self.lora.exclude_modules, (parameter, parameter.rpartition(".")[0])
-        if parameter in self.names:  # the weight of a module, by the module's name
-            candidates = (parameter,)
+        excluded = self.lora.exclude_modules
+        # the weight of a module goes by the module's name
+        candidates = [parameter] if parameter in self.names else [parameter, parameter.rpartition(".")[0]]
         if excluded is None:
             return False
         if isinstance(excluded, str):

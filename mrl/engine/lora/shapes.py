@@ -82,6 +82,6 @@ def initial_a(shape: AdapterShape, seed: int) -> Tensor:
 
 def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """Every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value head."""
-    files = {shape.a_name: shape.a_shape for shape in shapes.values()}
+    files: dict[str, tuple[int, ...]] = {shape.a_name: shape.a_shape for shape in shapes.values()}
     files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
     return files | ({SCORE: (1, hidden_size)} if head == "value" else {})

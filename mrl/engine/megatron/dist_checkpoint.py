@@ -183,7 +183,8 @@ def _write_here(transforms: list, use_msc: bool, rank: int, buckets: Sequence, r
     """Writes this rank's files one after the other and reports as megatron's child processes would."""
     written: dict[int, Any] = {}
     for index, bucket in enumerate(buckets):
-        done, counter = queue.Queue(), queue.Queue()
+        done: queue.Queue[Any] = queue.Queue()
+        counter: queue.Queue[int] = queue.Queue()
         counter.put(index)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, done, counter, True)
         _, result = done.get_nowait()
@@ -194,15 +195,13 @@ def _write_here(transforms: list, use_msc: bool, rank: int, buckets: Sequence, r
     results.put(written)
 
 
-class _quiet:
-    """megatron warns about its own use of torch, and logs at every save; neither is for the user."""
-
-    def __enter__(self) -> None:
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps from the user what megatron warns of its own use of torch, and logs at every save."""
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-
-    def __exit__(self, *exc: object) -> None:
-        logging.disable(logging.NOTSET)
-        self._warnings.__exit__(*exc)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)

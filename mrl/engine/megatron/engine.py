@@ -208,13 +208,13 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
             optim.set_learning_rate(self.model.optimizer, self._learning_rate())
-            return optim.step(self.model.optimizer, self.config.optimizer.clip_grad)
+            return optim.step(self.model.optimizer, self._optimizer_config.clip_grad)
 
     @installed
     def guard_before_step(self) -> Any:
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
-            return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self.config.optimizer.eps)
+            return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self._optimizer_config.eps)
 
     @installed
     def guard_after_step(self, token: Any) -> list[guards.Problem]:

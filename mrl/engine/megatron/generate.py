@@ -118,9 +118,9 @@ class _Runner:
                     result = hidden
                 elif dims.pp > 1:
                     dist.send(hidden.contiguous(), self.ranks[(pp_rank + 1) % dims.pp], group=self.pp_group)
+        if result is None:  # another rank has the last stage
+            result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
         if dims.pp > 1:
-            if result is None:
-                result = torch.empty(len(step.sampled), 2, dtype=torch.float64, device=device)
             dist.broadcast(result, self.ranks[-1], group=self.pp_group)
         return result[:, 0].long().tolist(), result[:, 1].tolist()
 

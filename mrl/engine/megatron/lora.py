@@ -30,6 +30,9 @@ from mrl.mcore_models.build import Model
 
 Shapes = Mapping[str, AdapterShape]
 
+_SPLITS: Mapping[str, lora.Split] = {"replicated": "whole", "row": "row"}
+"""How a linear is split, by the kind of its rule, where not by columns."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRule(Rule):
@@ -49,7 +52,7 @@ class AdapterRule(Rule):
     def spans(self, rank: int) -> list[Span]:
         return list(self.spans_of_ranks[rank])
 
-    def shape(self, rank: int | None = None) -> tuple[int, int]:
+    def shape(self, rank: int | None = None) -> tuple[int, ...]:
         size, spans = list(self.hf_shapes[0]), self.spans_of_ranks[self.rank if rank is None else rank]
         size[spans[0].dim if spans else 0] = sum(span.length for span in spans)
         return tuple(size)
@@ -188,7 +191,7 @@ def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: Lor
     adapter = lora.Adapter(
         model.config,
         [lora.Part(b.of.name.rpartition(".")[2], _blocks(rule, b)) for b in found[1::2]],
-        split={"replicated": "whole", "row": "row"}.get(rule.kind, "column"),
+        split=_SPLITS.get(rule.kind, "column"),
         expert=rule.expert is not None, inputs=inputs, outputs=outputs, rank=shape.rank, scale=shape.scale,
         dropout=options.dropout,
     )  # fmt: skip

@@ -106,6 +106,7 @@ def _local(name: str, shard: tuple | None) -> tuple[Tensor, slice] | None:
 def _gather(local: tuple[Tensor, slice] | None, size: int, group: dist.ProcessGroup) -> Tensor:
     """[size] fp32 on the host, bit for bit what the ranks of the group hold: bit patterns are summed as integers."""
     if group.size() == 1:
+        assert local is not None, "one rank has the whole"
         return local[0].cpu().clone()
     bits = torch.zeros(size, dtype=torch.int32, device=platform.device())
     if local is not None:

@@ -41,7 +41,7 @@ class MicroBatch:
     data: Batch
     ctx: Ctx
     inputs: model_inputs.ModelInputs
-    predictions: Predictions | None = None
+    predictions: Predictions = dataclasses.field(default_factory=dict)
     loss: Tensor | None = None
 
 
@@ -154,6 +154,7 @@ def from_last_stage(
     group = parallel_state.get_pipeline_model_parallel_group()
     source = dist.get_process_group_ranks(group)[-1]
     if group.size() == 1:
+        assert payload is not None, "one stage is the last"
         return payload
     described: list[Any] = [None]
     if payload is not None:

@@ -116,15 +116,14 @@ def _gathered(
 
 def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:
     """The lowest global rank for each shard of a parameter."""
-    holders: list[int | None] = [None] * degree
+    holders: dict[int, int] = {}
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
         if at.pp_rank != pp_rank or (ep_rank is not None and at.ep_rank != ep_rank):
             continue
         place = {"tp": at.tp_rank, "etp": at.etp_rank, None: 0}[axis]
-        if holders[place] is None:
-            holders[place] = rank
-    return holders
+        holders.setdefault(place, rank)
+    return [holders[place] for place in range(degree)]
 
 
 def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list[Tensor]:
@@ -133,6 +132,7 @@ def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list
     if rank != 0:
         for place, holder in enumerate(holders):
             if holder == rank and 0 not in rule.shape(place):
+                assert shard is not None
                 header = torch.tensor([_DTYPES.index(shard.dtype)])
                 dist.send(header, 0)
                 dist.send(shard.cpu().contiguous(), 0)
@@ -143,6 +143,7 @@ def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list
             shards.append(None)
             continue
         if holder == 0:
+            assert shard is not None
             shards.append(shard.cpu())
             continue
         header = torch.zeros(1, dtype=torch.int64)

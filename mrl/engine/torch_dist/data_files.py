@@ -79,7 +79,8 @@ class ItemFile:
             # a ZipInfo has a fixed date: the same tensor gives the same bytes
             archive.writestr(zipfile.ZipInfo("archive/data.pkl"), _tensor_pickle(dtype, sizes))
             archive.writestr(zipfile.ZipInfo("archive/byteorder"), "little")
-            with archive.open(zipfile.ZipInfo("archive/data/0"), "w", force_zip64=True) as entry:
+            with archive.open(zipfile.ZipInfo("archive/data/0"), "w", force_zip64=True) as opened:
+                entry: Any = opened  # of which private fields are set
                 for block in blocks:
                     data = as_bytes(block)
                     # as entry.write does it with zlib, whose 2.3 GB/s (zlib-ng: 29) would be most of an import's time
@@ -131,7 +132,7 @@ class _Rebuilt:
 
     def __reduce__(self) -> tuple:
         strides = torch.empty(self.shape, device="meta").stride()
-        state = (self.storage, 0, tuple(self.shape), strides, False, collections.OrderedDict())
+        state: tuple[Any, ...] = (self.storage, 0, tuple(self.shape), strides, False, collections.OrderedDict())
         return torch._utils._rebuild_tensor_v2, state
 
 

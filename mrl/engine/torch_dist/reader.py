@@ -18,7 +18,7 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class TorchDistReader:
         self.path = Path(path)
         self._file = functools.lru_cache(OPEN_FILES)(self._opened)
         self._data_at: dict[tuple[str, int], int] = {}
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: Mapping[str, StoredTensor] = {}
         self.objects: list[str] = []
         file = self.path / METADATA
         if not file.is_file():
@@ -195,6 +195,7 @@ class TorchDistReader:
 
     def _take(self, metadata: Any) -> None:
         where = {}
+        tensors: dict[str, StoredTensor] = {}
         for index, info in metadata.storage_data.items():
             offset = index.__dict__.get("offset")
             where[index.fqn, None if offset is None else tuple(offset)] = info
@@ -214,13 +215,14 @@ class TorchDistReader:
             chunks.sort(key=lambda chunk: chunk.offsets)
             tensor = StoredTensor(stored.properties.state[0], tuple(stored.size), tuple(chunks))
             _check_cover(key, tensor)
-            self.tensors[key] = tensor
+            tensors[key] = tensor
+        self.tensors = tensors
 
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """New memory with the entries from `region[d][0]` to `region[d][1]` in each dimension d of the tensor `key`."""
         stored = self.tensors[key]
-        parts = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
-        parts = [(chunk, both) for chunk, both in parts if both is not None]
+        overlaps = [(chunk, _overlap(chunk, region)) for chunk in stored.near(region)]
+        parts = [(chunk, both) for chunk, both in overlaps if both is not None]
         if len(parts) == 1 and all(
             n == stop - start for (_, _, n), (start, stop) in zip(parts[0][1], region, strict=True)
         ):
