@@ -54,11 +54,11 @@ THREADS = 4  # of each rank; crc32 runs outside the interpreter's lock
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Who takes part. gather: collective, gives every rank the values of all in rank order; so it is a barrier too."""
+    """Who takes part."""
 
     rank: int
     size: int
-    gather: Callable[[Any], Sequence[Any]]
+    gather: Callable[[Any], Sequence[Any]]  # collective: the values of all in rank order; so it is a barrier too
 
     def share(self, items: Sequence[str]) -> Sequence[str]:
         """This rank's of items that all ranks have in the same order."""
@@ -70,13 +70,13 @@ ALONE = Ranks(0, 1, lambda value: [value])
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """What COMPLETE says. files: path inside the checkpoint -> {"size": bytes, "crc32": checksum}."""
+    """What COMPLETE says."""
 
     step: int
     serial: int
     backend: str
     mrl_version: str
-    files: dict[str, dict]
+    files: dict[str, dict]  # path inside the checkpoint -> {"size": bytes, "crc32": checksum}
 
 
 def step_name(step: int) -> str:

@@ -27,15 +27,11 @@ EntropyMode = Literal["none", "detached", "differentiable"]
 
 @dataclasses.dataclass(frozen=True)
 class VocabShard:
-    """Which columns of the vocabulary this rank's logits are.
+    """Which columns of the vocabulary this rank's logits are."""
 
-    vocab_size: entries of the real vocabulary, without padding. start: global index of the first local column.
-    group: ranks that hold the other columns; None when this rank holds all of them.
-    """
-
-    vocab_size: int
-    start: int = 0
-    group: dist.ProcessGroup | None = None
+    vocab_size: int  # entries of the real vocabulary, without padding
+    start: int = 0  # global index of the first local column
+    group: dist.ProcessGroup | None = None  # ranks that hold the other columns; None where this rank holds all
 
     def num_valid(self, columns: int) -> int:
         """How many of the `columns` local ones are not padding."""
@@ -44,7 +40,7 @@ class VocabShard:
 
 @dataclasses.dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of its output layer's numbers: `scale * x`, of that `softcap * tanh(z / softcap)` if set."""
+    """What a model makes of its output layer's numbers: `scale * x`, then `softcap * tanh(z / softcap)` if set."""
 
     scale: float = 1.0
     softcap: float | None = None

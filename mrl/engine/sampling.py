@@ -38,15 +38,12 @@ _NOISE_WORDS = 2**15  # computed at once: they stay in a CPU's caches
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. temperature: divides the logits; 0 takes the most probable token (the lowest id of equals).
+    """How tokens are drawn. The filters mean nothing at temperature 0."""
 
-    top_k: 0 for all. top_p: in (0, 1], 1 for all. min_p: in [0, 1], 0 for all. They mean nothing at temperature 0.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = 1.0  # divides the logits; 0 takes the most probable token (the lowest id of equals)
+    top_k: int = 0  # 0 for all
+    top_p: float = 1.0  # in (0, 1], 1 for all
+    min_p: float = 0.0  # in [0, 1], 0 for all
 
     def __post_init__(self) -> None:
         assert self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1, self

@@ -24,7 +24,7 @@ def save(
     keep: int | None = None,
     protect: Collection[str] = (),
 ) -> str:
-    """Saves `root/step_XXXXXXXX`, whole or not at all, and copies it to the URL `remote`. Collective; returns it.
+    """Saves `root/step_XXXXXXXX`, whole or not at all, with a copy at the URL `remote`. Collective. Returns the folder.
 
     write: every rank writes its part into the folder that it is given. backend: whose files these are. keep, protect:
     as in `atomic_checkpoint.writing`.

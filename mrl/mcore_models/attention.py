@@ -32,14 +32,12 @@ from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attentio
 
 @dataclasses.dataclass
 class PackedLayout(PackedSeqParams):
-    """Megatron's packed-sequence parameters with what our attention needs on the host.
-
-    padded_lengths: places of each sequence in the micro-batch, with its padding, over all context-parallel ranks; each
-    a multiple of 2*cp where cp > 1. positions: [T] int64, each local place's index in its sequence.
-    """
+    """Megatron's packed-sequence parameters with what our attention needs on the host."""
 
     padded_lengths: tuple[int, ...] = ()
-    positions: Tensor | None = None
+    """Places of each sequence in the micro-batch, with its padding, over all context-parallel ranks; each a multiple of
+    2*cp where cp > 1."""
+    positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
 
     @classmethod
     def make(
@@ -74,13 +72,10 @@ class PackedLayout(PackedSeqParams):
 
 @dataclasses.dataclass
 class CacheLayout(PackedSeqParams):
-    """New tokens of several sequences in generation, and where the keys and values are that came before them.
+    """New tokens of several sequences in generation, and where the keys and values are that came before them."""
 
-    step: lengths, positions and cache, for all layers of a chunk. positions: [T] with those of padding behind.
-    """
-
-    step: CachedStep | None = None
-    positions: Tensor | None = None
+    step: CachedStep | None = None  # lengths, positions and cache, for all layers of a chunk
+    positions: Tensor | None = None  # [T] with those of padding behind
 
     @classmethod
     def make(cls, step: CachedStep, padding: int = 0) -> "CacheLayout":

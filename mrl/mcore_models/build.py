@@ -105,7 +105,8 @@ def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
             "variable_seq_lengths": True,  # packed micro-batches differ in length
             "moe_token_dispatcher_type": "alltoall",  # dense models too: megatron checks it beside variable lengths
             # With two stages both neighbours are the same rank, and batched sends of interleaved chunks cross:
-            # gradients are wrong in silence. Separate sends, each with its own tag order, are right.
+            # gradients are wrong in silence (a norm of 2 became 5000 in four steps). Separate sends, each with its
+            # own tag order, are right.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": dims.vpp > 1,
         }

@@ -9,16 +9,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 @dataclasses.dataclass
 class Config(TransformerConfig):
-    """qk_norm_over_heads: the norms of queries and keys are over all heads together. rotary_percent: the part of each
-    head that turns, its first channels."""
+    """megatron's config with what our modules read beside it."""
 
-    qk_norm_over_heads: bool = False
-    rotary_percent: float = 1.0
+    qk_norm_over_heads: bool = False  # the norms of queries and keys are over all heads together
+    rotary_percent: float = 1.0  # the part of each head that turns, its first channels
 
 
 @dataclasses.dataclass
 class LatentConfig(MLATransformerConfig):
-    """With multi-head latent attention."""
+    """The same of models with multi-head latent attention."""
 
     qk_norm_over_heads: bool = False
     rope_interleave: bool = True  # channels that turn together are neighbours

@@ -34,10 +34,10 @@ LATENT_EPS = 1e-6
 
 @dataclasses.dataclass
 class LatentSubmodules:
-    """up: from a latent to heads, with the norm before it where `norm` is None. heads: from hidden states to heads."""
+    """The classes of the parts of latent attention."""
 
-    up: type
-    heads: type
+    up: type  # from a latent to heads, with the norm before it where `norm` is None
+    heads: type  # from hidden states to heads
     norm: type | None
     core_attention: type
     linear_proj: type

@@ -1,4 +1,4 @@
-"""The FSDP engine: a transformers model sharded over all ranks with FSDP2, each with its own data, or places."""
+"""The FSDP engine: a transformers model sharded over all ranks with FSDP2. Each has its own data; under cp, places."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ModelFiles:
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[Stored]:
-        """The weights of the folder `path`, all accounted for. trained: a value head not there starts at zero."""
+        """The weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with SafetensorsReader(path) as reader:
             yield Stored(self, reader, may_lack=[SCORE] if self.head == "value" and trained else [])
 

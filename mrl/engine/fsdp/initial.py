@@ -12,7 +12,7 @@ from mrl.engine.fsdp.blocks import blocks_of
 
 
 class InitialWeights:
-    """Makes one block, or one module that is in none, at a time. hf: the model, on the meta device; tied ones are one.
+    """Makes one block, or one module that is in none, at a time. hf: on the meta device; tied parameters are one.
 
     A block's weights are a function of (seed, its name).
     """

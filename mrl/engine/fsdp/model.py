@@ -111,7 +111,7 @@ class Model:
 
     @torch.no_grad()
     def _probe(self, ulysses: Ulysses, *, packed: bool, trains: bool) -> None:
-        """Runs tiny inputs through the model: what it makes of its output layer's numbers, and whether all is right."""
+        """Runs tiny inputs through the model: what it makes of logits, and whether all is right. Collective."""
         self.module.eval()
         how = {"packed": packed, "device": self.device, "ulysses": ulysses}
         self.module(lambda hf: probe.choose_attention(hf, **how))

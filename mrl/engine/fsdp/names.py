@@ -104,7 +104,7 @@ class TableFiles:
 
     @contextlib.contextmanager
     def opened(self, path: str, *, trained: bool) -> Iterator[StoredRows]:
-        """The weights of the folder `path`, all accounted for. trained: a value head not there starts at zero."""
+        """The weights of the folder `path`, all accounted for. trained: a missing value head starts at zero."""
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
             yield StoredRows(self, read)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses:
-    """The ranks that share this rank's sequences. group: None where it has them alone."""
+    """The ranks that share this rank's sequences."""
 
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None where it has them alone
 
     @property
     def size(self) -> int:

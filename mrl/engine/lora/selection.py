@@ -139,12 +139,12 @@ def _check_is_plain(path: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """A user's selection on a model. names: of its modules. stacks: of its parameters of three dimensions (experts)."""
+    """A user's selection on a model."""
 
     model: str
     lora: LoraConfig
-    names: tuple[str, ...]
-    stacks: tuple[str, ...]
+    names: tuple[str, ...]  # of the model's modules
+    stacks: tuple[str, ...]  # of its parameters of three dimensions (experts)
 
     def of_stacks(self) -> list[str]:
         """Entries of a list of targets that are ends of experts' parameters, which peft takes in another field."""

@@ -193,6 +193,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     @installed
     def optimizer_zero_grad(self) -> None:
         with self.offload.used("gradients"):
+            # here and not in a forward: a mini-batch may come in several calls, whose gradients accumulate
             for chunk in self.model.wrapped:
                 chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()

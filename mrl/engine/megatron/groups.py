@@ -46,6 +46,7 @@ class MegatronState:
         if key not in _groups_of_layout:
             before = _snapshot()
             _restore(_pristine)
+            # gloo groups: the distributed optimizer and what moves Python objects ask for those of data parallelism
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp, pipeline_model_parallel_size=dims.pp,
                 virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,

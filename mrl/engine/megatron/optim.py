@@ -34,6 +34,7 @@ def wrap(models: Sequence[Model], config: TransformerConfig) -> list[Distributed
             for name, parameter in model.named_parameters():
                 if ".experts." in name:
                     parameter.allreduce = False
+    # by default megatron sums gradients in the parameters' dtype, and sums of many micro-batches are lost in bf16
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
     )

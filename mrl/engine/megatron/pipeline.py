@@ -36,13 +36,13 @@ class Setup:
 
 @dataclasses.dataclass
 class MicroBatch:
-    """One micro-batch with its own metadata. results: filled on the last pipeline stage."""
+    """One micro-batch with its own metadata."""
 
     data: Batch
     ctx: Ctx
     inputs: model_inputs.ModelInputs
-    predictions: Predictions = dataclasses.field(default_factory=dict)
-    loss: Tensor | None = None
+    predictions: Predictions = dataclasses.field(default_factory=dict)  # filled on the last pipeline stage
+    loss: Tensor | None = None  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make_micro_batch(batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, set
 
 def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch], setup: Setup, call: Call) -> None:
     """Forward, and backward unless `call.forward_only`; fills the micro-batches' results on the last stage."""
-    config.grad_scale_func = megatron_scale(call.share)
+    config.grad_scale_func = megatron_scale(call.share)  # of router losses: see scaling.py
     forward_backward = get_forward_backward_func()
     iterators = [iter(micro_batches) for _ in chunks]
     forward_backward(

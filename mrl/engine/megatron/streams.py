@@ -1,4 +1,4 @@
-"""A model's weights or gradients, gathered tensor by tensor on rank 0 under the names of Hugging Face's, peft's files.
+"""A model's weights or gradients, gathered one by one on rank 0 under the names of Hugging Face's and peft's files.
 
 `value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time. Other ranks
 take part and yield nothing.
