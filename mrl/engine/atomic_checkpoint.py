@@ -176,8 +176,8 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
     marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
     if backend is not None and marker.backend != backend:
         raise CheckpointError(f"{path}: {other_backend(marker.backend, backend)}")
-    for file, facts in marker.files.items():
-        check_file(path, file, facts, content=facts["size"] <= SMALL_BYTES)
+    for file, entry in marker.files.items():
+        check_file(path, file, entry, content=entry["size"] <= SMALL_BYTES)
     return marker
 
 
@@ -230,8 +230,8 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
             fields["step"], fields["serial"], fields["backend"], fields["mrl_version"], dict(fields["files"])
         )
         current = fields.get("version") == FORMAT_VERSION
-        facts = [file[name] for file in marker.files.values() for name in ("size", "crc32")] if current else []
-        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *facts])
+        numbers = [file[name] for file in marker.files.values() for name in ("size", "crc32")] if current else []
+        readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *numbers])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: damaged or foreign: {MARKER} cannot be read ({error!r}); use another checkpoint"
@@ -288,10 +288,10 @@ def _settle(path: str, ranks: Ranks) -> dict[str, dict]:
     for full in mine:
         _fsync(full)
     with ThreadPoolExecutor(THREADS) as pool:
-        facts = [
+        entries = [
             {"size": os.path.getsize(f), "crc32": crc} for f, crc in zip(mine, pool.map(crc32_of, mine), strict=True)
         ]
-    everyone = ranks.gather(dict(zip(ranks.share(files), facts, strict=True)))
+    everyone = ranks.gather(dict(zip(ranks.share(files), entries, strict=True)))
     return {file: everyone[i % ranks.size][file] for i, file in enumerate(files)}
 
 
@@ -379,18 +379,18 @@ def _read_bytes(path: str) -> bytes | None:
         return source.read()
 
 
-def check_file(path: str, file: str, facts: dict, *, content: bool, stop: threading.Event | None = None) -> None:
+def check_file(path: str, file: str, entry: dict, *, content: bool, stop: threading.Event | None = None) -> None:
     """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too, until `stop`."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
         raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
     size = os.path.getsize(full)
-    if size != facts["size"]:
+    if size != entry["size"]:
         raise CheckpointError(
-            f"{path}: damaged: {file} has {size} bytes and was saved with {facts['size']}; use another checkpoint"
+            f"{path}: damaged: {file} has {size} bytes and was saved with {entry['size']}; use another checkpoint"
         )
     try:
-        same = not content or crc32_of(full, stop) == facts["crc32"]
+        same = not content or crc32_of(full, stop) == entry["crc32"]
     except OSError as error:
         raise CheckpointError(f"{path}: damaged: {file} cannot be read ({error}); use another checkpoint") from error
     if not same:

@@ -181,11 +181,11 @@ def _unmarked(files: fsspec.AbstractFileSystem, base: str) -> list[str]:
 
 def _check_sizes(files: fsspec.AbstractFileSystem, path: str, marker: Marker) -> None:
     """Refuses a copy that lacks files or has files of another size."""
-    present = {full[len(path) :].lstrip("/"): facts["size"] for full, facts in files.find(path, detail=True).items()}
-    for file, facts in marker.files.items():
-        if present.get(file) != facts["size"]:
+    present = {full[len(path) :].lstrip("/"): entry["size"] for full, entry in files.find(path, detail=True).items()}
+    for file, entry in marker.files.items():
+        if present.get(file) != entry["size"]:
             raise CheckpointError(
-                f"{path}: damaged: {file} has {present.get(file, 'no')} bytes and was saved with {facts['size']}; "
+                f"{path}: damaged: {file} has {present.get(file, 'no')} bytes and was saved with {entry['size']}; "
                 "use another checkpoint"
             )
 

@@ -154,11 +154,11 @@ class Schedule:
         copies = self._place(decoding, followers, prompts + fresh)
         restored = [(s.row, s.request.key) for s in fresh if s.kept]
         self.running = sorted(decoding + followers + prompts + fresh, key=lambda s: s.row)
-        new, cached, left = [], [s.cached for s in self.running], self.prefill_tokens
+        new, cached, budget = [], [s.cached for s in self.running], self.prefill_tokens
         for i, s in enumerate(self.running):
             decodes = i < len(decoding) + len(followers)
-            new.append(s.context[s.cached : s.cached + (1 if decodes else left)])
-            left -= 0 if decodes else len(new[-1])
+            new.append(s.context[s.cached : s.cached + (1 if decodes else budget)])
+            budget -= 0 if decodes else len(new[-1])
             s.cached += len(new[-1])
         sampled = [i for i, s in enumerate(self.running) if s.cached == len(s.context)]
         return Step(shape, copies, new, cached, sampled, self.running, restored)
@@ -178,8 +178,8 @@ class Schedule:
         self.waiting = sorted(back, key=lambda s: s.index) + self.waiting
         return self.rows, self.length
 
-    def _admit(self, left: int) -> tuple[list[_Running], list[_Running]]:
-        """Takes from the waiting: those whose prompt is in the cache, and those with `left` prompt tokens in all."""
+    def _admit(self, budget: int) -> tuple[list[_Running], list[_Running]]:
+        """Takes from the waiting: those whose prompt is in the cache, and those with `budget` prompt tokens in all."""
         followers: list[_Running] = []
         fresh: list[_Running] = []
         kept: list[_Running] = []
@@ -192,12 +192,12 @@ class Schedule:
             elif leader is not None and leader is not s and not leader.done:
                 ready = leader.cached >= len(s.prompt) - 1  # else it will be, after this step or a later one
                 (followers if ready else kept).append(s)
-            elif left > 0:
+            elif budget > 0:
                 if not begun:
                     self._leaders[s.prompt] = s
                 fresh.append(s)
                 s.cached = s.kept
-                left -= len(s.context) - s.kept
+                budget -= len(s.context) - s.kept
             else:
                 kept.append(s)
         if free:

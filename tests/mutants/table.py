@@ -299,7 +299,7 @@ CHECKPOINTS = (
         ),
         ("in _whole(root)[:-keep]", "in _whole(root)[: -keep - 1]"),
         ("key=lambda item: (item[1].serial, item[0])", "key=lambda item: item[0]"),
-        ('content=facts["size"] <= SMALL_BYTES', "content=False"),
+        ('content=entry["size"] <= SMALL_BYTES', "content=False"),
         ("everyone[i % ranks.size][file]", "everyone[0][file]"),
         ("            shutil.rmtree(os.path.join(root, entry))\n\n\ndef _settle", "            pass\n\n\ndef _settle"),
     ),

@@ -22,15 +22,15 @@ from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.names import STATE
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
-from mrl.engine.lora.identity import check_facts
+from mrl.engine.lora.identity import check_identity
 from mrl.engine.rng import Generators
 from mrl.errors import CheckpointError
 
 
 def tensors(model: Model, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Everything sharded, by its name in the checkpoint. Tensors are those in use: reading into them restores."""
-    held = model.trained() if model.adapters is not None else model.parameters() | model.buffers()
-    named: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in held.items()}
+    kept = model.trained() if model.adapters is not None else model.parameters() | model.buffers()
+    named: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in kept.items()}
     return named | (optimizer.moments() if optimizer is not None else {})
 
 
@@ -49,9 +49,9 @@ def save(
     if dist.get_rank() == 0:
         updates = 0 if optimizer is None else optimizer.updates
         about = described(model)
-        facts = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
-        facts |= {"adapters": model.adapter_facts}
-        torch.save(facts, os.path.join(folder, STATE))
+        saved = {"schedule_step": schedule_step, "updates": updates, "state": dict(state), "architecture": about}
+        saved |= {"adapters": model.adapter_identity}
+        torch.save(saved, os.path.join(folder, STATE))
 
 
 def load(
@@ -64,22 +64,22 @@ def load(
     """
     wanted = tensors(model, optimizer)
     try:
-        facts = torch.load(os.path.join(folder, STATE), weights_only=True)
-        if model.adapter_facts is not None or facts.get("adapters") is not None:
-            _check_architecture(facts["architecture"], model, folder)
-            check_facts(facts.get("adapters"), model.adapter_facts, folder)
+        saved = torch.load(os.path.join(folder, STATE), weights_only=True)
+        if model.adapter_identity is not None or saved.get("adapters") is not None:
+            _check_architecture(saved["architecture"], model, folder)
+            check_identity(saved.get("adapters"), model.adapter_identity, folder)
         _check_fit(folder, wanted)
-        if "architecture" in facts:  # an older mrl saved none
-            _check_architecture(facts["architecture"], model, folder)
+        if "architecture" in saved:  # an older mrl saved none
+            _check_architecture(saved["architecture"], model, folder)
         dcp.load(wanted, checkpoint_id=folder)
     except LOAD_ERRORS as error:
         raise cannot_load(folder, error) from error
     if optimizer is not None:
-        optimizer.updates = facts["updates"]
+        optimizer.updates = saved["updates"]
     rng = os.path.join(folder, f"rng_{dist.get_rank()}.pt")
     if os.path.exists(rng):
         generators.restore(torch.load(rng, weights_only=True))
-    return facts["schedule_step"], facts["state"]
+    return saved["schedule_step"], saved["state"]
 
 
 def described(model: Model) -> dict[str, Any]:

@@ -76,15 +76,15 @@ class ModelFiles:
             groups.setdefault(renamed if pattern is not None else f"={name}", []).append(name)
         return list(groups.values())
 
-    def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(file name, tensor) of one of `groups`, by name. What a conversion cannot do is refused."""
-        if self._score is not None and self._score in held:
-            yield SCORE, held[self._score]
+        if self._score is not None and self._score in tensors:
+            yield SCORE, tensors[self._score]
             return
         try:
-            yield from revert_weight_conversion(self.hf, {self._saved.get(n, n): t for n, t in held.items()}).items()
+            yield from revert_weight_conversion(self.hf, {self._saved.get(n, n): t for n, t in tensors.items()}).items()
         except Exception as error:  # transformers has no common class for what its conversions raise
-            raise ModelError(self._refused(list(held), error)) from error
+            raise ModelError(self._refused(list(tensors), error)) from error
 
     def _refused(self, names: Sequence[str], error: BaseException) -> str:
         reason = " ".join(str(error).split())[:200]

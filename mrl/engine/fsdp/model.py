@@ -89,7 +89,7 @@ class Model:
         self.module.to_empty(device=device)
         fill_buffers(hf)
         self._load(config)
-        self.adapter_facts = identity.facts(config, self.family, self.hf_config)
+        self.adapter_identity = identity.identity_of(config, self.family, self.hf_config)
         self.rule = PLAIN
         if self.family is None and not reads_images(self.hf_config):
             self._probe(mesh.ulysses, packed=config.packing, trains=config.optimizer is not None)
@@ -181,8 +181,8 @@ class Model:
         infos = {}
         for group in self.files.groups():
             of_group = next((fixed[name] for name in group if name in fixed), dtype)
-            held = {name: torch.empty(self.files.state[name].shape, device="meta") for name in group}
-            for name, tensor in self.files.written(held):
+            tensors = {name: torch.empty(self.files.state[name].shape, device="meta") for name in group}
+            for name, tensor in self.files.written(tensors):
                 infos[name] = TensorInfo(NAMES[of_group], tuple(tensor.shape))
         return {name: infos[name] for name in self.files.shapes}
 
@@ -235,18 +235,18 @@ class Model:
         parameters, buffers = self.parameters(), self.buffers() if fixed else {}
         parameters = {name: p for name, p in parameters.items() if fixed or name not in self.frozen}
         for group in self.files.groups():
-            held = {name: value(parameters[name]).detach() for name in group if name in parameters}
-            held = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in held.items()}
+            tensors = {name: value(parameters[name]).detach() for name in group if name in parameters}
+            tensors = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
             if self.adapters is not None:
-                held = {name: self.adapters.merged(name, whole) for name, whole in held.items()}
+                tensors = {name: self.adapters.merged(name, whole) for name, whole in tensors.items()}
             if dist.get_rank():
                 continue
-            held = {
-                name: t.to("cpu", torch.float32 if name in self.kept_in_fp32 else dtype) for name, t in held.items()
+            tensors = {
+                name: t.to("cpu", torch.float32 if name in self.kept_in_fp32 else dtype) for name, t in tensors.items()
             }
-            held |= {name: buffers[name].cpu() for name in group if name in buffers}
-            if held:
-                for name, tensor in self.files.written(held):
+            tensors |= {name: buffers[name].cpu() for name in group if name in buffers}
+            if tensors:
+                for name, tensor in self.files.written(tensors):
                     yield name, tensor.clone()
 
     def stream_trained(self, value: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:

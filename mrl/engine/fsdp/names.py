@@ -85,8 +85,8 @@ class TableFiles:
         whole = hf.state_dict(keep_vars=True)
         buffers = {name: t for name, t in hf.named_buffers() if name in whole}
         self.state = dict(hf.named_parameters()) | buffers
-        held = {part.name for name in self.state for part in self._file_tensors(name)}
-        odd = sorted(held ^ self.shapes.keys())
+        in_files = {part.name for name in self.state for part in self._file_tensors(name)}
+        odd = sorted(in_files ^ self.shapes.keys())
         assert not odd, f"transformers' model and the table of {family.model_type} do not agree about {odd}"
 
     def _file_tensors(self, name: str) -> list[FileTensor]:
@@ -96,9 +96,9 @@ class TableFiles:
         """Names of parameters and buffers, those together that a file's tensor needs together."""
         return [[name] for name in self.state]
 
-    def written(self, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(file name, tensor) of one of `groups`, by name."""
-        for name, whole in held.items():
+        for name, whole in tensors.items():
             for part in self._file_tensors(name):
                 yield part.name, part.of(whole)
 

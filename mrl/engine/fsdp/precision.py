@@ -59,11 +59,11 @@ def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: boo
 
 def _outermost(module: nn.Module, name: str, kept: set[int], blocks: set[int], model_type: str) -> Iterator[nn.Module]:
     # adapters go with what they adapt: peft adds those of a router to its weight before the router's own forward
-    held = {id(p) for parameter, p in module.named_parameters() if "lora_" not in parameter}
-    if not held & kept:
+    inside = {id(p) for parameter, p in module.named_parameters() if "lora_" not in parameter}
+    if not inside & kept:
         return
     has_forward = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if held <= kept and has_forward and not any(id(inner) in blocks for inner in module.modules()):
+    if inside <= kept and has_forward and not any(id(inner) in blocks for inner in module.modules()):
         yield module
         return
     own = {parameter: id(p) in kept for parameter, p in module.named_parameters(recurse=False)}

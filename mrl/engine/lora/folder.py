@@ -63,15 +63,15 @@ def write_adapter(
 
     found = injection(base_model_path, lora, head)
     expected = shapes_in_file(base_model_path, lora, head)
-    held = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
-    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    on_host = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors}
+    shapes = {name: tuple(tensor.shape) for name, tensor in on_host.items()}
     assert shapes == expected, f"adapter tensors {sorted(shapes.items() ^ expected.items())}"
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
     with (out / f".{WEIGHTS}.part").open("wb") as file:  # safetensors' own writer has no OSError for a full disk
-        file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in held.items()}).header)
-        for tensor in held.values():
+        file.write(lay_out({name: TensorInfo(NAMES[t.dtype], tuple(t.shape)) for name, t in on_host.items()}).header)
+        for tensor in on_host.values():
             file.write(as_bytes(tensor))
     os.replace(out / f".{WEIGHTS}.part", out / WEIGHTS)
     for source in companion_files(Path(base_model_path)):

@@ -69,8 +69,8 @@ def _parts(shape: Sequence[int]) -> list[Any]:
     return [slice(row, row + 1) if len(shape) == 2 else (row, slice(0, 1), slice(None)) for row in rows]
 
 
-def facts(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters; None where there are none. Collective.
+def identity_of(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:
+    """What a checkpoint says of its adapters and their base; None where there are none. Collective.
 
     lora: the section of the config, but for how it is exported. path, base: where the base is, and its `fingerprint`.
     head: "lm" or "value".
@@ -83,7 +83,7 @@ def facts(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dic
     return {"lora": section, "path": os.path.abspath(path), "base": base, "head": config.head}
 
 
-def check_facts(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None, folder: str) -> None:
+def check_identity(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | None, folder: str) -> None:
     """Raises CheckpointError where the checkpoint in `folder` is of other adapters, or of these over another base."""
     if saved is None and mine is None:
         return

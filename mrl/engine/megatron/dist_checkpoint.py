@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
-from mrl.engine.lora.identity import check_facts
+from mrl.engine.lora.identity import check_identity
 from mrl.engine.megatron import lora, optim_state
 from mrl.engine.megatron.model import Model
 from mrl.errors import CheckpointError
@@ -54,7 +54,7 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
     rank = dist.get_rank()
     saved = _read(os.path.join(found, "engine.pt"), found)
     check_architecture(saved["architecture"], _architecture(model), found)
-    check_facts(saved.get("adapters"), model.adapter_facts, found)
+    check_identity(saved.get("adapters"), model.adapter_identity, found)
     if model.optimizer is not None and not saved["layout"]:
         raise CheckpointError(
             f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
@@ -112,7 +112,7 @@ def _description(model: Model) -> dict[str, Any]:
     return {
         "layout": dataclasses.asdict(model.dims),
         "architecture": _architecture(model),
-        "adapters": model.adapter_facts,
+        "adapters": model.adapter_identity,
         "optimizer_steps": steps,
     }
 

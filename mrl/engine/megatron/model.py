@@ -16,7 +16,7 @@ from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
 from mrl.converters.stacks import reading
 from mrl.engine.lora.folder import adapters
-from mrl.engine.lora.identity import facts
+from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.saving import starting_weights
@@ -47,7 +47,7 @@ class Model:
         self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or themselves where nothing trains
         self.rules: Sequence[Mapping[str, Rule]] = ()  # of each chunk, by the name of the parameter
         self.adapters: lora.Shapes = {}
-        self.adapter_facts: dict[str, Any] | None = None  # what a checkpoint says of them
+        self.adapter_identity: dict[str, Any] | None = None  # what a checkpoint says of them
         self.optimizer: Any = None
 
     @property
@@ -79,7 +79,7 @@ class Model:
             self.optimizer = optim.build_optimizer(config.optimizer, self.wrapped, self.dtype)
         with self._start() if read is None else contextlib.nullcontext(read) as source:
             self.fill(source)
-        self.adapter_facts = facts(config, self.family, self.hf)
+        self.adapter_identity = identity_of(config, self.family, self.hf)
 
     @contextlib.contextmanager
     def _start(self) -> Iterator[Callable[[str], Any]]:

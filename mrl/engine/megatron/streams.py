@@ -35,11 +35,11 @@ def stream(model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool) ->
 
 def _by_rule(model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
     """(name in the tables, whole tensor) as `stream` says."""
-    held = [tensors_of(chunk) for chunk in model.chunks]
+    of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     for owned in _owned(model):
         if owned.rule.buffer and not buffers:
             continue
-        shards = _gathered(model, held, value, owned)
+        shards = _gathered(model, of_chunks, value, owned)
         if dist.get_rank() == 0:
             yield from owned.rule.merge(shards).items()
 
@@ -78,13 +78,13 @@ def stream_trained(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[
 
 
 def _of_adapters(model: Model, value: Callable[[Tensor], Tensor]) -> Iterator[tuple[Rule, Tensor]]:
-    held = [dict(chunk.named_parameters()) for chunk in model.chunks]
+    of_chunks = [dict(chunk.named_parameters()) for chunk in model.chunks]
     for owned in _owned(model):
         rules: list[Rule] = list(rules_of(owned.rule, model.adapters, model.family))
         if model.config.head == "value" and owned.rule.mcore == HEAD:
             rules.append(owned.rule)
         for rule in rules:
-            shards = _gathered(model, held, value, dataclasses.replace(owned, rule=rule))
+            shards = _gathered(model, of_chunks, value, dataclasses.replace(owned, rule=rule))
             if dist.get_rank() == 0:
                 yield rule, rule.merge(shards)[rule.hf[0]]
 
@@ -104,14 +104,14 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
 
 
 def _gathered(
-    model: Model, held: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned
+    model: Model, of_chunks: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned
 ) -> list[Tensor]:
-    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. held: each chunk's tensors, by name."""
+    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. of_chunks: their tensors, by name."""
     rule, coords = owned.rule, model.coords
     holders = _holders(model.dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
     mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
     here = mine and 0 not in rule.shape(holders.index(dist.get_rank()))
-    return _to_rank_0(value(held[owned.chunk][rule.mcore]).detach() if here else None, holders, rule)
+    return _to_rank_0(value(of_chunks[owned.chunk][rule.mcore]).detach() if here else None, holders, rule)
 
 
 def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:

@@ -36,8 +36,8 @@ def write_metadata(
     """Writes what makes data files a checkpoint; returns the names of the files. items: by data file."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for file, held in items.items():
-        for item in held:
+    for file, in_file in items.items():
+        for item in in_file:
             offset = None if item.offsets is None else torch.Size(item.offsets)
             storage[MetadataIndex(item.key, offset)] = _StorageInfo(file, item.start, item.length)
             if item.offsets is not None:
@@ -51,9 +51,9 @@ def write_metadata(
     with (folder / ".metadata").open("wb") as out:
         pickle.dump(metadata, out)
     torch.save({}, folder / "common.pt")
-    facts = {
+    about = {
         "sharded_backend": "torch_dist", "sharded_backend_version": 1,
         "common_backend": "torch", "common_backend_version": 1,
     }  # fmt: skip
-    (folder / "metadata.json").write_text(json.dumps(facts), encoding="utf-8")
+    (folder / "metadata.json").write_text(json.dumps(about), encoding="utf-8")
     return [".metadata", "common.pt", "metadata.json"]

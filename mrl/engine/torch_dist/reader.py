@@ -303,9 +303,9 @@ def _check_cover(key: str, tensor: StoredTensor) -> None:
         ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
         if any(low < 0 or size < 0 or low + size > whole for low, size, whole in ends):
             raise ValueError(f"a part of {key} is outside of its shape {list(tensor.shape)}")
-    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    if held != math.prod(tensor.shape):
-        raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {held}")
+    in_parts = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if in_parts != math.prod(tensor.shape):
+        raise ValueError(f"{key} has {math.prod(tensor.shape)} entries and its parts have {in_parts}")
     near: list[Chunk] = []  # those that may meet the next one in the first dimension
     for chunk in tensor.chunks if tensor.shape else ():
         near = [other for other in near if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
