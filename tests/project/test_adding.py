@@ -1,7 +1,7 @@
-"""Adding a family, an algorithm, a reward: each is added here, used, and the files that it touched are counted.
+"""Adding a family, an algorithm, a reward, a key: each is added here, used, and the files that it touched are counted.
 
-A family and an algorithm are added to a copy of the tree; a reward is a file of the user's. Engines are added by
-tests/engine/test_registry.py.
+Families, algorithms and keys are added to a copy of the tree; a reward is a file of the user's. Engines are added by
+tests/engine/test_registry.py, commands by tests/commands/test_adding.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ FAMILY = Family(
 '''
 TINY = '    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),\n'
 RECIPE = '    "mine": {"advantage": "rloo", "objective": "cispo", "clip_low": 1.0, "clip_high": 3.0},\n'
+KEY = '    greeting: str = key("hello", "said when a run starts", may_change=True)\n'
+READS = "    console.say(config.log.greeting)\n"
 REWARD = """\
 def brevity(prompt, completion, row):
     return 1.0 / (1 + len(completion) + row["weight"])
@@ -144,3 +146,19 @@ def test_a_reward_is_one_file_of_the_users(inputs, monkeypatch):
     assert done.exit_code == 0 and "my_rewards.py:brevity" in done.output
     (inputs / "my_rewards.py").unlink()
     assert CliRunner().invoke(cli.main, ["ppo", "grpo.yaml", "--dry-run"]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_key_is_a_line_and_the_code_that_reads_it(tree, inputs):
+    """Its default, type, meaning, and what a resume may do with it, follow from the line."""
+    insert(tree / "mrl/config/schema.py", KEY, "class LogConfig")
+    insert(tree / "mrl/trainers/sft.py", READS, "def _run")
+    assert "said when a run starts" in run("-m", "mrl", "config", "sft", "log.greeting", folder=inputs, tree=tree)
+    optimizer = {"schedule": "constant", "warmup_steps": 0}
+    config = tiny_runs.make_config(inputs, inputs / "sft", train={"steps": 1}, optimizer=optimizer)
+    tiny_runs.write_config(inputs / "sft.yaml", config)
+    words = ("-m", "mrl", "sft", "sft.yaml", "log.console=plain")
+    assert "hello" in run(*words, folder=inputs, tree=tree).splitlines()
+    said = run(*words, "log.greeting=welcome", "train.steps=2", folder=inputs, tree=tree)
+    assert "welcome" in said.splitlines() and 'log.greeting: "hello" at the save, "welcome" now' in said
+    assert touched(tree) == ["mrl/config/schema.py", "mrl/trainers/sft.py"]
