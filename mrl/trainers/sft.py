@@ -127,10 +127,11 @@ def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int
 
     The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
     """
-    epochs, rows, batch = config.train.resolved_epochs, len(train_set), config.train.global_batch_size
+    rows, batch = len(train_set), config.train.global_batch_size
     check_batch(batch, batch, rows)
-    if epochs is None:
+    if config.train.steps is not None:
         return config.train.steps
+    epochs = 1.0 if config.train.epochs is None else config.train.epochs
     usable = rows
     counts: Mapping[str, int] = {}
     if may_leave_out(config.data):
@@ -233,7 +234,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
 
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)  # type: ignore[misc]
         guard.before_update(progress.step + 1, batch, loss)
         grad_norm = engine.optimizer_step()
         guard.after_update(progress.step + 1, batch, grad_norm)
@@ -324,7 +325,7 @@ class Evaluation:
             for batch in self.batches(report):
                 if any(engine.max_over_ranks(self.stop.requested)):
                     return None
-                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
+                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)  # type: ignore[misc]
                 loss_sum += ctx["loss"] * batch.denominators["tokens"]
                 tokens += batch.denominators["tokens"]
                 self.console.detail(f"{tokens:,.0f} tokens")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,7 +41,7 @@ def make_sampler(
         kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - config.max_length)
 
         def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
-            limits = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
+            limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
             limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": console.generated}
             return dispatch.generate("actor", requests, **limits, **kept)
 
