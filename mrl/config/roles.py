@@ -108,7 +108,7 @@ def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
             raise type(error)(f"{role}.engine", None, why) from None
         if section in ("engine", "model"):
             raise error.under(role) from None
-        if section is None:
+        if section is None or error.key == "config.json":
             at = f"{role}.model" if isinstance(error, ModelError) else role
             raise type(error)(at, why=str(error)) from None
         raise

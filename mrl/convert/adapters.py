@@ -60,8 +60,9 @@ def check_base(saved: SavedAdapters, companions: Path, family: Family, hf_config
     """Raises CheckpointError where the model in `companions` is not the one that the adapters are over."""
     if identity.fingerprint(str(companions), family, hf_config, saved.head) != saved.base:
         raise CheckpointError(
-            f"{companions}: its weights are not those of {saved.path}, which the adapters were trained over; give the "
-            "base with --model"
+            companions,
+            why=f"its weights are not those of {saved.path}, which the adapters were trained over",
+            fix="give the base with --model",
         )
 
 
@@ -80,7 +81,9 @@ def tensors_of(
         for name, shape in adapter_shapes(shapes, head, hidden).items():
             key = prefix + name
             if key not in stored.tensors:
-                raise CheckpointError(f"{folder}: has no {name}; it is not of the adapters that its model.lora names")
+                raise CheckpointError(
+                    folder, why=f"has no {name}", fix="it is not of the adapters that its model.lora names"
+                )
             sizes = stored.tensors[key].shape
             tensor = stored.read(key, [(0, size) for size in sizes]).float()
             if len(sizes) == 3:  # megatron has one matrix an expert: A [E, R, I], B [E, O, R]
@@ -91,7 +94,7 @@ def tensors_of(
                     tensor = tensor.flatten(0, 1)
             if tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"{folder}: {name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
+                    folder, why=f"{name} is {list(tensor.shape)}, and model.lora makes it {list(shape)}"
                 )
             found[name] = tensor.contiguous()
         return found
@@ -122,7 +125,7 @@ class MergedReader:
         lost = sorted(self._where.keys() - expected.keys())
         if lost:
             raise ModelError(
-                f"{base}: has no {lost[0]}, which an adapter is for; give the model that it was trained over"
+                base, why=f"has no {lost[0]}, which an adapter is for", fix="give the model that it was trained over"
             )
 
     def _set_dtype(self, dtype: torch.dtype) -> None:
@@ -209,8 +212,10 @@ def merged_folder(folder: Path, base: str, family: Family, hf_config: HFConfig, 
     odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if odd:
         raise ModelError(
-            f"{folder}: {odd[0]} is {found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes it "
-            f"{expected.get(odd[0], 'absent')} ({len(odd)} tensors differ); give the base with --model"
+            folder,
+            why=f"{odd[0]} is {found.get(odd[0], 'absent')}, and its {CONFIG} over {base} makes "
+            f"it {expected.get(odd[0], 'absent')} ({len(odd)} tensors differ)",
+            fix="give the base with --model",
         )
     adapter = {name: tensor.float() for name, tensor in adapter.items()}
     return MergedReader(base, family, hf_config, head=head, dtype=dtype, shapes=shapes, adapter=adapter)

@@ -68,7 +68,7 @@ def _write_config(path: Path, folder: Path, fields: dict[str, Any]) -> None:
         config = CONFIG_MAPPING[model_type](**{k: v for k, v in fields.items() if k != "model_type"})
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
-            f"{path}: transformers refuses its sizes: {' '.join(str(error).split())}; get another file"
+            path, why=f"transformers refuses its sizes: {' '.join(str(error).split())}", fix="get another file"
         ) from None
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     (folder / "config.json").write_text(config.to_json_string(), encoding="utf-8")

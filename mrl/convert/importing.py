@@ -112,7 +112,7 @@ def import_hf(
             makers[objects] = functools.partial(_write_nothing, extra)
             done = work.write_all(makers, advance)
             if _fingerprint(model) != plan["source"]:
-                raise ModelError(f"{source}: changed while it was converted; run the same command again")
+                raise ModelError(source, why="changed while it was converted", fix="run the same command again")
             with work.finishing() as folder:
                 tensors = {part.key: (part.dtype, shapes[part.key]) for part in parts}
                 _finish(folder, model, done, tensors, extra)

@@ -22,9 +22,9 @@ def open_model(path: str | Path, *, allow_pickle: bool = False, tokenizer: str |
         raise ModelError("--tokenizer", quoted(tokenizer), f"has no effect: {path} is no GGUF file", "leave it out")
     lone = sorted(file.name for file in Path(path).glob("*.gguf")) if not (Path(path) / "config.json").is_file() else []
     if lone:
-        raise ModelError(f"{path}: is a folder of GGUF files ({some(lone)}); give the one to convert")
+        raise ModelError(path, why=f"is a folder of GGUF files ({some(lone)})", fix="give the one to convert")
     if str(path).endswith(".gguf") and not Path(path).exists():
-        raise ModelError(f"{path}: no such file; give a GGUF file, a Hugging Face model folder or a hub id")
+        raise ModelError(path, why="no such file", fix="give a GGUF file, a Hugging Face model folder or a hub id")
     return open_hf(path, allow_pickle=allow_pickle)
 
 

@@ -156,8 +156,8 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
     layers = hf_config["num_hidden_layers"]
     if layers > len(stored.tensors):
         raise ModelError(
-            f"{folder / 'config.json'}: num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} "
-            "tensors in all"
+            folder / "config.json",
+            why=f"num_hidden_layers {layers} cannot be: the folder has {len(stored.tensors)} tensors in all",
         )
     files = None if pickled else hf_files(stored)
     reader = unstacked(stored, family)
@@ -165,7 +165,7 @@ def open_hf(path: str | Path, *, allow_pickle: bool = False) -> Source:
         files = None  # what is written is not what the folder holds: it is not quantised, and has one tensor an expert
     if {SCORE, LM_HEAD} <= reader.tensors.keys():
         raise ModelError(
-            f"{folder}: has two heads, {SCORE} and {LM_HEAD}, of which a checkpoint has one; remove the other"
+            folder, why=f"has two heads, {SCORE} and {LM_HEAD}, of which a checkpoint has one", fix="remove the other"
         )
     head = "value" if SCORE in reader.tensors else "lm"
     check_model(reader, family, hf_config, head=head, carried=True)
@@ -187,9 +187,9 @@ def local_folder(path: str | Path, wanted: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(f"{folder}: is a file; give {wanted}")
+        raise ModelError(folder, why="is a file", fix=f"give {wanted}")
     if not _HUB_ID.fullmatch(str(path)):
-        raise ModelError(f"{folder}: no such folder; give {wanted}")
+        raise ModelError(folder, why="no such folder", fix=f"give {wanted}")
     from mrl.converters.hub import model_folder  # the hub's client is slow to import
 
     return Path(model_folder(str(path), key="HF"))
@@ -199,12 +199,15 @@ def _check_is_model(folder: Path) -> None:
     """Refuses what is another kind of folder of ours, and files beside the weights that a download left as no files."""
     if (folder / MARKER).is_file():
         raise ModelError(
-            f"{folder}: is a checkpoint already; name it in model.path to start from it, or see `mrl convert export`"
+            folder,
+            why="is a checkpoint already",
+            fix="name it in model.path to start from it, or see `mrl convert export`",
         )
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder}: is a run; its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a "
-            "checkpoint"
+            folder,
+            why="is a run",
+            fix=f"its final model is in {folder / 'hf'}, and `mrl convert export` makes one of a checkpoint",
         )
     check_companions(folder)
 
@@ -240,8 +243,9 @@ def _check_tokenizer(state: Mapping[str, Any], companions: Path, *, given: bool)
         return []
     if not given:
         raise CheckpointError(
-            f"{companions}: the tokenizer or chat template there is not the one that the run had; restore it, or give "
-            "the folder with --model to take what it has now"
+            companions,
+            why="the tokenizer or chat template there is not the one that the run had",
+            fix="restore it, or give the folder with --model to take what it has now",
         )
     return [f"tokenizer and chat template: those of {companions}, which are not those that the run had"]
 
@@ -335,8 +339,9 @@ def _inside(folder: Path, marker: atomic_checkpoint.Marker, role: str | None) ->
         raise CheckpointError("--role", quoted(role), f"has no effect: {folder} holds one model", "leave it out")
     if backend not in OWN:
         raise CheckpointError(
-            f"{folder}: was saved by the engine {backend!r} of another package, whose files only that engine reads; "
-            "resume the run, which writes its model to its hf folder at the end (checkpoint.export_hf)"
+            folder,
+            why=f"was saved by the engine {backend!r} of another package, whose files only that engine reads",
+            fix="resume the run, which writes its model to its hf folder at the end (checkpoint.export_hf)",
         )
     return inside, backend, role
 
@@ -358,8 +363,9 @@ def _open(folder: Path, marker: atomic_checkpoint.Marker, model: str | None, rol
     notes = [] if imported else _check_tokenizer(_state(folder, saved, role), companions, given=model is not None)
     if not mcore and hf_config["model_type"] not in FAMILIES:
         raise CheckpointError(
-            f"{folder}: is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by; the run "
-            "writes its own export to hf/ (checkpoint.export_hf)"
+            folder,
+            why=f"is of a {hf_config['model_type']!r} model, of which mrl has no table to convert by",
+            fix="the run writes its own export to hf/ (checkpoint.export_hf)",
         )
     family = family_for(hf_config)
     files, names = read_source_file(folder) if imported else (None, [])
@@ -395,8 +401,9 @@ def checkpoint_folder(path: str | Path) -> Path:
         path = path.parent / path.read_text(encoding="utf-8").strip()
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: no such folder; give a checkpoint such as "
-            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+            path,
+            why="no such folder",
+            fix=f"give a checkpoint such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run",
         )
     if (path / MARKER).is_file():
         return path
@@ -407,16 +414,21 @@ def checkpoint_folder(path: str | Path) -> Path:
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}; no checkpoint in {root} is whole")
         if (path / FOLDER).is_dir() and (path / DESCRIPTION).is_file():
-            raise CheckpointError(f"{path}: has no {MARKER}: it is no whole checkpoint; make it again, or use another")
+            raise CheckpointError(
+                path, why=f"has no {MARKER}: it is no whole checkpoint", fix="make it again, or use another"
+            )
         if (path / "config.json").is_file():
             raise CheckpointError(
-                f"{path}: is a Hugging Face folder, and an export starts from a checkpoint; see `mrl convert import`"
+                path,
+                why="is a Hugging Face folder, and an export starts from a checkpoint",
+                fix="see `mrl convert import`",
             )
         if (path.parent / MARKER).is_file():
-            raise CheckpointError(f"{path}: is a part of the checkpoint {path.parent}; give that")
+            raise CheckpointError(path, why=f"is a part of the checkpoint {path.parent}", fix="give that")
         raise CheckpointError(
-            f"{path}: holds no whole checkpoint of mrl; give one such as "
-            f"runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run"
+            path,
+            why="holds no whole checkpoint of mrl",
+            fix=f"give one such as runs/demo/checkpoints/{atomic_checkpoint.step_name(100)}, or a run",
         )
     return Path(found)
 
@@ -438,17 +450,19 @@ def _model_of(
             template = Path(run.data.chat_template).read_text(encoding="utf-8")
         elif run.data.chat_template is not None:
             raise CheckpointError(
-                f"{file}: data.chat_template {run.data.chat_template!r} is not there; run this from where the run was "
-                "started"
+                file,
+                why=f"data.chat_template {run.data.chat_template!r} is not there",
+                fix="run this from where the run was started",
             )
     path = model or (None if config is None else config.path)
     if path is None:
         raise CheckpointError(
-            f"{folder}: does not say which model it is of, as {file} is missing; give its Hugging Face folder with "
-            "--model"
+            folder,
+            why=f"does not say which model it is of, as {file} is missing",
+            fix="give its Hugging Face folder with --model",
         )
     if model is None and not os.path.isdir(path) and path.startswith((".", "/", "~")):
-        raise CheckpointError(f"{file}: model.path {path!r} is not there; give the model's folder with --model")
+        raise CheckpointError(file, why=f"model.path {path!r} is not there", fix="give the model's folder with --model")
     from mrl.converters.hub import model_folder
 
     key = "--model" if model is not None else f"{file}: model.path"

@@ -333,8 +333,9 @@ def _tokens(a: Source, b: Source, prompts: Sequence[str]) -> list[tuple[str, lis
             raise DataError("--prompt", quoted(text), "has no tokens", "give a longer one")
         if max(ids) >= vocabulary:
             raise DataError(
-                f"{folder}: its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}; get the "
-                "model's own"
+                folder,
+                why=f"its tokenizer makes token {max(ids)} of {text!r} and the model has {vocabulary}",
+                fix="get the model's own",
             )
     return named
 

@@ -59,7 +59,7 @@ class Workspace:
         outside = [file for file in needed if ".." in Path(file).parts or os.path.isabs(file)]
         if outside:
             raise ModelError(
-                f"{self.out}: {outside[0]!r} is to be written, which is no file of it; get the source again"
+                self.out, why=f"{outside[0]!r} is to be written, which is no file of it", fix="get the source again"
             )
         self._lock = FileLock(self.folder / LOCK, timeout=0, fallback_to_soft=False)
         self._journal = threading.Lock()
@@ -84,14 +84,18 @@ class Workspace:
 
     def _take_lock(self) -> None:
         if self.folder.is_symlink():
-            raise ModelError(f"{self.folder}: is a link, and what it leads to would be overwritten; remove it")
+            raise ModelError(self.folder, why="is a link, and what it leads to would be overwritten", fix="remove it")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout:
-            raise ModelError(f"{self.out}: another conversion is writing it; wait for it, or end it first") from None
+            raise ModelError(
+                self.out, why="another conversion is writing it", fix="wait for it, or end it first"
+            ) from None
         except OSError as error:
-            raise ModelError(f"{self.out.parent}: cannot be written ({error.strerror}); give another folder") from error
+            raise ModelError(
+                self.out.parent, why=f"cannot be written ({error.strerror})", fix="give another folder"
+            ) from error
 
     def _finished(self) -> dict[str, FileSummary]:
         """Returns the files of an earlier attempt at this plan that are as they were written, and removes all else."""
@@ -118,8 +122,9 @@ class Workspace:
             if not self.done:
                 shutil.rmtree(self.folder)
             raise ModelError(
-                f"{self.out}: needs {decimal(needed)} and the disk of {self.folder.parent} has {decimal(free)} free; "
-                "make room, or give another folder"
+                self.out,
+                why=f"needs {decimal(needed)} and the disk of {self.folder.parent} has {decimal(free)} free",
+                fix="make room, or give another folder",
             )
 
     def write_all(
@@ -178,7 +183,7 @@ class Workspace:
                 if self._keep
                 else "nothing of it is left: make room, or give another folder"
             )
-            raise ModelError(f"{self.out}: the disk is full ({error.strerror}); {kept}") from error
+            raise ModelError(self.out, why=f"the disk is full ({error.strerror})", fix=kept) from error
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[Path]:
@@ -199,7 +204,7 @@ class Workspace:
 def check_free(out: Path) -> None:
     """Refuses to write over anything."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise ModelError(f"{out}: exists and is not an empty folder; give another one, or remove it")
+        raise ModelError(out, why="exists and is not an empty folder", fix="give another one, or remove it")
 
 
 def _is_as_written(path: Path, summary: FileSummary) -> bool:

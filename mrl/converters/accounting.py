@@ -76,8 +76,9 @@ def account(
         parts.append("the weights are quantised in a way that cannot be read: give the model that they were made from")
     if parts:
         raise ModelError(
-            f"{where}: tensors do not fit config.json: {', '.join(parts)}; get the config.json and the weights of one "
-            "model"
+            where,
+            why=f"tensors do not fit config.json: {', '.join(parts)}",
+            fix="get the config.json and the weights of one model",
         )
     return missing
 
@@ -112,8 +113,9 @@ def check_model(
     may_have = {LM_HEAD} if head == "value" else set()
     if head == "value" and SCORE in reader.tensors and reader.tensors[SCORE].shape[0] != 1:
         raise ModelError(
-            f"{reader.path}: {SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number; "
-            "use a sequence classifier that was made with num_labels=1"
+            reader.path,
+            why=f"{SCORE} gives {reader.tensors[SCORE].shape[0]} labels and a value is one number",
+            fix="use a sequence classifier that was made with num_labels=1",
         )
     known = copies_of(hf_config, head=head, mtp=mtp)
     copies = {name: of for name, of in known.items() if name in reader.tensors and of in reader.tensors}
@@ -121,7 +123,7 @@ def check_model(
     absent = account(reader.tensors, expected, where=str(reader.path), may_lack=may_lack, may_have=may_have)
     for name, of in copies.items():
         if (carried or name == LM_HEAD) and not equal_tensors(reader, name, of):
-            raise ModelError(f"{reader.path}: {name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
+            raise ModelError(reader.path, why=f"{name} differs from {of} {_WHY_EQUAL[name == LM_HEAD]}")
     return absent
 
 

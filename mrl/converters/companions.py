@@ -63,7 +63,7 @@ def _regular(files: list[Path]) -> Iterator[Path]:
         elif not stat.S_ISDIR(mode):
             kind = _KINDS.get(stat.S_IFMT(mode), "no file")
             raise ModelError(
-                f"{file}: is {kind}, and a model has a file of that name; get the file again, or remove it"
+                file, why=f"is {kind}, and a model has a file of that name", fix="get the file again, or remove it"
             )
 
 
@@ -76,7 +76,7 @@ def _mode(path: Path) -> int:
             if path.is_symlink()
             else error.strerror
         )
-        raise ModelError(f"{path}: is {what}; get the file again, or remove it") from None
+        raise ModelError(path, why=f"is {what}", fix="get the file again, or remove it") from None
 
 
 def check_companions(folder: Path) -> None:
@@ -85,16 +85,18 @@ def check_companions(folder: Path) -> None:
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise ModelError(f"{file}: cannot be read ({error.strerror}); get the file again") from None
+            raise ModelError(file, why=f"cannot be read ({error.strerror})", fix="get the file again") from None
         if content.startswith(LFS_POINTER):
             raise ModelError(
-                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+                file, why="is a pointer of Git LFS, not the file", fix="run `git lfs pull` there, or get the file again"
             )
         if file.suffix == ".json" and file.name != "config.json":
             try:
                 parse_json(content)
             except ValueError:
-                raise ModelError(f"{file}: is cut off or no JSON ({len(content)} bytes); get the file again") from None
+                raise ModelError(
+                    file, why=f"is cut off or no JSON ({len(content)} bytes)", fix="get the file again"
+                ) from None
 
 
 def copy_companions(

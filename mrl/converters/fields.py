@@ -151,8 +151,9 @@ def window_fields(hf: dict[str, Any], types: list[str] | None = None) -> dict[st
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
     if unknown or len(types) != layers:
         raise ModelError(
-            f"config.json: layer_types must name full_attention or sliding_attention for each of the {layers} layers; "
-            f"got {shown(unknown or len(types))}"
+            "config.json",
+            why=f"layer_types must name full_attention or sliding_attention for each of the {layers} layers",
+            fix=f"got {shown(unknown or len(types))}",
         )
     if not window:
         return {}
@@ -170,8 +171,9 @@ def moe_fields(
     experts, topk = hf["num_experts"], hf["num_experts_per_tok"]
     if topk < 2 and normalise:
         raise ModelError(
-            f"config.json: num_experts_per_tok = {topk} with normalised weights leaves the router without a gradient; "
-            "2 or more are supported"
+            "config.json",
+            why=f"num_experts_per_tok = {topk} with normalised weights leaves the router without a gradient",
+            fix="2 or more are supported",
         )
     return {
         "num_moe_experts": experts,
@@ -201,9 +203,10 @@ def sigmoid_router_fields(hf: dict[str, Any]) -> dict[str, Any]:
     if chosen < groups:
         if topk // chosen != 2:  # megatron sums the best topk // topk_group of a group, transformers the best two
             raise ModelError(
-                f"config.json: num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} is not "
-                f"supported by the megatron engine; supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = "
-                "n_group"
+                "config.json",
+                why=f"num_experts_per_tok = {topk} with topk_group = {chosen} of n_group = {groups} "
+                "is not supported by the megatron engine",
+                fix=f"supported: {2 * chosen} to {3 * chosen - 1}, or topk_group = n_group",
             )
         # a choice from all groups puts DeepSeek-V3's logits off by 2.65
         limits = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
@@ -254,33 +257,41 @@ def check_rope(hf: dict[str, Any], *, partial_supported: bool = False, yarn_supp
     partial = rotary_percent(hf)
     if partial != 1 and not partial_supported:
         raise ModelError(
-            f"config.json: partial_rotary_factor = {partial!r} is not supported by the megatron engine; supported: 1"
+            "config.json",
+            why=f"partial_rotary_factor = {partial!r} is not supported by the megatron engine",
+            fix="supported: 1",
         )
     found = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
     kind = found.get("rope_type", "default")
     supported = [name for name in ROPE_TYPES if name != "yarn" or yarn_supported]
     if kind not in supported:
         raise ModelError(
-            f"config.json: rope_scaling type {shown(kind)} is not supported by the megatron engine; supported: "
-            f"{', '.join(supported)}"
+            "config.json",
+            why=f"rope_scaling type {shown(kind)} is not supported by the megatron engine",
+            fix=f"supported: {', '.join(supported)}",
         )
     needed, optional = ROPE_TYPES[kind]
     missing = [name for name in needed if found.get(name) is None]
     if missing:
         raise ModelError(
-            f"config.json: rope_scaling of type {kind} lacks {', '.join(missing)}; get the model's config.json again"
+            "config.json",
+            why=f"rope_scaling of type {kind} lacks {', '.join(missing)}",
+            fix="get the model's config.json again",
         )
     for name, value in found.items():
         if name not in needed + optional + ROPE_OF_ALL and value is not None:
             raise ModelError(
-                f"config.json: rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings of type "
-                f"{kind} to the megatron engine; remove it if it does not matter, or use engine.backend=fsdp"
+                "config.json",
+                why=f"rope_parameters.{name} = {shown(value)} has no meaning in rotary embeddings "
+                f"of type {kind} to the megatron engine",
+                fix="remove it if it does not matter, or use engine.backend=fsdp",
             )
 
 
 def require(hf: dict[str, Any], name: str, allowed: tuple) -> None:
     if name in hf and hf[name] not in allowed:
         raise ModelError(
-            f"config.json: {name} = {shown(hf[name])} is not supported by the megatron engine; supported: "
-            f"{', '.join(map(repr, allowed))}"
+            "config.json",
+            why=f"{name} = {shown(hf[name])} is not supported by the megatron engine",
+            fix=f"supported: {', '.join(map(repr, allowed))}",
         )

@@ -80,7 +80,7 @@ def read_gguf(path: Path) -> GGUFFile:
     parts = header.metadata.get("split.count", 0)
     if parts > 1:
         raise ModelError(
-            f"{path}: is one of {parts} parts; join them with `llama-gguf-split --merge` and give the whole"
+            path, why=f"is one of {parts} parts", fix="join them with `llama-gguf-split --merge` and give the whole"
         )
     gguf = package(path)
     tensors = {name: _stored(path, gguf, name, kind, shape, start) for name, shape, kind, start in header.tensors}
@@ -94,20 +94,21 @@ def _stored(path: Path, gguf: ModuleType, name: str, number: int, shape: Shape, 
         kind = gguf.GGMLQuantizationType(number)
     except ValueError:
         raise ModelError(
-            f"{path}: {name} is of type {number}, which gguf {version} does not know; install a newer one"
+            path, why=f"{name} is of type {number}, which gguf {version} does not know", fix="install a newer one"
         ) from None
     block, size = gguf.GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise ModelError(
-            f"{path}: {name} has rows of {shape[-1]} in {kind.name}, whose blocks have {block}; get it again"
+            path, why=f"{name} has rows of {shape[-1]} in {kind.name}, whose blocks have {block}", fix="get it again"
         )
     if kind.name not in PLAIN:
         try:
             gguf.dequantize(torch.zeros(1, size, dtype=torch.uint8).numpy(), kind)
         except NotImplementedError:
             raise ModelError(
-                f"{path}: {name} is of type {kind.name}, which gguf {version} cannot turn into numbers; quantise the "
-                "model anew in another type, such as Q8_0"
+                path,
+                why=f"{name} is of type {kind.name}, which gguf {version} cannot turn into numbers",
+                fix="quantise the model anew in another type, such as Q8_0",
             ) from None
     return Stored(kind.name, shape, start, shape[-1] // block * size)
 
@@ -117,10 +118,10 @@ def _check_spans(path: Path, tensors: Mapping[str, Stored]) -> None:
     end, size = 0, path.stat().st_size
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
         if stored.start < end:
-            raise ModelError(f"{path}: {name} lies over another tensor; get the file again")
+            raise ModelError(path, why=f"{name} lies over another tensor", fix="get the file again")
         end = stored.start + math.prod(stored.shape[:-1]) * stored.row_bytes
     if end > size:
-        raise ModelError(f"{path}: has {size} bytes, its header promises {end}; get the file again")
+        raise ModelError(path, why=f"has {size} bytes, its header promises {end}", fix="get the file again")
 
 
 class GGUFWeights:
@@ -143,7 +144,7 @@ class GGUFWeights:
 
     def __call__(self, name: str) -> LazySlice:
         if name not in self._places:
-            raise ModelError(f"{self.path}: has no tensor {name}")
+            raise ModelError(self.path, why=f"has no tensor {name}")
         place = self._places[name]
         return LazySlice(place.shape, lambda region: self._region(place, region))
 
@@ -174,7 +175,7 @@ class GGUFWeights:
         try:
             data = read_bytes(self._descriptor, stored.start + first * stored.row_bytes, shape[0] * stored.row_bytes)
         except (ShortFile, OSError) as error:
-            raise ModelError(f"{self.path}: {error}; get the file again") from error
+            raise ModelError(self.path, why=str(error), fix="get the file again") from error
         if stored.type in PLAIN:
             return torch.frombuffer(data, dtype=DTYPES[stored.dtype]).view(shape)
         blocks = torch.frombuffer(data, dtype=torch.uint8).view(shape[0], stored.row_bytes).numpy()

@@ -34,12 +34,14 @@ def read_header(path: Path, *, keep: tuple[str, ...] = ()) -> Header:
     """Returns the header of the file; ModelError where it is no GGUF file, damaged, or of an unknown version."""
     with path.open("rb") as stream:
         if stream.read(4) != MAGIC:
-            raise ModelError(f"{path}: is no GGUF file; give one, or a Hugging Face model folder")
+            raise ModelError(path, why="is no GGUF file", fix="give one, or a Hugging Face model folder")
         values = _Values(stream, path)
         version = values.number("I")
         if version not in VERSIONS:
             order = " (of the other byte order)" if version & 0xFFFF == 0 else ""
-            raise ModelError(f"{path}: is GGUF of version {version}{order}; supported are {VERSIONS}, little-endian")
+            raise ModelError(
+                path, why=f"is GGUF of version {version}{order}", fix=f"supported are {VERSIONS}, little-endian"
+            )
         count, keys = values.number("Q"), values.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
@@ -66,7 +68,7 @@ class _Values:
         self.stream, self.path, self.size = stream, path, path.stat().st_size
 
     def damaged(self, what: str) -> ModelError:
-        return ModelError(f"{self.path}: its header {what}; get the file again")
+        return ModelError(self.path, why=f"its header {what}", fix="get the file again")
 
     def take(self, count: int) -> bytes:
         data = self.stream.read(count) if count <= self.size else b""

@@ -71,8 +71,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path}: general.architecture {architecture!r} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
+            file.path,
+            why=f"general.architecture {architecture!r} is not supported",
+            fix=f"supported are {', '.join(ARCHITECTURES)}",
         )
     given = {
         k.removeprefix(f"{architecture}."): v for k, v in file.metadata.items() if k.startswith(f"{architecture}.")
@@ -96,22 +97,25 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _unsupported(file: GGUFFile, key: str, value: Any, why: str) -> ModelError:
-    return ModelError(f"{file.path}: {file.metadata['general.architecture']}.{key} = {value!r} is not supported: {why}")
+    return ModelError(
+        file.path, why=f"{file.metadata['general.architecture']}.{key} = {value!r} is not supported: {why}"
+    )
 
 
 def _number(file: GGUFFile, given: Mapping[str, Any], key: str, kind: type[int] | type[float] = int) -> Any:
     value = given.get(key)
     if not (isinstance(value, kind) and value > 0):
         raise ModelError(
-            f"{file.path}: {file.metadata['general.architecture']}.{key} is {value!r} and not one number above 0; get "
-            "another file"
+            file.path,
+            why=f"{file.metadata['general.architecture']}.{key} is {value!r} and not one number above 0",
+            fix="get another file",
         )
     return value
 
 
 def _shape(file: GGUFFile, name: str) -> tuple[int, ...]:
     if name not in file.tensors:
-        raise ModelError(f"{file.path}: has no tensor {name}; get the whole file")
+        raise ModelError(file.path, why=f"has no tensor {name}", fix="get the whole file")
     return file.tensors[name].shape
 
 
@@ -170,7 +174,7 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
     """Llama 3's scaling: the file divides each frequency by a factor of `rope_freqs.weight`."""
     stored = file.tensors[ROPE_FREQS]
     if stored.type != "F32":
-        raise ModelError(f"{file.path}: {ROPE_FREQS} is {stored.type}, not F32; get another file")
+        raise ModelError(file.path, why=f"{ROPE_FREQS} is {stored.type}, not F32", fix="get another file")
     with file.path.open("rb") as stream:
         stream.seek(stored.start)
         factors = torch.frombuffer(bytearray(stream.read(stored.row_bytes)), dtype=torch.float32)
@@ -179,8 +183,9 @@ def _llama3(file: GGUFFile, theta: float) -> dict[str, Any]:
         return {}
     if not torch.allclose(factors, llama3_factors(len(factors), theta, scaling), rtol=1e-4):
         raise ModelError(
-            f"{file.path}: {ROPE_FREQS} holds factors that do not follow from Llama 3's scaling ({_LLAMA3}); convert "
-            "the Hugging Face folder that it was made from"
+            file.path,
+            why=f"{ROPE_FREQS} holds factors that do not follow from Llama 3's scaling ({_LLAMA3})",
+            fix="convert the Hugging Face folder that it was made from",
         )
     return scaling
 

@@ -43,10 +43,10 @@ def read_hf_config(path: str | Path, *, quick: bool = False) -> dict[str, Any]:
     """Returns the config of the model folder `path`, with both spellings resolved; see `normalize`."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ModelError(f"{file}: no such file; a Hugging Face model folder has a config.json")
+        raise ModelError(file, why="no such file", fix="a Hugging Face model folder has a config.json")
     raw = read_json(file)
     if not isinstance(raw, dict):
-        raise ModelError(f"{file}: holds a JSON {type(raw).__name__}, not an object; get the file again")
+        raise ModelError(file, why=f"holds a JSON {type(raw).__name__}, not an object", fix="get the file again")
     return normalize(raw, where=str(file), quick=quick)
 
 
@@ -61,7 +61,7 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool
     """
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(
-            f"{where}: model_type {shown(raw.get('model_type'))} is not a name; it says which family this is"
+            where, why=f"model_type {shown(raw.get('model_type'))} is not a name", fix="it says which family this is"
         )
     check_fields(raw, where)
     config = completed(raw) if quick else None
@@ -73,8 +73,9 @@ def normalize(raw: Mapping[str, Any], where: str = "config.json", *, quick: bool
     theta = rope.pop("rope_theta", None)
     if theta is not None and not (type(theta) in (int, float) and abs(theta) < MOST_THETA):
         raise ModelError(
-            f"{where}: rope_theta {shown(theta)} is not a number below {MOST_THETA:g}; correct the field, or get the "
-            "file again"
+            where,
+            why=f"rope_theta {shown(theta)} is not a number below {MOST_THETA:g}",
+            fix="correct the field, or get the file again",
         )
     config["rope_theta"] = float(theta) if theta is not None else None
     config["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
@@ -101,6 +102,7 @@ def _of_transformers(raw: Mapping[str, Any], where: str) -> dict[str, Any] | Non
         return CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(raw)).to_dict()  # it edits its argument
     except Exception as error:  # transformers has no common class for what a config can have wrong
         raise ModelError(
-            f"{where}: transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}; correct the field, or "
-            "get the file again"
+            where,
+            why=f"transformers refuses it: {' '.join(str(error).split())[:_MOST_WORDS]}",
+            fix="correct the field, or get the file again",
         ) from None

@@ -19,7 +19,7 @@ def read_json(file: Path) -> Any:
     try:
         return parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable as JSON ({error}); get the file again") from None
+        raise ModelError(file, why=f"not readable as JSON ({error})", fix="get the file again") from None
 
 
 def parse_json(text: bytes | str) -> Any:

@@ -243,8 +243,9 @@ def _account(stored: StoredTensors, rules: dict[str, Rule]) -> None:
     )
     if parts:
         raise CheckpointError(
-            f"{stored.path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of "
-            "the model that was trained"
+            stored.path,
+            why=f"tensors do not fit the model's config.json: {', '.join(parts)}",
+            fix="give the config.json of the model that was trained",
         )
 
 
@@ -261,7 +262,7 @@ def read_description(path: str | Path) -> dict:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has no common class for what a file can have wrong
         reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{file}: cannot be read ({reason}); use another checkpoint") from error
+        raise CheckpointError(file, why=f"cannot be read ({reason})", fix="use another checkpoint") from error
 
 
 def architecture(family: Family, hf_config: HFConfig) -> dict[str, Any]:
@@ -280,7 +281,9 @@ def check_architecture(saved: Mapping[str, Any], family: Family, hf_config: HFCo
     fields = {name: value for name, value in saved.items() if name not in _ENGINE}
     differ = differing(fields, architecture(family, hf_config), "in the checkpoint", "in config.json")
     if differ:
-        raise CheckpointError(f"{where}: is another model: {'; '.join(differ)}; give the model that was trained")
+        raise CheckpointError(
+            where, why=f"is another model: {'; '.join(differ)}", fix="give the model that was trained"
+        )
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], in_a: str, in_b: str) -> list[str]:

@@ -43,15 +43,17 @@ class PickleReader:
                 lost = [name for name in files if Path(name).name != name or not (self.path / name).is_file()]
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(
-                    f"{index}: not an index of weights ({shown(error, 200)}); get the file again"
+                    index, why=f"not an index of weights ({shown(error, 200)})", fix="get the file again"
                 ) from None
         elif single.is_file():
             files, weight_map, lost = [PICKLE], None, []
         else:
-            raise ModelError(f"{self.path}: has neither {PICKLE} nor {PICKLE_INDEX}; give a folder with weights")
+            raise ModelError(
+                self.path, why=f"has neither {PICKLE} nor {PICKLE_INDEX}", fix="give a folder with weights"
+            )
         if lost:
             raise ModelError(
-                f"{self.path}: {PICKLE_INDEX} names {some(lost)}, not in the folder; get the missing files"
+                self.path, why=f"{PICKLE_INDEX} names {some(lost)}, not in the folder", fix="get the missing files"
             )
         self.tensors: dict[str, TensorInfo] = {}
         self._weights: dict[str, Tensor] = {}
@@ -63,30 +65,35 @@ class PickleReader:
             return torch.load(self.path / name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # torch has no common class for what a file can have wrong
             raise ModelError(
-                f"{self.path / name}: cannot be read as weights alone ({_why(self.path / name, error)}); save it as "
-                "safetensors"
+                self.path / name,
+                why=f"cannot be read as weights alone ({_why(self.path / name, error)})",
+                fix="save it as safetensors",
             ) from None
 
     def _take(self, name: str, content: Any, weight_map: dict[str, str] | None) -> None:
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise ModelError(f"{self.path / name}: holds more than tensors by name; save the model as safetensors")
+            raise ModelError(
+                self.path / name, why="holds more than tensors by name", fix="save the model as safetensors"
+            )
         promised = content.keys() if weight_map is None else {n for n, file in weight_map.items() if file == name}
         if content.keys() != promised:
             odd = sorted(content.keys() ^ promised)
             raise ModelError(
-                f"{self.path / PICKLE_INDEX}: does not agree with {name} about {some(odd)}; get both files again"
+                self.path / PICKLE_INDEX,
+                why=f"does not agree with {name} about {some(odd)}",
+                fix="get both files again",
             )
         for key, tensor in content.items():
             if tensor.dtype not in NAMES:
                 raise ModelError(
-                    f"{self.path / name}: {key} is {tensor.dtype}, which cannot be read; save it as bfloat16"
+                    self.path / name, why=f"{key} is {tensor.dtype}, which cannot be read", fix="save it as bfloat16"
                 )
             self._weights[key] = tensor
             self.tensors[key] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), name)
 
     def __call__(self, name: str) -> Tensor:
         if name not in self._weights:
-            raise ModelError(f"{self.path}: has no tensor {name}")
+            raise ModelError(self.path, why=f"has no tensor {name}")
         return self._weights[name]
 
     def close(self) -> None:

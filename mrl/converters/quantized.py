@@ -81,18 +81,22 @@ class DequantisedReader:
         known = info.dtype == "F8_E4M3" and factors.dtype in ("F32", "BF16", "F16")
         if not known or len(info.shape) != 2 or factors.shape != wanted:
             raise ModelError(
-                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with factors {factors.dtype} "
-                f"{list(factors.shape)}, not F8_E4M3 with "
-                f"{list(wanted)} for blocks of {list(self._block)}; get the config.json and the weights of one model"
+                self.path,
+                why=f"{name} is {info.dtype} {list(info.shape)} with factors {factors.dtype} "
+                f"{list(factors.shape)}, not F8_E4M3 with {list(wanted)} for blocks of "
+                f"{list(self._block)}",
+                fix="get the config.json and the weights of one model",
             )
 
     def _check_mxfp4(self, name: str, info: TensorInfo, scales: TensorInfo) -> None:
         fits = len(info.shape) == 4 and info.shape[3] * 2 == _FP4_BLOCK and scales.shape == info.shape[:3]
         if not fits or (info.dtype, scales.dtype) != ("U8", "U8"):
             raise ModelError(
-                f"{self.path}: {name} is {info.dtype} {list(info.shape)} with scales {scales.dtype} "
-                f"{list(scales.shape)}, not U8 [experts, out, in / {_FP4_BLOCK}, {_FP4_BLOCK // 2}] with U8 of its "
-                "first three sizes; get the weights again"
+                self.path,
+                why=f"{name} is {info.dtype} {list(info.shape)} with scales {scales.dtype} "
+                f"{list(scales.shape)}, not U8 [experts, out, in / {_FP4_BLOCK}, "
+                f"{_FP4_BLOCK // 2}] with U8 of its first three sizes",
+                fix="get the weights again",
             )
 
     def __call__(self, name: str) -> Slice:
@@ -114,8 +118,10 @@ def _fp8_block(path: Path) -> tuple[int, int]:
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise ModelError(
-            f"{path / 'config.json'}: quantization_config.weight_block_size = {block!r} is not two sizes, such as "
-            "[128, 128], and the weights have factors for blocks; get the model's config.json again"
+            path / "config.json",
+            why=f"quantization_config.weight_block_size = {block!r} is not two sizes, such as "
+            "[128, 128], and the weights have factors for blocks",
+            fix="get the model's config.json again",
         )
     return tuple(block)
 
@@ -130,9 +136,11 @@ def check_readable(quantization: Any, where: str = "config.json") -> None:
     names = ("bits", "fmt", "format", "quant_algo", "load_in_4bit", "load_in_8bit", "weight_block_size")
     details = ", ".join(f"{name} {quantization[name]!r}" for name in names if quantization.get(name) is not None)
     raise ModelError(
-        f"{where}: quantization_config has quant_method {method!r}{f' ({details})' if details else ''}, and weights of "
-        "that kind cannot be read; fp8 of e4m3 with weight_block_size and mxfp4 can, and so can the model that it was "
-        "made from, in bfloat16"
+        where,
+        why="quantization_config has quant_method "
+        f"{method!r}{f' ({details})' if details else ''}, and weights of that kind "
+        "cannot be read",
+        fix="fp8 of e4m3 with weight_block_size and mxfp4 can, and so can the model that it was made from, in bfloat16",
     )
 
 

@@ -229,7 +229,9 @@ def check_settled(config: Mapping[str, Any], where: str = "config.json") -> None
         values = [found.get(name) for name in relation.fields]
         if None not in values and not relation.holds(*values):
             given = ", ".join(f"{name} = {shown(value)}" for name, value in zip(relation.fields, values, strict=True))
-            raise ModelError(f"{where}: {given} do not fit: {relation.words}; correct them, or get the file again")
+            raise ModelError(
+                where, why=f"{given} do not fit: {relation.words}", fix="correct them, or get the file again"
+            )
 
 
 def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
@@ -248,7 +250,7 @@ def _ranges(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Range]]:
 def _check(name: str, value: Any, allowed: Range, where: str) -> None:
     if not allowed.holds(value):
         raise ModelError(
-            f"{where}: {name} = {shown(value)} is not {allowed.words}; correct the field, or get the file again"
+            where, why=f"{name} = {shown(value)} is not {allowed.words}", fix="correct the field, or get the file again"
         )
 
 

@@ -68,17 +68,19 @@ def read_header_text(file: Path) -> str:
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelError(
-                f"{file}: is a pointer of Git LFS, not the file; run `git lfs pull` there, or get the file again"
+                file, why="is a pointer of Git LFS, not the file", fix="run `git lfs pull` there, or get the file again"
             )
         stream.seek(0)
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file}: truncated or not a safetensors file ({size} bytes); get the file again")
+            raise ModelError(file, why=f"truncated or not a safetensors file ({size} bytes)", fix="get the file again")
         try:
             return stream.read(length).decode()
         except ValueError as error:
             raise ModelError(
-                f"{file}: truncated or not a safetensors file (its header is no UTF-8: {error}); get the file again"
+                file,
+                why=f"truncated or not a safetensors file (its header is no UTF-8: {error})",
+                fix="get the file again",
             ) from None
 
 
@@ -110,9 +112,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             if info.dtype in DTYPES and high - low != math.prod(info.shape) * DTYPES[info.dtype].itemsize:
                 raise ValueError(f"{name} has {high - low} bytes for shape {list(info.shape)} of {info.dtype}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file}: not a safetensors header ({str(error)[:200]}); get the file again") from None
+        raise ModelError(file, why=f"not a safetensors header ({str(error)[:200]})", fix="get the file again") from None
     if size != 8 + length + end:
-        raise ModelError(f"{file}: has {size} bytes, its header promises {shown(8 + length + end)}; get the file again")
+        raise ModelError(
+            file, why=f"has {size} bytes, its header promises {shown(8 + length + end)}", fix="get the file again"
+        )
     return infos
 
 
@@ -123,9 +127,11 @@ def _read_index(file: Path) -> dict[str, str]:
         shards = set(weight_map.values())
         bad = [shard for shard in shards if Path(shard).name != shard or len(os.fsencode(shard)) > MOST_NAME]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file}: not a safetensors index ({shown(error, 200)}); get the file again") from None
+        raise ModelError(file, why=f"not a safetensors index ({shown(error, 200)})", fix="get the file again") from None
     if bad:
-        raise ModelError(f"{file}: names {shown(bad[0])}, which is not a file of this folder; get the file again")
+        raise ModelError(
+            file, why=f"names {shown(bad[0])}, which is not a file of this folder", fix="get the file again"
+        )
     return weight_map
 
 
@@ -155,7 +161,7 @@ class SafetensorsReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ModelError(f"{self.path}: no such folder; give a Hugging Face model folder")
+            raise ModelError(self.path, why="no such folder", fix="give a Hugging Face model folder")
         self._open: dict[str, int] = {}
         single, index = self.path / SINGLE, self.path / INDEX
         if index.is_file():
@@ -181,23 +187,27 @@ class SafetensorsReader:
     def _check_index(self, weight_map: dict[str, str], index: Path, single: Path) -> dict[str, TensorInfo]:
         shards = sorted(set(weight_map.values()))
         if single.is_file() and single.name not in shards:
-            raise ModelError(f"{self.path}: has both {SINGLE} and {INDEX}; remove the one that is out of date")
+            raise ModelError(self.path, why=f"has both {SINGLE} and {INDEX}", fix="remove the one that is out of date")
         lost = [shard for shard in shards if not (self.path / shard).is_file()]
         if lost:
-            raise ModelError(f"{self.path}: {INDEX} names {some(lost)}, not in the folder; get the missing files")
+            raise ModelError(
+                self.path, why=f"{INDEX} names {some(lost)}, not in the folder", fix="get the missing files"
+            )
         tensors: dict[str, TensorInfo] = {}
         for shard in shards:
             found = read_header(self.path / shard)
             promised = {name for name, file in weight_map.items() if file == shard}
             if found.keys() != promised:
                 odd = sorted(found.keys() ^ promised)
-                raise ModelError(f"{index}: does not agree with {shard} about {some(odd)}; get both files again")
+                raise ModelError(
+                    index, why=f"does not agree with {shard} about {some(odd)}", fix="get both files again"
+                )
             tensors |= found
         return tensors
 
     def __call__(self, name: str) -> LazySlice:
         if name not in self.tensors:
-            raise ModelError(f"{self.path}: has no tensor {name}")
+            raise ModelError(self.path, why=f"has no tensor {name}")
         info = self.tensors[name]
 
         def read(region: Region) -> Tensor:
@@ -205,7 +215,7 @@ class SafetensorsReader:
                 file = self._file(info.file)
                 return read_region(file, info.start, dtype=DTYPES[info.dtype], shape=info.shape, region=region)
             except (ShortFile, OSError) as error:
-                raise ModelError(f"{self.path / info.file}: {error}; get the file again") from error
+                raise ModelError(self.path / info.file, why=str(error), fix="get the file again") from error
 
         return LazySlice(info.shape, read)
 
@@ -366,7 +376,9 @@ class HFWriter:
         self.out.mkdir(parents=True, exist_ok=True)
         needed, free = sum(shard.size for shard in self._shards.values()), shutil.disk_usage(self.out).free
         if needed > free:
-            raise ModelError(f"{self.out}: the model needs {needed} bytes and {free} are free on that disk; make room")
+            raise ModelError(
+                self.out, why=f"the model needs {needed} bytes and {free} are free on that disk", fix="make room"
+            )
         for part in self.out.glob(".model*.part"):
             part.unlink()
         self._files: dict[str, int] = {}

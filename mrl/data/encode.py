@@ -203,9 +203,11 @@ class Encoder:
             if self._end_of_turn(ids, start, end) is None:
                 following = self._show(ids[end : end + 1]) if end < len(ids) else "nothing"
                 raise DataError(
-                    f"messages[{turn}]: the chat template's generation markers end with "
-                    f"{self._show(ids[max(start, end - 3) : end])}, before the end-of-turn token ({following} "
-                    "follows), so the model would not learn to stop; put {% endgeneration %} after that token"
+                    f"messages[{turn}]",
+                    why="the chat template's generation markers end with "
+                    f"{self._show(ids[max(start, end - 3) : end])}, before the end-of-turn token "
+                    f"({following} follows), so the model would not learn to stop",
+                    fix="put {% endgeneration %} after that token",
                 )
         return ids, chosen
 
@@ -230,10 +232,11 @@ class Encoder:
         end = self._end_of_turn(whole, start, common)
         if end is None:
             raise DataError(
-                f"messages[{turn}]: the chat template ends the assistant turn with "
-                f"{self._show(whole[max(start, common - 3) : common])}, which is no special token, so the model would "
-                "not learn to stop; write {{ eos_token }} after the content in data.chat_template, or mark its end "
-                "token special"
+                f"messages[{turn}]",
+                why="the chat template ends the assistant turn with "
+                f"{self._show(whole[max(start, common - 3) : common])}, which is no special "
+                "token, so the model would not learn to stop",
+                fix="write {{ eos_token }} after the content in data.chat_template, or mark its end token special",
             )
         return start, end
 
@@ -260,12 +263,16 @@ class Encoder:
         instead = "last or all" if later else "all"
         if self.tokenizer.decode(whole).startswith(self.tokenizer.decode(part)):
             return DataError(
-                f"messages[{turn}]: the text rendered {extent} is tokenized otherwise alone ({here}) than in the whole "
-                f"conversation ({there}), which the model would be trained after; put {{% generation %}} markers "
-                "around the assistant's text in data.chat_template, or end its prompt so that no token reaches over it"
+                f"messages[{turn}]",
+                why=f"the text rendered {extent} is tokenized otherwise alone ({here}) than in the "
+                f"whole conversation ({there}), which the model would be trained after",
+                fix="put {% generation %} markers around the assistant's text in "
+                "data.chat_template, or end its prompt so that no token reaches over it",
             )
         return DataError(
-            f"messages[{turn}]: the conversation rendered {extent} has {here} where the whole one has {there}: the "
-            "chat template rewrites turns; put {% generation %} markers around the assistant's text in "
-            f"data.chat_template, or set data.loss_on to {instead}"
+            f"messages[{turn}]",
+            why=f"the conversation rendered {extent} has {here} where the whole one has "
+            f"{there}: the chat template rewrites turns",
+            fix="put {% generation %} markers around the assistant's text in "
+            f"data.chat_template, or set data.loss_on to {instead}",
         )

@@ -68,7 +68,7 @@ def open_file(path: str) -> Source:
             return JsonlFile(path)
         return ParquetFile(path)
     except OSError as e:
-        raise DataError(f"{path}: cannot be read ({one_line(e)}); check the file and its permissions") from e
+        raise DataError(path, why=f"cannot be read ({one_line(e)})", fix="check the file and its permissions") from e
 
 
 def one_line(error: object, limit: int = 300) -> str:
@@ -101,15 +101,16 @@ def cached_copy(path: str, suffix: str, write: Callable[[str, str], None]) -> st
                     now = os.stat(path)
                     if (now.st_size, now.st_mtime_ns) != (stat.st_size, stat.st_mtime_ns):
                         raise DataError(
-                            f"{path}: the file changed while it was converted; start again when it is written"
+                            path, why="the file changed while it was converted", fix="start again when it is written"
                         )
                     os.replace(unfinished, target)
                 finally:
                     Path(unfinished).unlink(missing_ok=True)
     except OSError as e:
         raise DataError(
-            f"{path}: its copy cannot be written to {folder} ({one_line(e)}); set HF_DATASETS_CACHE to a folder with "
-            "room"
+            path,
+            why=f"its copy cannot be written to {folder} ({one_line(e)})",
+            fix="set HF_DATASETS_CACHE to a folder with room",
         ) from e
     return str(target)
 
@@ -122,7 +123,7 @@ def _decompress(path: str, target: str) -> None:
         if _is_from_the_disk(e):
             raise
         raise DataError(
-            f"{path}: cannot be decompressed ({one_line(e)}); the file is cut off or damaged, copy it again"
+            path, why=f"cannot be decompressed ({one_line(e)})", fix="the file is cut off or damaged, copy it again"
         ) from e
 
 
@@ -151,7 +152,7 @@ def _parquet_to_arrow(path: str, target: str) -> None:
         if _is_from_the_disk(e):
             raise
         raise DataError(
-            f"{path}: cannot be read as Parquet ({one_line(e)}); the file is damaged, write it again"
+            path, why=f"cannot be read as Parquet ({one_line(e)})", fix="the file is damaged, write it again"
         ) from e
 
 

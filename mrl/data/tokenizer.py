@@ -28,14 +28,15 @@ def load_tokenizer(
         has_code = trust_remote_code and (Path(folder) / "tokenizer_config.json").is_file()
         if not has_code and not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
             raise ModelError(
-                f"{path}: the folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
-                "copy the tokenizer's files beside config.json, or use tokenizer.save_pretrained"
+                path,
+                why=f"the folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})",
+                fix="copy the tokenizer's files beside config.json, or use tokenizer.save_pretrained",
             )
     elif os.path.exists(folder):
-        raise ModelError(f"{path}: is a file; give the model's folder")
+        raise ModelError(path, why="is a file", fix="give the model's folder")
     elif path.startswith(("/", ".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ModelError(
-            f"{path}: there is no such folder (from {os.getcwd()}); give a Hugging Face model folder or hub id"
+            path, why=f"there is no such folder (from {os.getcwd()})", fix="give a Hugging Face model folder or hub id"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -45,7 +46,7 @@ def load_tokenizer(
         )
         asks_for_code = not trust_remote_code and "trust_remote_code" in str(e)
         hint = "model.trust_remote_code: true allows it" if asks_for_code else "get the tokenizer's files again"
-        raise ModelError(f"{path}: {where} ({type(e).__name__}: {one_line(e)}); {hint}") from e
+        raise ModelError(path, why=f"{where} ({type(e).__name__}: {one_line(e)})", fix=hint) from e
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     check_chat_template(tokenizer)

@@ -109,6 +109,7 @@ def load_vision(path: str, hf_config: Mapping[str, Any]) -> Vision | None:
         return Vision(ImagesOnly.from_pretrained(path, backend="pil", trust_remote_code=False))
     except Exception as e:  # transformers has no common error for what a folder can have wrong
         raise ModelError(
-            f"{path}: the processor of its images cannot be loaded ({type(e).__name__}: {one_line(e)}); get "
-            "preprocessor_config.json and the tokenizer's files again"
+            path,
+            why=f"the processor of its images cannot be loaded ({type(e).__name__}: {one_line(e)})",
+            fix="get preprocessor_config.json and the tokenizer's files again",
         ) from e

@@ -172,10 +172,10 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
     Every file is looked at: it exists, has its size, and (small files) its checksum. `verify` reads all of them.
     """
     if not os.path.isdir(path):
-        raise CheckpointError(f"{path}: no such folder; name a checkpoint such as checkpoints/{step_name(100)}")
+        raise CheckpointError(path, why="no such folder", fix=f"name a checkpoint such as checkpoints/{step_name(100)}")
     marker = parse_marker(path, _read_bytes(os.path.join(path, MARKER)))
     if backend is not None and marker.backend != backend:
-        raise CheckpointError(f"{path}: {other_backend(marker.backend, backend)}")
+        raise CheckpointError(path, why=f"{other_backend(marker.backend, backend)}")
     for file, entry in marker.files.items():
         check_file(path, file, entry, content=entry["size"] <= SMALL_BYTES)
     return marker
@@ -222,7 +222,9 @@ def delete(path: str) -> None:
 def parse_marker(path: str, content: bytes | None) -> Marker:
     """Parses COMPLETE. path: the checkpoint, for messages. content: None where the file does not exist."""
     if content is None:
-        raise CheckpointError(f"{path}: not a whole checkpoint of mrl: it has no {MARKER} file; use another checkpoint")
+        raise CheckpointError(
+            path, why=f"not a whole checkpoint of mrl: it has no {MARKER} file", fix="use another checkpoint"
+        )
     try:
         fields = json.loads(content)
         known = fields["format"] == FORMAT
@@ -234,14 +236,18 @@ def parse_marker(path: str, content: bytes | None) -> Marker:
         readable = all(isinstance(n, int) for n in [marker.step, marker.serial, *numbers])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: damaged or foreign: {MARKER} cannot be read ({error!r}); use another checkpoint"
+            path, why=f"damaged or foreign: {MARKER} cannot be read ({error!r})", fix="use another checkpoint"
         ) from error
     if not (known and readable):
-        raise CheckpointError(f"{path}: foreign: {MARKER} is not that of an mrl checkpoint; use another checkpoint")
+        raise CheckpointError(
+            path, why=f"foreign: {MARKER} is not that of an mrl checkpoint", fix="use another checkpoint"
+        )
     if not current:
         raise CheckpointError(
-            f"{path}: has checkpoint format {fields.get('version')} (mrl {marker.mrl_version}) and this is mrl "
-            f"{mrl.__version__}, which reads format {FORMAT_VERSION}; load it with the mrl that wrote it"
+            path,
+            why=f"has checkpoint format {fields.get('version')} (mrl {marker.mrl_version}) and "
+            f"this is mrl {mrl.__version__}, which reads format {FORMAT_VERSION}",
+            fix="load it with the mrl that wrote it",
         )
     return marker
 
@@ -383,15 +389,19 @@ def check_file(path: str, file: str, entry: dict, *, content: bool, stop: thread
     """Refuses a file of the checkpoint at `path` that is not as the marker says. content: read it too, until `stop`."""
     full = os.path.join(path, file)
     if not os.path.isfile(full):
-        raise CheckpointError(f"{path}: damaged: {file} is missing; use another checkpoint")
+        raise CheckpointError(path, why=f"damaged: {file} is missing", fix="use another checkpoint")
     size = os.path.getsize(full)
     if size != entry["size"]:
         raise CheckpointError(
-            f"{path}: damaged: {file} has {size} bytes and was saved with {entry['size']}; use another checkpoint"
+            path,
+            why=f"damaged: {file} has {size} bytes and was saved with {entry['size']}",
+            fix="use another checkpoint",
         )
     try:
         same = not content or crc32_of(full, stop) == entry["crc32"]
     except OSError as error:
-        raise CheckpointError(f"{path}: damaged: {file} cannot be read ({error}); use another checkpoint") from error
+        raise CheckpointError(
+            path, why=f"damaged: {file} cannot be read ({error})", fix="use another checkpoint"
+        ) from error
     if not same:
-        raise CheckpointError(f"{path}: damaged: the content of {file} has changed; use another checkpoint")
+        raise CheckpointError(path, why=f"damaged: the content of {file} has changed", fix="use another checkpoint")

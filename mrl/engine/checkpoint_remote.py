@@ -185,8 +185,9 @@ def _check_sizes(files: fsspec.AbstractFileSystem, path: str, marker: Marker) ->
     for file, entry in marker.files.items():
         if present.get(file) != entry["size"]:
             raise CheckpointError(
-                f"{path}: damaged: {file} has {present.get(file, 'no')} bytes and was saved with {entry['size']}; "
-                "use another checkpoint"
+                path,
+                why=f"damaged: {file} has {present.get(file, 'no')} bytes and was saved with {entry['size']}",
+                fix="use another checkpoint",
             )
 
 
@@ -205,6 +206,6 @@ def locate(local: str, remote: str | None, *, backend: str) -> str:
     """
     path = (fetch(remote, local) if remote else None) or atomic_checkpoint.find_checkpoint(local)
     if path is None:
-        raise CheckpointError(f"{remote or local}: holds no whole checkpoint; name one that does")
+        raise CheckpointError(remote or local, why="holds no whole checkpoint", fix="name one that does")
     atomic_checkpoint.validate(path, backend=backend)
     return path

@@ -54,6 +54,8 @@ def whole_number(model: Mapping[str, Any], name: str) -> int:
     value = model.get(name)
     if type(value) is not int or value < 1:
         raise ModelError(
-            f"config.json: {name}: value {value!r} is not a whole number of at least 1; give the model's own"
+            "config.json",
+            why=f"{name}: value {value!r} is not a whole number of at least 1",
+            fix="give the model's own",
         )
     return value

@@ -15,4 +15,4 @@ def cannot_load(path: str, error: BaseException) -> CheckpointError:
     if isinstance(error, CheckpointException):
         error = next((failure[0] for failure in error.failures.values()), error)
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return CheckpointError(f"{path}: cannot be loaded ({reason}); use another checkpoint")
+    return CheckpointError(path, why=f"cannot be loaded ({reason})", fix="use another checkpoint")

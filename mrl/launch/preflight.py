@@ -211,9 +211,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last of lists inside lists
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); restore the model's config.json") from None
+        raise ModelError(path, why=f"cannot be read as JSON ({error})", fix="restore the model's config.json") from None
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: holds {type(content).__name__}, not an object; restore the model's config.json")
+        raise ModelError(
+            path, why=f"holds {type(content).__name__}, not an object", fix="restore the model's config.json"
+        )
     return content
 
 

@@ -227,8 +227,11 @@ def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
 def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
     if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
         raise ModelError(
-            f"config.json: rms_norm_eps = {config.layernorm_epsilon!r} does not work with transformer-engine, whose "
-            f"norm of latents takes it where the model has {LATENT_EPS}; run it where that is not installed"
+            "config.json",
+            why=f"rms_norm_eps = {config.layernorm_epsilon!r} does not work with "
+            "transformer-engine, whose norm of latents takes it where the model has "
+            f"{LATENT_EPS}",
+            fix="run it where that is not installed",
         )
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer

@@ -251,7 +251,9 @@ class WorkerDispatch:
         # a backend that knows no adapters takes no word about them
         source.export_hf(path, **({} if source.config.model.lora is None else {"merged": True}))
         if self.max_over_ranks(not os.path.isdir(path)) != [0.0]:
-            raise CheckpointError(f"{folder}: a rank does not see what rank 0 wrote there; use storage all nodes share")
+            raise CheckpointError(
+                folder, why="a rank does not see what rank 0 wrote there", fix="use storage all nodes share"
+            )
         self._use(target_role).load_hf(path)
         collective.wait_for_all()
         self.on_main(lambda: shutil.rmtree(path))

@@ -77,17 +77,21 @@ def _check_roles(
     for role in engines:
         if role not in saved and role not in may_lack:
             raise CheckpointError(
-                f"{path}: has no {role} (it has {', '.join(saved)}), and this run has one; resume with the algorithm "
-                "it was saved by, or export its actor to Hugging Face and start from that"
+                path,
+                why=f"has no {role} (it has {', '.join(saved)}), and this run has one",
+                fix="resume with the algorithm it was saved by, or export its actor to Hugging "
+                "Face and start from that",
             )
     for role, backend in saved.items():
         if role not in engines and role in may_lack:
             continue
         if role not in engines:
             raise CheckpointError(
-                f"{path}: has a role {role}, and this run has only {', '.join(engines)}; resume with the algorithm it "
-                "was saved by, or export its actor to Hugging Face and start from that"
+                path,
+                why=f"has a role {role}, and this run has only {', '.join(engines)}",
+                fix="resume with the algorithm it was saved by, or export its actor to Hugging "
+                "Face and start from that",
             )
         if backend != engines[role].backend:
             why = other_backend(backend, engines[role].backend, key=f"{role}.engine.backend")
-            raise CheckpointError(f"{path}/{role}: {why}")
+            raise CheckpointError(f"{path}/{role}", why=why)

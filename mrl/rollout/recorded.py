@@ -86,7 +86,9 @@ class RecordedRollouts(TrajectorySource):
         for line, record in enumerate(records, start=1):
             if record.step != step:
                 raise DataError(
-                    f"{path}:{line}: step is {record.step} and not {step}; give each file its own name back"
+                    f"{path}:{line}",
+                    why=f"step is {record.step} and not {step}",
+                    fix="give each file its own name back",
                 )
         return records
 
@@ -109,18 +111,20 @@ class RecordedRollouts(TrajectorySource):
             prompt = dataclasses.replace(prompt, content=record.prompt, tokens=given, truncated=False)
         elif not same:
             raise DataError(
-                f"{where}: the prompt is not that of {prompt.where}; replay the data that it was sampled from"
+                where, why=f"the prompt is not that of {prompt.where}", fix="replay the data that it was sampled from"
             )
         elif given != prompt.tokens:
             raise DataError(
-                f"{where}: the prompt has other tokens than {prompt.where} gives now; use the tokenizer, chat "
-                "template, data.system and data.max_prompt_length of the run that saved it"
+                where,
+                why=f"the prompt has other tokens than {prompt.where} gives now",
+                fix="use the tokenizer, chat template, data.system and data.max_prompt_length of the run that saved it",
             )
         new = len(record.tokens) - len(given)
         if new > self._config.max_new_tokens:
             raise DataError(
-                f"{where}: has {new} tokens after the prompt, and rollout.max_new_tokens is "
-                f"{self._config.max_new_tokens}; set it to at least {new}"
+                where,
+                why=f"has {new} tokens after the prompt, and rollout.max_new_tokens is {self._config.max_new_tokens}",
+                fix=f"set it to at least {new}",
             )
         return Trajectory(
             prompt=prompt,

@@ -153,17 +153,21 @@ def read_samples(path: str) -> list[SavedSample]:
         with _opened(path, "r", path.endswith(COMPRESSED)) as file:
             lines = file.read().split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error)}); give a file that `mrl ppo` wrote") from None
+        raise DataError(
+            path, why=f"cannot be read ({one_line(error)})", fix="give a file that `mrl ppo` wrote"
+        ) from None
     if lines.pop():
-        raise DataError(f"{path}:{len(lines) + 1}: the line is cut off; copy the file again")
+        raise DataError(f"{path}:{len(lines) + 1}", why="the line is cut off", fix="copy the file again")
     if not lines:
-        raise DataError(f"{path}: is empty; give a file that `mrl ppo` wrote")
+        raise DataError(path, why="is empty", fix="give a file that `mrl ppo` wrote")
     samples = []
     for number, line in enumerate(lines, start=1):
         try:
             samples.append(_sample(line))
         except ValueError as error:
-            raise DataError(f"{path}:{number}: {one_line(error)}; give a file that `mrl ppo` wrote") from None
+            raise DataError(
+                f"{path}:{number}", why=f"{one_line(error)}", fix="give a file that `mrl ppo` wrote"
+            ) from None
     return samples
 
 

@@ -23,10 +23,10 @@ def end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
         try:
             given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
-            raise ModelError(f"{path}: is no JSON object ({error}); get the model's files again") from None
+            raise ModelError(path, why=f"is no JSON object ({error})", fix="get the model's files again") from None
         more = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(token) is int and token >= 0 for token in more):
-            raise ModelError(f"{path}: eos_token_id is {given!r}; give a token id or a list of them")
+            raise ModelError(path, why=f"eos_token_id is {given!r}", fix="give a token id or a list of them")
         found += more
     return tuple(sorted(set(found)))
 

@@ -24,7 +24,9 @@ def family_for(hf_config: HFConfig) -> Family:
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(
-            f"config.json: model_type {shown(model_type)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            "config.json",
+            why=f"model_type {shown(model_type)} is not supported",
+            fix=f"supported are {', '.join(sorted(FAMILIES))}",
         )
     return FAMILIES[model_type]
 
@@ -39,8 +41,9 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(hf["model_type"])
     if family is None:
         raise ModelError(
-            f"config.json: model_type {shown(hf['model_type'])} is not supported by the megatron engine; use one of "
-            f"{', '.join(FAMILIES)}, or engine.backend=fsdp"
+            "config.json",
+            why=f"model_type {shown(hf['model_type'])} is not supported by the megatron engine",
+            fix=f"use one of {', '.join(FAMILIES)}, or engine.backend=fsdp",
         )
     check_readable(hf.get("quantization_config"))
     for name, value in hf.items():
@@ -48,7 +51,9 @@ def fields_of(hf: dict[str, Any]) -> dict[str, Any]:
             continue
         if not (name.startswith("_") or name in NEUTRAL or name in family.reads or harmless(value)):
             raise ModelError(
-                f"config.json: {name} = {shown(value)} may change the maths and the {hf['model_type']} model of the "
-                "megatron engine does not know it; remove the field if it does not matter, or use engine.backend=fsdp"
+                "config.json",
+                why=f"{name} = {shown(value)} may change the maths and the {hf['model_type']} model "
+                "of the megatron engine does not know it",
+                fix="remove the field if it does not matter, or use engine.backend=fsdp",
             )
     return family.fields(hf)

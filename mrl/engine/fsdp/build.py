@@ -35,8 +35,9 @@ def check_known(model_type: str) -> None:
         return
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"config.json: model_type {model_type!r} is no causal language model that transformers builds; give one, "
-            "or upgrade transformers"
+            "config.json",
+            why=f"model_type {model_type!r} is no causal language model that transformers builds",
+            fix="give one, or upgrade transformers",
         )
 
 
@@ -77,8 +78,9 @@ def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
     model_type = hf_config["model_type"]
     if hf_config.get("quantization_config") and model_type not in FAMILIES:
         raise ModelError(
-            f"config.json: quantization_config of a {model_type!r} model is not supported by backend fsdp; give the "
-            "model that it was made from"
+            "config.json",
+            why=f"quantization_config of a {model_type!r} model is not supported by backend fsdp",
+            fix="give the model that it was made from",
         )
     check_known(model_type)
     # never by code of the model's own
@@ -126,8 +128,11 @@ def _check_classifier(hf: nn.Module, output: nn.Module) -> None:
             names = {name for name, _ in classifier(config).named_parameters()}
     if names != {name for name, _ in hf.named_parameters()} - own | {"score.weight"}:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r} has no sequence classifier in transformers that is the "
-            "model with a layer `score`, so that backend fsdp gives it no value head; use another model"
+            "config.json",
+            why=f"model_type {hf.config.model_type!r} has no sequence classifier in "
+            "transformers that is the model with a layer `score`, so that backend fsdp "
+            "gives it no value head",
+            fix="use another model",
         )
 
 
@@ -155,6 +160,8 @@ def fill_buffers(hf: nn.Module) -> None:
     empty = [name for name in first if name not in in_files and not torch.equal(first[name], second[name])]
     if empty:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r}: transformers does not compute the buffer {empty[0]}, "
-            "so that backend fsdp cannot build it; use another model"
+            "config.json",
+            why=f"model_type {hf.config.model_type!r}: transformers does not compute the buffer "
+            f"{empty[0]}, so that backend fsdp cannot build it",
+            fix="use another model",
         )

@@ -95,7 +95,9 @@ def _check_architecture(saved: Mapping[str, Any], model: Model, folder: str) -> 
     if model.family is not None:
         check_architecture(saved, model.family, model.hf_config, folder)
     elif differ := differing(saved, described(model), "in the checkpoint", "in config.json"):
-        raise CheckpointError(f"{folder}: is another model: {'; '.join(differ)}; give the model that was trained")
+        raise CheckpointError(
+            folder, why=f"is another model: {'; '.join(differ)}", fix="give the model that was trained"
+        )
 
 
 def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
@@ -103,7 +105,9 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     lacking = [name for name in wanted if name not in saved]
     if lacking and not any(name.startswith("model.") for name in lacking):
-        raise CheckpointError(f"{folder}: was saved without an optimizer; resume with the role that it was saved by")
+        raise CheckpointError(
+            folder, why="was saved without an optimizer", fix="resume with the role that it was saved by"
+        )
     extra = [name for name in saved if name.startswith("model.") and name not in wanted]
     differences = [f"{name} is only here" for name in lacking] + [f"{name} is only there" for name in extra]
     differences += [
@@ -113,6 +117,7 @@ def _check_fit(folder: str, wanted: Mapping[str, Tensor]) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"{folder}: is of another model: {differences[0]} ({len(differences)} tensors differ); "
-            "resume with the model it was made from"
+            folder,
+            why=f"is of another model: {differences[0]} ({len(differences)} tensors differ)",
+            fix="resume with the model it was made from",
         )

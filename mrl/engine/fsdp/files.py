@@ -160,8 +160,9 @@ class Stored:
                 (source, _), *_ = self._sources[of]
                 if not equal_tensors(self.reader, key, source):
                     raise ModelError(
-                        f"{self.reader.path}: {key} differs from {source} though config.json ties them; set "
-                        f"tie_word_embeddings to false or remove {key}"
+                        self.reader.path,
+                        why=f"{key} differs from {source} though config.json ties them",
+                        fix=f"set tie_word_embeddings to false or remove {key}",
                     )
                 unread.append(key)
         return unread

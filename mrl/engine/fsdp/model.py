@@ -134,8 +134,10 @@ class Model:
         of `longest` tokens would turn the keys that are kept by other angles than those it ends with."""
         if self.hf.config._attn_implementation != attention.NAME:
             raise ModelError(
-                f"config.json: model_type {self.hf_config['model_type']!r} keeps to attention of its own, and so "
-                "backend fsdp does not generate with it; let an inference server do it (rollout.backend)"
+                "config.json",
+                why=f"model_type {self.hf_config['model_type']!r} keeps to attention of its own, "
+                "and so backend fsdp does not generate with it",
+                fix="let an inference server do it (rollout.backend)",
             )
         if self.rotary is not None:
             self.rotary.check(longest, "kept keys do not follow it")
@@ -263,9 +265,10 @@ def _files_of_transformers(hf: nn.Module, head: str) -> Any:
         from mrl.engine.fsdp.files import ModelFiles
     except ImportError as error:
         raise ModelError(
-            f"config.json: model_type {hf.config.model_type!r} has no table in mrl, and transformers "
-            f"{transformers.__version__} does not tell how its files are named ({error}); install transformers 5.23 or "
-            "newer"
+            "config.json",
+            why=f"model_type {hf.config.model_type!r} has no table in mrl, and transformers "
+            f"{transformers.__version__} does not tell how its files are named ({error})",
+            fix="install transformers 5.23 or newer",
         ) from error
     return ModelFiles(hf, head)
 

@@ -83,16 +83,21 @@ def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
     model_type = hf.config.model_type
     if len(kept.hidden) != 1:
         raise ModelError(
-            f"config.json: model_type {model_type!r} calls its output layer {len(kept.hidden)} times in a forward, "
-            "which backend fsdp does not support; use another model"
+            "config.json",
+            why=f"model_type {model_type!r} calls its output layer {len(kept.hidden)} times in "
+            "a forward, which backend fsdp does not support",
+            fix="use another model",
         )
     made = logits.reshape(-1, len(PROBES))[-1].double().cpu() if logits.shape[-1] == len(PROBES) else None
     for rule in () if made is None else _candidates(made):
         if torch.allclose(rule(given), made, rtol=1e-5, atol=0):
             return rule
     raise ModelError(
-        f"config.json: model_type {model_type!r} changes its logits after the output layer by something else than a "
-        "factor or soft capping, which backend fsdp does not support; use another model"
+        "config.json",
+        why=f"model_type {model_type!r} changes its logits after the output layer by "
+        "something else than a factor or soft capping, which backend fsdp does not "
+        "support",
+        fix="use another model",
     )
 
 

@@ -67,8 +67,9 @@ def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary |
     inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
     if not modules or any(id(module) in inside for module in modules):
         raise ModelError(
-            f'config.json: the rotary embedding "{kind}" of a {hf.config.model_type!r} model is not one that backend '
-            "fsdp knows; use another model"
+            "config.json",
+            why=f'the rotary embedding "{kind}" of a {hf.config.model_type!r} model is not one that backend fsdp knows',
+            fix="use another model",
         )
     config = hf.config.get_text_config()
     return FollowingRotary(kind, config.max_position_embeddings if limit is None else limit, modules)

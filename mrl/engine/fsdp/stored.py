@@ -54,8 +54,9 @@ class FSDPReader:
         parts = listed({"missing": missing, "left over": left, "of another shape": shapes})
         if parts:
             raise CheckpointError(
-                f"{path}: tensors do not fit the model's config.json: {', '.join(parts)}; give the config.json of the "
-                "model that was trained"
+                path,
+                why=f"tensors do not fit the model's config.json: {', '.join(parts)}",
+                fix="give the config.json of the model that was trained",
             )
         self.tensors = {name: found[name] for name in expected}
 

@@ -101,11 +101,11 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     folder = Path(path)
     lost = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lost:
-        raise ModelError(f"{folder}: has no {lost[0]}; give a folder that mrl or peft wrote")
+        raise ModelError(folder, why=f"has no {lost[0]}", fix="give a folder that mrl or peft wrote")
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8")), load_file(folder / WEIGHTS)
     except (ValueError, SafetensorError) as error:
-        raise ModelError(f"{folder}: is not a readable adapter ({error}); get it again") from None
+        raise ModelError(folder, why=f"is not a readable adapter ({error})", fix="get it again") from None
 
 
 def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
@@ -123,8 +123,9 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
         name = differ[0]
         there, here = found.get(name, "absent"), expected.get(name, "absent")
         raise ModelError(
-            f"{path}: {name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ); "
-            "give the adapter's own rank and targets"
+            path,
+            why=f"{name} is {there} there and {here} with this config's model.lora ({len(differ)} tensors differ)",
+            fix="give the adapter's own rank and targets",
         )
     ours = {name: shape.scale for name, shape in adapters(model_folder, lora, head).items()}
     theirs = {name: shape.scale for name, shape in shapes_of_folder(str(path), model_folder)[0].items()}
@@ -132,7 +133,9 @@ def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConf
     if differ:
         name = differ[0]
         raise ModelError(
-            f"{path}: {CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} and this config's "
-            f"model.lora {ours[name]} ({len(differ)} adapters differ); give the adapter's own alpha and rslora"
+            path,
+            why=f"{CONFIG} gives the adapter of {name} the scale {theirs.get(name, 'of none')} "
+            f"and this config's model.lora {ours[name]} ({len(differ)} adapters differ)",
+            fix="give the adapter's own alpha and rslora",
         )
     return tensors

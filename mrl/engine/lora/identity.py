@@ -90,15 +90,17 @@ def check_identity(saved: Mapping[str, Any] | None, mine: Mapping[str, Any] | No
     if saved is None or mine is None:
         was, now = ("with", "without") if mine is None else ("without", "with")
         fix = "give the saved model.lora" if mine is None else "set model.lora to null"
-        raise CheckpointError(f"{folder}: was saved {was} adapters (model.lora), and this run is {now}; {fix}")
+        raise CheckpointError(folder, why=f"was saved {was} adapters (model.lora), and this run is {now}", fix=fix)
     for name, value in mine["lora"].items():
         if saved["lora"].get(name) != value:
             raise CheckpointError(
-                f"{folder}: was saved with model.lora.{name} {saved['lora'].get(name)!r}, and this run has {value!r}; "
-                "set the saved value, or start anew"
+                folder,
+                why=f"was saved with model.lora.{name} {saved['lora'].get(name)!r}, and this run has {value!r}",
+                fix="set the saved value, or start anew",
             )
     if saved["base"] != mine["base"]:
         raise CheckpointError(
-            f"{folder}: holds adapters over the base model {saved['path']}, and the weights of {mine['path']} are "
-            "others; give the base model as model.path"
+            folder,
+            why=f"holds adapters over the base model {saved['path']}, and the weights of {mine['path']} are others",
+            fix="give the base model as model.path",
         )

@@ -106,8 +106,9 @@ def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterSha
         inject(model, config)
     except ValueError as error:
         raise ModelError(
-            f"{path}: its {CONFIG} does not fit the model in {model_folder} ({' '.join(str(error).split())}); "
-            "give the model that it was trained over"
+            path,
+            why=f"its {CONFIG} does not fit the model in {model_folder} ({' '.join(str(error).split())})",
+            fix="give the model that it was trained over",
         ) from None
     return _shapes(model), head
 
@@ -122,18 +123,19 @@ def _check_is_plain(path: str) -> None:
     about = json.loads(file.read_text(encoding="utf-8"))
     kind, init = about.get("peft_type", "LORA"), about.get("init_lora_weights")
     if kind != "LORA":
-        raise ModelError(f"{file}: peft_type {kind!r} is not supported; give an adapter of peft_type 'LORA'")
+        raise ModelError(file, why=f"peft_type {kind!r} is not supported", fix="give an adapter of peft_type 'LORA'")
     if init not in _INITS:
         raise ModelError(
-            f"{file}: init_lora_weights {init!r} changed the base, and B A is right over that other one alone; save "
-            "the adapter with peft's path_initial_model_for_weight_conversion, or the changed base with "
-            "init_lora_weights true"
+            file,
+            why=f"init_lora_weights {init!r} changed the base, and B A is right over that other one alone",
+            fix="save the adapter with peft's path_initial_model_for_weight_conversion, or the "
+            "changed base with init_lora_weights true",
         )
     variants = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")]
     more = [name for name in (*variants, *_MORE) if about.get(name) and name != "velora_config"]  # it changes gradients
     if more:
         raise ModelError(
-            f"{file}: {more[0]} makes more of it than B A, which is not supported; give a plain LoRA adapter"
+            file, why=f"{more[0]} makes more of it than B A, which is not supported", fix="give a plain LoRA adapter"
         )
 
 
@@ -273,8 +275,9 @@ def _meta_model(folder: str, head: str) -> nn.Module:
     ]
     if type(config) not in kind._model_mapping:
         raise ModelError(
-            f"config.json: model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are "
-            f"named by; set {'critic.model.lora' if head == 'value' else 'model.lora'} to null, or use another model"
+            "config.json",
+            why=f"model_type {config.model_type!r} has no {what} in transformers, whose modules adapters are named by",
+            fix=f"set {'critic.model.lora' if head == 'value' else 'model.lora'} to null, or use another model",
         )
     with torch.device("meta"):
         return kind.from_config(config, dtype=torch.float32)

@@ -57,10 +57,14 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
     check_identity(saved.get("adapters"), model.adapter_identity, found)
     if model.optimizer is not None and not saved["layout"]:
         raise CheckpointError(
-            f"{found}: holds weights alone, as `mrl convert import` makes it; name it in model.path to start from it"
+            found,
+            why="holds weights alone, as `mrl convert import` makes it",
+            fix="name it in model.path to start from it",
         )
     if model.optimizer is not None and saved["optimizer_steps"] is None:
-        raise CheckpointError(f"{found}: was saved without an optimizer; resume with the role that it was saved by")
+        raise CheckpointError(
+            found, why="was saved without an optimizer", fix="resume with the role that it was saved by"
+        )
     sharded = _sharded(model, loading=True)
     try:
         with _quiet():
@@ -83,14 +87,16 @@ def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: s
     """Refuses a checkpoint of another model, naming what differs. An older mrl knew a model by fewer fields."""
     if saved.get("layer_spec") != own.get("layer_spec"):
         raise CheckpointError(
-            f"{path}: was saved with the {saved.get('layer_spec')} layer spec, whose tensors have other names than "
-            f"those of the {own.get('layer_spec')} one, which is used here (te where transformer-engine and a GPU are "
-            "there); resume where it was saved, or export it and start from that"
+            path,
+            why=f"was saved with the {saved.get('layer_spec')} layer spec, whose tensors have "
+            f"other names than those of the {own.get('layer_spec')} one, which is used here "
+            "(te where transformer-engine and a GPU are there)",
+            fix="resume where it was saved, or export it and start from that",
         )
     differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:
         raise CheckpointError(
-            f"{path}: is of another model: {'; '.join(differ)}; resume with the model it was made from"
+            path, why=f"is of another model: {'; '.join(differ)}", fix="resume with the model it was made from"
         )
 
 
@@ -154,7 +160,7 @@ def _read(path: str, found: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has no common class for what a file can have wrong
         raise CheckpointError(
-            f"{found}: {os.path.basename(path)} cannot be read ({error}); use another checkpoint"
+            found, why=f"{os.path.basename(path)} cannot be read ({error})", fix="use another checkpoint"
         ) from error
 
 

@@ -185,13 +185,15 @@ class TorchDistReader:
         file = self.path / METADATA
         if not file.is_file():
             raise CheckpointError(
-                f"{self.path}: has no {METADATA}; it is no distributed checkpoint, or not a whole one"
+                self.path, why=f"has no {METADATA}", fix="it is no distributed checkpoint, or not a whole one"
             )
         try:
             with file.open("rb") as stream:
                 self._take(_MetadataUnpickler(stream).load())
         except Exception as error:  # a damaged pickle raises anything
-            raise CheckpointError(f"{file}: cannot be read ({_short(error)}); get the checkpoint again") from error
+            raise CheckpointError(
+                file, why=f"cannot be read ({_short(error)})", fix="get the checkpoint again"
+            ) from error
 
     def _take(self, metadata: Any) -> None:
         where = {}
@@ -243,7 +245,7 @@ class TorchDistReader:
             file = self._file(chunk.file)
             return read_region(file.number, at, dtype=dtype, shape=chunk.sizes, region=region)
         except (ShortFile, OSError) as error:
-            raise CheckpointError(f"{self.path / chunk.file}: {error}; get the checkpoint again") from error
+            raise CheckpointError(self.path / chunk.file, why=str(error), fix="get the checkpoint again") from error
 
     def _place(self, key: str, dtype: torch.dtype, chunk: Chunk) -> int:
         """Where in its file the first byte of a chunk is, found in the archive once."""
@@ -270,7 +272,7 @@ class TorchDistReader:
                 raise ValueError(f"holds {info.file_size} bytes for {math.prod(shape)} entries of {dtype}")
         except Exception as error:  # a damaged archive raises anything
             raise CheckpointError(
-                f"{self.path / chunk.file}: {key} cannot be read ({_short(error)}); get the checkpoint again"
+                self.path / chunk.file, why=f"{key} cannot be read ({_short(error)})", fix="get the checkpoint again"
             ) from error
         self._data_at[chunk.file, chunk.start] = chunk.start + at
         return chunk.start + at
@@ -279,7 +281,7 @@ class TorchDistReader:
         try:
             return _OpenFile(self.path / name)
         except OSError as error:
-            raise CheckpointError(f"{self.path / name}: {error.strerror}; get the checkpoint again") from error
+            raise CheckpointError(self.path / name, why=f"{error.strerror}", fix="get the checkpoint again") from error
 
     def close(self) -> None:
         """Let go of the files."""
