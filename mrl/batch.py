@@ -77,7 +77,7 @@ class Batch:
         return {name: torch.cat([m[name] for m in self.multi_modal_inputs if name in m]) for name in names}
 
     def select(self, indices: Sequence[int]) -> "Batch":
-        """The sequences at `indices`, in that order; denominators stay those of the global mini-batch."""
+        """Returns the sequences at `indices`, in that order; denominators stay those of the global mini-batch."""
         index = torch.as_tensor(list(indices), dtype=torch.int64)
         starts = self.cu_seqlens.long().tolist()
         where = [torch.arange(starts[i], starts[i + 1]) for i in index.tolist()]
@@ -92,7 +92,7 @@ class Batch:
         )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with its tensors on `device`."""
+        """Returns the same batch with its tensors on `device`."""
         return dataclasses.replace(
             self, tokens=self.tokens.to(device), labels=self.labels.to(device), loss_mask=self.loss_mask.to(device),
             lengths=self.lengths.to(device),
@@ -116,7 +116,7 @@ def make_batch(
     sequence_fields: Mapping[str, Tensor] | None = None,
     multi_modal_inputs: Sequence[Mapping[str, Tensor]] = (),
 ) -> Batch:
-    """A global mini-batch from token ids and per-token masks; the one place where labels are shifted.
+    """Returns a global mini-batch from token ids and per-token masks; the one place where labels are shifted.
 
     sequences: token ids, each at least 2 long. masks: one weight per token of the same sequence; the weight of
     `sequences[i][j]` says whether predicting that token trains (the first token's is ignored: nothing precedes it).

@@ -121,7 +121,8 @@ class _Text(click.ParamType):
 
 
 def _broken(name: str, error: ConfigError) -> click.Command:
-    """What stands for the command of a package that cannot be used: the others are listed and run all the same."""
+    """Returns what stands for the command of a package that cannot be used: the others are listed and run all the
+    same."""
 
     def run() -> None:
         raise error
@@ -131,7 +132,7 @@ def _broken(name: str, error: ConfigError) -> click.Command:
 
 
 def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
-    """The click command of a record."""
+    """Returns the click command of a record."""
     given: dict[str, Any] = {
         "name": name,
         "help": textwrap.dedent(f"    {of.help.strip()}"),
@@ -162,7 +163,7 @@ def _epilog(examples: str) -> str:
 
 
 def _parameter(of: Argument | Option) -> click.Parameter:
-    """The click parameter of an argument or option."""
+    """Returns the click parameter of an argument or option."""
     kind: Any = {"path": click.Path(), "overrides": click.STRING, "number": click.INT}.get(of.kind, _Text())
     if of.choices is not None:
         kind = click.Choice(of.choices())
@@ -185,7 +186,7 @@ def _parameter(of: Argument | Option) -> click.Parameter:
 
 
 def _complete_override(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Keys of the command's config that begin with what was typed; after `KEY=` the choices of the key."""
+    """Returns keys of the command's config that begin with what was typed; after `KEY=` the choices of the key."""
     command = record(ctx.params.get("command") or ctx.info_name)
     keys = {key.path: key for key in walk(command.root)}
     path, equals, begun = incomplete.partition("=")
@@ -197,7 +198,7 @@ def _complete_override(ctx: click.Context, param: click.Parameter, incomplete: s
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values that a key takes, where there are few."""
+    """Returns the values that a key takes, where there are few."""
     if annotation is bool:
         return ["true", "false"]
     if annotation is type(None):

@@ -43,7 +43,7 @@ def one_line(text: object, longest: int | None = None) -> str:
 
 
 def shortened(text: str, longest: int = 160) -> str:
-    """A path or a name as the user wrote it; of a long one, both ends."""
+    """Returns a path or a name as the user wrote it; of a long one, both ends."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2 - 2]}...{text[2 - longest // 2 :]}"
@@ -59,7 +59,7 @@ def quoted(text: str, longest: int = 160) -> Shown:
 
 
 def show(value: Any) -> str:
-    """A value as the user may have written it, on one line and not too long, however large or deep it is."""
+    """Returns a value as the user may have written it, on one line and not too long, however large or deep it is."""
     if isinstance(value, Shown):
         return value
     text = ""
@@ -71,7 +71,7 @@ def show(value: Any) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """The JSON of a value, piece by piece."""
+    """Yields the JSON of a value, piece by piece."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -123,13 +123,13 @@ class UserError(Exception):
         super().__init__(one_line(f"{line}; {fix}" if fix else line, self.longest))
 
     def going_on(self, text: str) -> Self:
-        """The same error, whose line goes on with `text` after what would work."""
+        """Returns the same error, whose line goes on with `text` after what would work."""
         if self.key is None:
             return type(self)(f"{self}; {text}")
         return type(self)(self.key, self.value, self.why, f"{self.fix}; {text}" if self.fix else text)
 
     def under(self, section: str) -> Self:
-        """The same error of the key where it stands in `section`."""
+        """Returns the same error of the key where it stands in `section`."""
         assert self.key is not None, f"an error of no key: {self}"
         return type(self)(f"{section}.{self.key}", self.value, self.why, self.fix)
 
@@ -141,7 +141,8 @@ class ConfigError(UserError):
 
 
 def unwritable(output_dir: str, at: object, error: OSError) -> ConfigError:
-    """The line on an output_dir that cannot be made or written. at: the file or folder that `error` is about."""
+    """Returns the line on an output_dir that cannot be made or written. at: the file or folder that `error` is
+    about."""
     why = f"cannot be written ({shortened(str(at), 80)}: {error.strerror or error})"
     return ConfigError("output_dir", quoted(output_dir), why, "give a folder that can")
 

@@ -126,5 +126,5 @@ _WITH_LABEL = [re.compile(name.replace("<label>", ".+")) for name in METRICS if 
 
 
 def is_metric(name: str) -> bool:
-    """Whether METRICS says what `name` means."""
+    """Returns whether METRICS says what `name` means."""
     return name in METRICS or any(pattern.fullmatch(name) for pattern in _WITH_LABEL)

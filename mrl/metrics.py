@@ -110,12 +110,12 @@ def rewind(path: pathlib.Path, step: int) -> None:
 
 
 def read(path: pathlib.Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl, oldest first."""
+    """Returns the steps of a metrics.jsonl, oldest first."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def last_line(path: pathlib.Path) -> dict[str, float] | None:
-    """The line of the newest step of a metrics.jsonl; None where it is empty, torn or not there."""
+    """Returns the line of the newest step of a metrics.jsonl; None where it is empty, torn or not there."""
     try:
         line = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
         return {**line, "step": int(line["step"])}
@@ -155,7 +155,7 @@ def check_login(log: LogConfig) -> None:
 
 
 def new_run_id() -> str:
-    """An id by which wandb knows a run again after a resume."""
+    """Returns an id by which wandb knows a run again after a resume."""
     return secrets.token_hex(4)
 
 
@@ -263,14 +263,14 @@ class TensorboardSink:
 
 
 def _cell(value: Cell) -> str:
-    """A value in a table of markdown."""
+    """Returns a value in a table of markdown."""
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
     return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def _why_offline(client: Any) -> str | None:
-    """What keeps wandb from its server, in words; None where somebody is logged in and the server answers. Decided in
-    seconds, never with a prompt."""
+    """Returns what keeps wandb from its server, in words; None where somebody is logged in and the server answers.
+    Decided in seconds, never with a prompt."""
     settings = client.setup().settings
     url = urllib.parse.urlsplit(settings.base_url)
     if (mode := os.environ.get("WANDB_MODE", "online")) != "online":
@@ -286,13 +286,14 @@ def _why_offline(client: Any) -> str | None:
 
 
 def _logged_in(settings: Any) -> bool:
-    """Whether there are credentials for wandb's server: a key, a token, or an entry in the user's netrc file."""
+    """Returns whether there are credentials for wandb's server: a key, a token, or an entry in the user's netrc
+    file."""
     has_token = bool(os.environ.get("WANDB_IDENTITY_TOKEN_FILE"))
     return bool(settings.api_key) or has_token or _in_netrc(urllib.parse.urlsplit(settings.base_url).hostname or "")
 
 
 def _in_netrc(host: str) -> bool:
-    """Whether `wandb login` left a key for `host`: it writes to the user's netrc file."""
+    """Returns whether `wandb login` left a key for `host`: it writes to the user's netrc file."""
     path = pathlib.Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
         return netrc.netrc(path).authenticators(host) is not None

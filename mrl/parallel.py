@@ -90,7 +90,7 @@ class ParallelDims:
         return Coordinates(tp_rank, cp_rank, dp_rank, pp_rank, etp_rank, ep_rank, rest % self.edp)
 
     def describe(self) -> str:
-        """The layout in a word, as in `tp2xpp2xdp2`; `dp1` when nothing is split."""
+        """Returns the layout in a word, as in `tp2xpp2xdp2`; `dp1` when nothing is split."""
         axes = [(n, getattr(self, n)) for n in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")]
         if self.etp == self.tp:
             axes = [a for a in axes if a[0] != "etp"]
@@ -132,7 +132,8 @@ def stage_layers(num_layers: int, pp: int, vpp: int = 1) -> list[list[int]]:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number`, in order; of a number above 10^12, not those between 10^6 and a millionth of it."""
+    """Returns the divisors of `number`, in order; of a number above 10^12, not those between 10^6 and a millionth of
+    it."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

@@ -133,7 +133,7 @@ def recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe:
 
 
 def in_words(recipe: Recipe) -> str:
-    """Every part that is read, as "advantage=grpo, objective=clip, ...": what a name and null keys come to."""
+    """Returns every part that is read, as "advantage=grpo, objective=clip, ...": what a name and null keys come to."""
     unread = {key for key, (_, is_read) in READ_WITH.items() if not is_read(recipe)}
     parts = ((name, value) for name, value in dataclasses.asdict(recipe).items() if name not in unread)
     return ", ".join(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in parts)
@@ -180,7 +180,7 @@ def critic_loss(recipe: Recipe, *, max_response_length: int) -> CriticLoss:
 
 
 def overlong_cache(recipe: Recipe, *, max_response_length: int) -> int:
-    """Tokens before the limit over which `shaping.overlong_penalty` grows; 0 for no punishment."""
+    """Returns tokens before the limit over which `shaping.overlong_penalty` grows; 0 for no punishment."""
     return math.ceil(recipe.overlong_fraction * max_response_length)
 
 

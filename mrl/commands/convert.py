@@ -104,7 +104,7 @@ def _compare(
     a: str, b: str, *, model: str | None, role: str | None, allow_pickle: bool, prompts: tuple[str, ...] = (),
     logits: bool = True, own_base: bool = False,
 ) -> Comparison:  # fmt: skip
-    """How two models compare. own_base: B is adapters over the base that they name, not `model`."""
+    """Returns how two models compare. own_base: B is adapters over the base that they name, not `model`."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     from mrl.launch.preflight import quiet
 
@@ -151,7 +151,7 @@ def _verify_result(source: str, out: str, **given: Any) -> None:
 
 
 def _renamed(out: str, why: str) -> str:
-    """The new name of the folder `out`, which ends in `why`."""
+    """Returns the new name of the folder `out`, which ends in `why`."""
     out = out.rstrip("/")
     names = (f"{out}.{why}{n}" for n in itertools.chain([""], itertools.count(2)))
     new = next(name for name in names if not os.path.exists(name))

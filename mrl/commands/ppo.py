@@ -77,7 +77,7 @@ class PPO(TrainingCommand[PPOConfig]):
         return config.prompts_per_iteration
 
     def smallest_batch(self, config: PPOConfig, role: str) -> tuple[str, int]:
-        """A mini-batch, or the rollout where the role never trains."""
+        """Returns a mini-batch, or the rollout where the role never trains."""
         from mrl.config.roles import TRAINED
 
         if role in TRAINED and config.algorithm.mini_batch_size is not None:

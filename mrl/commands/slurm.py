@@ -24,7 +24,7 @@ def _jobs_go_on() -> Iterator[None]:
 
 
 def _job_params() -> Iterator[Argument | Option]:
-    """The arguments and options of a command that makes a job's script."""
+    """Yields the arguments and options of a command that makes a job's script."""
     yield Argument(name="command", choices=lambda: list(roots()))
     yield Argument(name="config_path", kind="path", metavar="CONFIG")
     yield Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True)
@@ -55,7 +55,7 @@ def _option(key: Key) -> Option:
 def _checked(
     command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, given: dict[str, Any]
 ) -> Any:
-    """The config, checked against the job that the options and the profile describe; warnings are said."""
+    """Returns the config, checked against the job that the options and the profile describe; warnings are said."""
     from mrl.launch.slurm.profile import load_options
     from mrl.launch.slurm.submit import check
 

@@ -24,7 +24,7 @@ OWN: dict[str, tuple[str, ...]] = {
 
 
 def registered() -> dict[str, list[metadata.EntryPoint]]:
-    """What installed packages register as engines, by name."""
+    """Returns what installed packages register as engines, by name."""
     found: dict[str, list[metadata.EntryPoint]] = {}
     for entry in metadata.entry_points(group=GROUP):
         found.setdefault(entry.name, []).append(entry)
@@ -32,12 +32,13 @@ def registered() -> dict[str, list[metadata.EntryPoint]]:
 
 
 def package_of(entry: metadata.EntryPoint) -> str:
-    """The package that registers `entry`, with its version."""
+    """Returns the package that registers `entry`, with its version."""
     return "a package without a name" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
 def entry_point(name: str, path: str = "engine") -> metadata.EntryPoint:
-    """The one engine of an installed package with this name. Raises ConfigError where there are none or several."""
+    """Returns the one engine of an installed package with this name. Raises ConfigError where there are none or
+    several."""
     found = registered()
     entries = found.get(name, [])
     if len(entries) == 1:

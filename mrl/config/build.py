@@ -20,7 +20,8 @@ from mrl.errors import ConfigError, shortened, show
 
 
 def build_section(section: type, raw: Any, path: str, root: type) -> Any:
-    """The dataclass `section` from plain data written at the dotted `path`; the nearest key is looked for in `root`."""
+    """Returns the dataclass `section` from plain data written at the dotted `path`; the nearest key is looked for in
+    `root`."""
     raw = {} if raw is None else raw
     keys = {key.path.rsplit(".", 1)[-1]: key for key in section_keys(section, path)}
     if not isinstance(raw, Mapping):
@@ -105,7 +106,7 @@ def _text(value: str, key: Key) -> str:
 
 
 def _arm_for(arms: tuple[Any, ...], value: Any) -> Any:
-    """The arm of a union whose basic type the value has; None where there is none."""
+    """Returns the arm of a union whose basic type the value has; None where there is none."""
     for arm in arms:
         base = str if typing.get_origin(arm) is Literal else typing.get_origin(arm) or arm
         if type(value) is base or (base, type(value)) in ((float, int), (tuple, list)):

@@ -69,7 +69,7 @@ def check_batch(global_batch_size: int, rows_of_batch: int, rows: int) -> None:
 
 
 def parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
-    """The degrees of the config on `world_size` processes, with auto and null resolved."""
+    """Returns the degrees of the config on `world_size` processes, with auto and null resolved."""
     return ParallelDims(
         world_size=world_size,
         tp=parallel.tp,
@@ -83,12 +83,12 @@ def parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """The fewest processes that the layout fits on (one replica of the model)."""
+    """Returns the fewest processes that the layout fits on (one replica of the model)."""
     return parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep * parallel.expert_tp)
 
 
 def resolve_engine_tokens(config: SFTConfig) -> int | None:
-    """The token budget of a micro-batch; None where micro-batches are cut by `size`."""
+    """Returns the token budget of a micro-batch; None where micro-batches are cut by `size`."""
     return micro_batch_tokens(config.engine.micro_batch, config.data.max_length)
 
 

@@ -72,7 +72,7 @@ class Part:
     hf: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its config.json, once that is read
 
     def key(self, name: str) -> str:
-        """The dotted key that the config has for `name` of this part, as in actor.engine."""
+        """Returns the dotted key that the config has for `name` of this part, as in actor.engine."""
         return f"{self.role}.{name}" if self.role else name
 
 
@@ -111,31 +111,34 @@ class TrainingCommand(abc.ABC, Generic[C]):
         return None
 
     def meant_by(self, name: str) -> str | None:
-        """What to write for `mrl NAME`, where NAME is no command but another trainer's word for a part of this one."""
+        """Returns what to write for `mrl NAME`, where NAME is no command but another trainer's word for a part of this
+        one."""
         return None
 
     @abc.abstractmethod
     def parts(self, config: C) -> Sequence[Part]:
-        """The models that the config has a section for, whether or not the run needs them, each on its engine."""
+        """Returns the models that the config has a section for, whether or not the run needs them, each on its
+        engine."""
 
     def needed(self, config: C) -> Collection[str]:
-        """The roles of the parts that the run builds. Raises ConfigError where keys do not go with them."""
+        """Returns the roles of the parts that the run builds. Raises ConfigError where keys do not go with them."""
         return [part.role for part in self.parts(config)]
 
     def keys_of(self, config: C, role: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which what is said of `engine.x` or `model.x` is said of the role's own key."""
+        """Returns a context in which what is said of `engine.x` or `model.x` is said of the role's own key."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def longest(self, config: C) -> tuple[int, str]:
-        """Tokens of the longest sequence, and the key that sets it, or the keys with their values."""
+        """Returns tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
     def rows_of_batch(self, config: C) -> int:
         """Rows of data.train that one global batch is made of."""
         return config.train.global_batch_size
 
     def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
-        """The sequences of which every data-parallel replica of a part gets at least one: their key and number."""
+        """Returns the sequences of which every data-parallel replica of a part gets at least one: their key and
+        number."""
         return "train.global_batch_size", config.train.global_batch_size
 
     def check_files(self, config: C) -> None:
@@ -146,22 +149,22 @@ class TrainingCommand(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def describe(self, config: C, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Sequence[str]:
-        """What a dry run says beside the resolved config, line by line. layouts: of each part."""
+        """Returns what a dry run says beside the resolved config, line by line. layouts: of each part."""
 
     def server(self, config: C) -> Server | None:
-        """The inference server that a run samples from, as many as there are; None where it needs none."""
+        """Returns the inference server that a run samples from, as many as there are; None where it needs none."""
         return None
 
 
 def own_names() -> list[str]:
-    """The names of mrl's own commands."""
+    """Returns the names of mrl's own commands."""
     folders = [f"{folder}/commands" for folder in mrl.__path__]
     return sorted(module.name for module in pkgutil.iter_modules(folders) if not module.name.startswith("_"))
 
 
 @functools.cache
 def registered() -> Mapping[str, Sequence[EntryPoint]]:
-    """What installed packages register as commands, by name."""
+    """Returns what installed packages register as commands, by name."""
     from importlib import metadata
 
     found: dict[str, list[EntryPoint]] = {}
@@ -171,12 +174,13 @@ def registered() -> Mapping[str, Sequence[EntryPoint]]:
 
 
 def names() -> list[str]:
-    """The names of all commands."""
+    """Returns the names of all commands."""
     return sorted({*own_names(), *registered()})
 
 
 def record(name: str) -> Any:
-    """The record of the command `name`. One of mrl's own is not to be replaced. Raises KeyError where there is none."""
+    """Returns the record of the command `name`. One of mrl's own is not to be replaced. Raises KeyError where there is
+    none."""
     if name in own_names():
         return importlib.import_module(f"mrl.commands.{name}").COMMAND
     first, *others = registered()[name]
@@ -200,7 +204,7 @@ def record(name: str) -> Any:
 
 
 def training(command_names: Collection[str]) -> list[TrainingCommand]:
-    """Those of the commands that train, in their order.
+    """Returns those of the commands that train, in their order.
 
     One of a package that is broken is left out: `mrl NAME` says what is wrong there, and no other command fails by it.
     """
@@ -222,7 +226,7 @@ def roots() -> dict[str, type]:
 
 
 def command_of(root: type) -> TrainingCommand:
-    """The command whose config is a `root`."""
+    """Returns the command whose config is a `root`."""
     for command_names in (own_names(), registered()):
         for command in training(command_names):
             if command.root is root:
@@ -231,7 +235,7 @@ def command_of(root: type) -> TrainingCommand:
 
 
 def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
-    """The command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
+    """Returns the command whose resolved config `data` is, as plain data of this or an older version, by its keys."""
 
     def distance(command: TrainingCommand) -> tuple[int, int]:
         known = {key.path for key in walk(command.root, sections=True) if key.path.count(".") < 2}

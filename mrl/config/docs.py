@@ -32,7 +32,7 @@ at by the run, before its first step.
 
 
 def default_text(key: Key) -> str:
-    """The default as YAML would write it; `required` where there is none."""
+    """Returns the default as YAML would write it; `required` where there is none."""
     if key.required:
         return "required"
     return _yaml(key.default)
@@ -68,7 +68,7 @@ def markdown() -> str:
 
 
 def tables(root: type) -> str:
-    """The keys of one command, a table a section."""
+    """Returns the keys of one command, a table a section."""
     lines: list[str] = []
     for path, help, keys in sections(root):
         if not keys:
@@ -85,12 +85,12 @@ def tables(root: type) -> str:
 
 
 def _linked(help: str) -> str:
-    """A key's meaning with links to the pages that it names."""
+    """Returns a key's meaning with links to the pages that it names."""
     return re.sub(r"\(docs/([\w-]+\.md)\)", r"([\1](\1))", help)
 
 
 def asked(names: Sequence[str], wanted: str | None) -> str:
-    """What `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
+    """Returns what `mrl config NAMES --grep WANTED` prints. names: a command, a section or key, both, or none.
 
     Raises ConfigError where nothing is of that name or has that text.
     """
@@ -122,7 +122,7 @@ def asked(names: Sequence[str], wanted: str | None) -> str:
 
 
 def text(root: type, part: str = "", wanted: str | None = None) -> str:
-    """Keys for a terminal: default and type on one line, the meaning below.
+    """Returns keys for a terminal: default and type on one line, the meaning below.
 
     part: only the section or key of that dotted name. wanted: only keys with that text in name or meaning."""
     lines: list[str] = []

@@ -71,13 +71,13 @@ class Key:
 
 
 def _arms(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; of another type, itself."""
+    """Returns the types of a union; of another type, itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def numbers_in(annotation: Any) -> set[type]:
-    """The types of number that a value of this type is or holds."""
+    """Returns the types of number that a value of this type is or holds."""
     if annotation in NUMBERS:
         return {annotation}
     return {number for arm in typing.get_args(annotation) if arm is not Ellipsis for number in numbers_in(arm)}
@@ -91,7 +91,7 @@ def types_of(section: type) -> dict[str, Any]:
 
 @functools.cache
 def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
-    """The keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
+    """Returns the keys directly in `section`, subsections among them; `path` is the section's own dotted path."""
     hints = types_of(section)
     found: list[Key] = []
     for field in dataclasses.fields(section):
@@ -106,7 +106,7 @@ def section_keys(section: type, path: str = "") -> tuple[Key, ...]:
 
 
 def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[Key]:
-    """Every key below `section` that holds a value, in the schema's order, also in sections that may be null.
+    """Yields every key below `section` that holds a value, in the schema's order, also in sections that may be null.
 
     sections: the keys of sections too, each before what it holds.
     """
@@ -118,7 +118,7 @@ def walk(section: type, path: str = "", *, sections: bool = False) -> Iterator[K
 
 
 def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
-    """Keys below `section`, an object written at `path`, that do not hold their default, with what they hold.
+    """Yields keys below `section`, an object written at `path`, that do not hold their default, with what they hold.
 
     A section that is null by default and is not here is one key.
     """
@@ -131,7 +131,7 @@ def changed(section: Any, path: str) -> Iterator[tuple[Key, Any]]:
 
 
 def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
-    """The dotted key that `unknown`, a name written in `section` at `path`, was most likely meant to be."""
+    """Returns the dotted key that `unknown`, a name written in `section` at `path`, was most likely meant to be."""
     here = {key.path.rsplit(".", 1)[-1]: key.path for key in section_keys(section, path)}
     close = difflib.get_close_matches(unknown, here, n=1)
     if close:
@@ -144,7 +144,7 @@ def nearest(unknown: str, section: type, root: type, path: str) -> str | None:
 
 
 def listed(names: Iterable[str], room: int = 200) -> str:
-    """Names with commas between them; where they are too many for a message, how many more there are."""
+    """Returns names with commas between them; where they are too many for a message, how many more there are."""
     names = [shortened(name, 60) for name in names]
     fit = list(itertools.takewhile(lambda n: len(", ".join(names[:n])) <= room, range(1, len(names) + 1)))
     more = len(names) - len(fit)
@@ -152,7 +152,7 @@ def listed(names: Iterable[str], room: int = 200) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value read from YAML is, in words."""
+    """Returns what a value read from YAML is, in words."""
     for type_, words in (
         (type(None), "null"), (bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "text"),
         (list, "a list"), (Mapping, "a mapping"),
@@ -172,7 +172,7 @@ def _bounds_in_words(bounds: Mapping[str, float | None]) -> str:
 
 
 def _number(value: float) -> str:
-    """A number as people write it: 1e9, not 1000000000.0."""
+    """Returns a number as people write it: 1e9, not 1000000000.0."""
     return (
         str(value)
         if isinstance(value, int) or abs(value) < 1e6
@@ -187,7 +187,7 @@ def _list_in_words(element: Any) -> str:
 
 
 def expected(annotation: Any, bounds: Mapping[str, float | None] | None = None) -> str:
-    """What a key accepts, in words: `a whole number of at least 1, or null`."""
+    """Returns what a key accepts, in words: `a whole number of at least 1, or null`."""
     bounds = bounds or {}
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):

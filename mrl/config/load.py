@@ -25,7 +25,8 @@ _SFT: Any = SFTConfig  # a default that a type variable cannot have
 
 
 def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: type[Root] = _SFT) -> Root:
-    """The config in the YAML file `path` with `overrides` (`dotted.key=VALUE`, VALUE in YAML) over it, checked."""
+    """Returns the config in the YAML file `path` with `overrides` (`dotted.key=VALUE`, VALUE in YAML) over it,
+    checked."""
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
@@ -34,7 +35,7 @@ def load_config(path: str | pathlib.Path, overrides: Sequence[str] = (), root: t
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
-    """The mapping in a YAML file, not checked against the schema."""
+    """Returns the mapping in a YAML file, not checked against the schema."""
     if not os.path.exists(path):
         raise ConfigError(path, why="the config file does not exist", fix="give the path of a YAML file")
     try:
@@ -73,7 +74,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def from_dict(raw: Mapping[str, Any], root: type[Root] = _SFT) -> Root:
-    """A checked config from plain data, as YAML gives it."""
+    """Returns a checked config from plain data, as YAML gives it."""
     config = build_section(root, raw, "", root)
     command_of(root).check(config)
     return config

@@ -251,7 +251,7 @@ class SamplesConfig:
 
 
 def parse_samples(raw: Any, path: str) -> SamplesConfig:
-    """The section, which true or false may stand for."""
+    """Returns the section, which true or false may stand for."""
     if isinstance(raw, bool):
         return SamplesConfig(every=1 if raw else None)
     return build_section(SamplesConfig, raw, path, PPOConfig)

@@ -109,7 +109,7 @@ def _check_length(config: PPOConfig) -> None:
 
 
 def _nearest_multiples(value: int, of: int) -> str:
-    """The multiples of `of` on both sides of `value`: "8 or 12"."""
+    """Returns the multiples of `of` on both sides of `value`: "8 or 12"."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
 
@@ -278,7 +278,8 @@ def _check_best(config: PPOConfig) -> None:
 
 
 def written_metrics(config: PPOConfig) -> list[str]:
-    """Metrics by which a checkpoint can be the best: what is learned, and from what; no times and no counters."""
+    """Returns metrics by which a checkpoint can be the best: what is learned, and from what; no times and no
+    counters."""
     labels = [label_of(function) for function in config.rewards.functions] if config.rewards is not None else []
     labels += [REWARD_MODEL] if config.reward.model.path is not None else []
     labels += [ENVIRONMENT] if config.rollout.environment is not None else []

@@ -17,12 +17,13 @@ CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
 
 def may_change(root: type) -> tuple[str, ...]:
-    """Keys and sections of the config that a resumed run may change: the same models go on with the same data."""
+    """Returns keys and sections of the config that a resumed run may change: the same models go on with the same
+    data."""
     return tuple(key.path for key in walk(root, sections=True) if key.may_change)
 
 
 def moving(root: type) -> tuple[str, ...]:
-    """Those of them that name what must be the same wherever it lies now; the run compares its content with the
+    """Returns those of them that name what must be the same wherever it lies now; the run compares its content with the
     checkpoint's."""
     return tuple(key.path for key in walk(root) if key.moves)
 
@@ -49,7 +50,7 @@ def changed_keys(
 
 
 def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The keys that differ and may. old, new: resolved configs as plain data (`to_dict`), of either command.
+    """Returns the keys that differ and may. old, new: resolved configs as plain data (`to_dict`), of either command.
 
     Raises ConfigError naming every key whose change breaks the run. A key that `old` lacks, because an older version
     saved it, counts as its default.
@@ -93,8 +94,8 @@ def _check_adapters(breaking: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def _innermost(key: str, before: Any, after: Any, whole: Collection[str]) -> tuple[str, Any, Any]:
-    """The first key, entry of a list or both below `key` that differs, with its values: a list of mappings is too long
-    to show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
+    """Returns the first key, entry of a list or both below `key` that differs, with its values: a list of mappings is
+    too long to show, and its entries have keys of their own. A list of another length, or of values, differs itself."""
     pairs: list[tuple[str, Any, Any]] = []
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         entries = enumerate(zip(before, after, strict=True))
@@ -148,7 +149,7 @@ def _spell_out(
 
 
 def _at(data: Mapping[str, Any], *names: str) -> Any:
-    """The section below `names`; None where an older version had none."""
+    """Returns the section below `names`; None where an older version had none."""
     for name in names:
         data = data.get(name) or {}
     return data or None

@@ -166,14 +166,14 @@ class RewardsConfig(RewardPoolConfig):
 
 
 def label_of(reward: Reward) -> str:
-    """The reward's name in the metrics."""
+    """Returns the reward's name in the metrics."""
     if reward.label is not None:
         return reward.label
     return reward.function.rpartition(":")[2] if isinstance(reward, FunctionReward) else reward.name
 
 
 def parse_rewards(raw: Any, path: str = "rewards") -> RewardsConfig:
-    """The section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
+    """Returns the section written at `path`, from plain data as YAML gives it. Raises ConfigError."""
     if not isinstance(raw, Mapping):
         raise ConfigError(path, raw, f"is {kind(raw)}", "give a mapping, as {functions: [{name: gsm8k}]}")
     entries = raw.get("functions")

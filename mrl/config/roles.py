@@ -31,7 +31,7 @@ class Needs(Protocol):
 
 
 def roles_of(config: PPOConfig, needs: Needs) -> tuple[str, ...]:
-    """The roles that the run has, in the order of `ROLES`."""
+    """Returns the roles that the run has, in the order of `ROLES`."""
     has = {
         "actor": True,
         "critic": needs.needs_critic,
@@ -42,17 +42,17 @@ def roles_of(config: PPOConfig, needs: Needs) -> tuple[str, ...]:
 
 
 def has_own_engine(config: PPOConfig, role: str) -> bool:
-    """Whether the role's section names an engine; otherwise the actor's serves for it."""
+    """Returns whether the role's section names an engine; otherwise the actor's serves for it."""
     return getattr(config, role).engine is not None
 
 
 def engine_of(config: PPOConfig, role: str) -> EngineConfig:
-    """The role's engine as the config has it, or the actor's."""
+    """Returns the role's engine as the config has it, or the actor's."""
     return getattr(config, role).engine or config.actor.engine
 
 
 def model_of(config: PPOConfig, role: str) -> ModelConfig:
-    """The role's model. One of another path has weights; of the actor's path it starts as the actor does."""
+    """Returns the role's model. One of another path has weights; of the actor's path it starts as the actor does."""
     actor = config.actor.model
     if role == "actor":
         return actor
@@ -64,14 +64,16 @@ def model_of(config: PPOConfig, role: str) -> ModelConfig:
 
 
 def reference_is_base(config: PPOConfig) -> bool:
-    """Whether the reference is the actor without its adapters: no model of its own, and none that would change."""
+    """Returns whether the reference is the actor without its adapters: no model of its own, and none that would
+    change."""
     own = config.reference
     same_model = own.model.path is None and own.model.dtype in (None, config.actor.model.dtype)
     return config.actor.model.lora is not None and same_model and own.engine is None and own.update_every is None
 
 
 def role_configs(config: PPOConfig, folders: Mapping[str, str], needs: Needs) -> dict[str, RoleConfig]:
-    """What each engine of the run is built from, by role. folders: the folder that each role's model path stands for.
+    """Returns what each engine of the run is built from, by role. folders: the folder that each role's model path
+    stands for.
 
     A reference that is the actor's base has none of its own. The length of the learning-rate schedules is set later, by
     `engine.set_total_steps`."""

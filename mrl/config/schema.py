@@ -33,8 +33,8 @@ def key(
     may_change: bool = False,
     moves: bool = False,
 ) -> Any:
-    """A config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one that
-    states none has those of `mrl.config.keys.MOST`).
+    """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
+    that states none has those of `mrl.config.keys.MOST`).
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
     may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the

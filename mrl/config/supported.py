@@ -57,7 +57,7 @@ def check_supported(
 
 
 def _other_backends(backend: str, choice: str) -> list[str]:
-    """Those of mrl's own that support what another of them does not."""
+    """Returns those of mrl's own that support what another of them does not."""
     return [name for name, supports in OWN.items() if backend in OWN and _within(choice, supports)]
 
 
@@ -66,5 +66,5 @@ def _within(path: str, names: Collection[str]) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """The entries of a list or names of a mapping; another value is one part."""
+    """Returns the entries of a list or names of a mapping; another value is one part."""
     return list(value) if isinstance(value, tuple | list | Mapping) else [value]

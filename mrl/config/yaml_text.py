@@ -45,7 +45,7 @@ for _class in (_Loader, _Dumper):
 
 
 def parse(text: str, source: str, path: str = "") -> Any:
-    """The value of one YAML document.
+    """Returns the value of one YAML document.
 
     source: a file name or an override, and path: the dotted key that the value is for, in a ConfigError's message.
     """
@@ -84,8 +84,8 @@ def parse(text: str, source: str, path: str = "") -> Any:
 
 
 def _construct(loader: _Loader, node: yaml.Node) -> Any:
-    """A scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as in
-    `!!int x`."""
+    """Returns a scalar as SafeLoader makes it. Its functions raise whatever comes where a tag does not fit the text, as
+    in `!!int x`."""
     name = node.tag.rpartition(":")[2]
     try:
         value = getattr(yaml.SafeLoader, f"construct_yaml_{name}")(loader, node)

@@ -80,7 +80,7 @@ class Marker:
 
 
 def step_name(step: int) -> str:
-    """The folder name of a step: `step_00000100`."""
+    """Returns the folder name of a step: `step_00000100`."""
     return f"{PREFIX}{step:08d}"
 
 
@@ -137,7 +137,7 @@ def replacing(root: str, name: str) -> Iterator[str]:
 
 
 def find_checkpoint(root: str, but: Collection[str] = ()) -> str | None:
-    """The newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
+    """Returns the newest whole checkpoint in `root` (or `root` itself, if it is one); None where there is none.
 
     Damaged folders are passed over for a whole one with a warning that names them and what is wrong; `damage` tells
     where there is none. but: folders that `verify` has found to be damaged.
@@ -155,7 +155,8 @@ def steps_of(root: str) -> list[tuple[int, str]]:
 
 
 def damage(root: str) -> list[str]:
-    """What is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of these."""
+    """Returns what is wrong with each `step_*` folder of `root` that is no whole checkpoint. A kill leaves none of
+    these."""
     found = []
     for entry in _listdir(root):
         if entry.startswith(PREFIX):
@@ -167,7 +168,7 @@ def damage(root: str) -> list[str]:
 
 
 def validate(path: str, *, backend: str | None = None) -> Marker:
-    """The marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
+    """Returns the marker of the checkpoint at `path`; refuses what is damaged, foreign or of another backend.
 
     Every file is looked at: it exists, has its size, and (small files) its checksum. `verify` reads all of them.
     """
@@ -182,7 +183,8 @@ def validate(path: str, *, backend: str | None = None) -> Marker:
 
 
 def other_backend(saved: str, own: str, key: str = "engine.backend") -> str:
-    """Why a checkpoint of one backend is none of another, and what to do. key: where the config has the backend."""
+    """Returns why a checkpoint of one backend is none of another, and what to do. key: where the config has the
+    backend."""
     if saved == ROLES:
         return "holds the roles of `mrl ppo`, and this run has one model; resume it with `mrl ppo`"
     if own == ROLES:

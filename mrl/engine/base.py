@@ -100,7 +100,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         return collective.on_main(fn)
 
     def max_over_ranks(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks, the same on every rank."""
+        """Returns the largest of each value over all ranks, the same on every rank."""
         return collective.max_over_ranks(self.device, *values)
 
     @property
@@ -169,7 +169,8 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @abc.abstractmethod
     def guard_after_step(self, token: Any) -> list[Problem]:
-        """What went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing did.
+        """Returns what went wrong in the `optimizer_step` since `guard_before_step` gave `token`; empty where nothing
+        did.
 
         One for each parameter that has no gradient or one that is not finite, that did not change, or whose
         replicas differ; the same list on every rank. One of `Kind.WAITS` is no fault: A of an adapter whose B
@@ -183,7 +184,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         return lr
 
     def _learning_rate(self) -> float:
-        """The rate of the step that is made now."""
+        """Returns the rate of the step that is made now."""
         config = self.config
         return learning_rate(self.schedule_step, optimizer=self._optimizer_config, total_steps=config.total_steps)
 
@@ -355,7 +356,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         collective.wait_for_all()
 
     def _config_changes(self, family: Family | None, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What an export changes in config.json. family: None where mrl has no table of it."""
+        """Returns what an export changes in config.json. family: None where mrl has no table of it."""
         changes = value_head_config(hf_config) if self.config.head == "value" else {}
         further = family is not None and mtp_tensors_of_folder(self.config.model.path, family, hf_config)
         return changes | ({MTP_COUNT: 0} if further else {})

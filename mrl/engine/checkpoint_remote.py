@@ -146,7 +146,7 @@ def fetch(url: str, root: str) -> str | None:
 
 
 def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a URL and the path in it."""
+    """Returns the file system of a URL and the path in it."""
     try:
         files, base = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:

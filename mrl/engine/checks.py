@@ -50,7 +50,7 @@ class EngineChecks:
 
 
 def whole_number(model: Mapping[str, Any], name: str) -> int:
-    """The count that config.json, whose content is `model`, has under `name`."""
+    """Returns the count that config.json, whose content is `model`, has under `name`."""
     value = model.get(name)
     if type(value) is not int or value < 1:
         raise ModelError(

@@ -60,7 +60,7 @@ def wait_for_all() -> None:
 
 
 def is_main() -> bool:
-    """Whether this process speaks and writes for all: one of them does, also before they have met."""
+    """Returns whether this process speaks and writes for all: one of them does, also before they have met."""
     return int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0
 
 
@@ -90,14 +90,14 @@ def on_main(fn: Callable[[], T]) -> T:
 
 
 def node_ids() -> list[int]:
-    """The node of each rank, numbered from 0 in the order of ranks; the same list on every rank."""
+    """Returns the node of each rank, numbered from 0 in the order of ranks; the same list on every rank."""
     names = all_ranks().gather(socket.gethostname())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
 
 def all_ranks() -> Ranks:
-    """The processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
+    """Returns the processes of the world, for the checkpoint folder; what they tell each other goes over gloo."""
 
     def gather(value: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -108,7 +108,7 @@ def all_ranks() -> Ranks:
 
 
 def max_over_ranks(device: torch.device, *values: float) -> list[float]:
-    """The largest of each value over all ranks, the same on every rank. device: where the ranks talk."""
+    """Returns the largest of each value over all ranks, the same on every rank. device: where the ranks talk."""
     if not dist.is_initialized():
         return list(values)
     largest = torch.tensor(values, dtype=torch.float64, device=device)
@@ -117,7 +117,8 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
 
 
 def denominator_of(batch: Batch, name: str) -> float:
-    """What a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it counts."""
+    """Returns what a mini-batch's loss sums are divided by: `batch.denominators[name]`, or 1 where nothing in it
+    counts."""
     assert name in batch.denominators, f"the batch has the denominators {sorted(batch.denominators)}, not {name!r}"
     return float(batch.denominators[name]) or 1.0
 
@@ -151,7 +152,7 @@ def in_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]],
 
 
 def share_of(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
-    """The sequences of a global mini-batch that a data-parallel rank has, balanced by tokens."""
+    """Returns the sequences of a global mini-batch that a data-parallel rank has, balanced by tokens."""
     return batch.select(balanced_shards(batch.lengths.tolist(), dp_size)[dp_rank])
 
 

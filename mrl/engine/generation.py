@@ -146,7 +146,7 @@ class Schedule:
         return not self.waiting and not self.running
 
     def next(self) -> Step:
-        """The step to make now; `take` what came of it before the next."""
+        """Returns the step to make now; `take` what came of it before the next."""
         shape = self._grow()
         decoding = [s for s in self.running if s.cached == len(s.context) - 1]
         prompts = [s for s in self.running if s.cached < len(s.context) - 1]  # at most one, in the highest row

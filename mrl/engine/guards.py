@@ -55,7 +55,7 @@ class Problem:
 
 
 def faults(problems: Iterable[Problem]) -> list[Problem]:
-    """Those of `problems` that something is wrong by; the others wait for the next step."""
+    """Returns those of `problems` that something is wrong by; the others wait for the next step."""
     return [problem for problem in problems if problem.kind is not Kind.WAITS]
 
 
@@ -126,7 +126,7 @@ def problems(findings: dict[str, Finding], weights: Iterable[tuple[str, Tensor]]
 
 
 def _fault(found: list[Finding]) -> Kind | None:
-    """What is wrong with one parameter, from every rank that holds a shard of it."""
+    """Returns what is wrong with one parameter, from every rank that holds a shard of it."""
     if not all(f.finite for f in found):
         return Kind.NOT_FINITE
     if not any(f.has_gradient for f in found):
@@ -159,7 +159,7 @@ def replica_problems(parameters: Iterable[tuple[str, Tensor]], group: dist.Proce
 
 
 def union(problems: list[Problem]) -> list[Problem]:
-    """The problems of all ranks, each once, in the order of their lines. Collective over the default group."""
+    """Returns the problems of all ranks, each once, in the order of their lines. Collective over the default group."""
     ranks = [problems]
     if dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [[] for _ in range(dist.get_world_size())]
@@ -191,7 +191,7 @@ def hashes(words: Tensor, start: int) -> Tensor:
 
 
 def _would_move(weight: Tensor, gradient: Tensor, lr: float, eps: float) -> bool:
-    """Whether some element's update is far above the rounding of its weight."""
+    """Returns whether some element's update is far above the rounding of its weight."""
     w, g = weight.detach().reshape(-1), gradient.detach().reshape(-1)
     rounding = ROUNDING_MARGIN * torch.finfo(w.dtype).eps
     chunk = CHUNK[w.device.type]

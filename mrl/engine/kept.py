@@ -10,7 +10,8 @@ from mrl.engine.sampling import SamplingKey
 
 
 def share(count: int, part: int, parts: int) -> range:
-    """Which of `count` requests a replica takes: neighbours, because samples of one prompt share its prefill."""
+    """Returns which of `count` requests a replica takes: neighbours, because samples of one prompt share its
+    prefill."""
     return range(count * part // parts, count * (part + 1) // parts)
 
 
@@ -68,7 +69,7 @@ class KeptSequences:
                 del self._copies[key]
 
     def length(self, key: SamplingKey) -> int:
-        """How many of the first tokens of the sequence with this key are kept."""
+        """Returns how many of the first tokens of the sequence with this key are kept."""
         return len(self._copies[key][0]) if key in self._copies else 0
 
     def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: Rows, chunk: int = 0) -> None:

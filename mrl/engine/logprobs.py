@@ -34,7 +34,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None  # ranks that hold the other columns; None where this rank holds all
 
     def num_valid(self, columns: int) -> int:
-        """How many of the `columns` local ones are not padding."""
+        """Returns how many of the `columns` local ones are not padding."""
         return min(max(self.vocab_size - self.start, 0), columns)
 
 
@@ -46,12 +46,12 @@ class LogitRule:
     softcap: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The logits, in x's dtype; a new tensor where that changes anything."""
+        """Returns the logits, in x's dtype; a new tensor where that changes anything."""
         z = x if self.scale == 1.0 else x * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
     def backward(self, grad: Tensor, z: Tensor, temperature: float) -> Tensor:
-        """The gradient of x, in place of that of the logits, which are `z * temperature`."""
+        """Returns the gradient of x, in place of that of the logits, which are `z * temperature`."""
         if self.softcap is not None:
             grad *= 1 - (z * (temperature / self.softcap)).square()
         return grad if self.scale == 1.0 else grad.mul_(self.scale)
@@ -102,7 +102,8 @@ _KEEP_LOGITS_ELEMENTS = 2**24
 
 
 def _chunk_tokens(columns: int, device: torch.device) -> int:
-    """Tokens whose fp32 logits fill 16 MB on a CPU (about its caches) and 256 MB on a GPU (enough to keep it busy)."""
+    """Returns tokens whose fp32 logits fill 16 MB on a CPU (about its caches) and 256 MB on a GPU (enough to keep it
+    busy)."""
     elements = 2**22 if device.type == "cpu" else 2**26
     return max(1, elements // max(columns, 1))
 
@@ -121,7 +122,8 @@ class _Spec:
         assert self.entropy in get_args(EntropyMode), f"entropy {self.entropy!r}; one of {get_args(EntropyMode)}"
 
     def scaled(self, logits_CV: Tensor) -> Tensor:
-        """The real columns by the rule, divided by the temperature, in fp32 or better; new if that changes anything."""
+        """Returns the real columns by the rule, divided by the temperature, in fp32 or better; new if that changes
+        anything."""
         logits_CV = logits_CV[:, : self.shard.num_valid(logits_CV.shape[1])]
         logits_CV = self.rule(logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)))
         return logits_CV / self.temperature if self.temperature != 1.0 else logits_CV

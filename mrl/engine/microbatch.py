@@ -41,7 +41,7 @@ def balanced_shards(lengths: Sequence[int], n: int) -> list[list[int]]:
 
 
 def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
-    """Tokens of a micro-batch, where no number of sequences is set.
+    """Returns tokens of a micro-batch, where no number of sequences is set.
 
     tokens: engine.micro_batch.tokens. longest: the longest sequence at hand; a model that never trains takes a longer
     one than `tokens`, too: a reward model renders conversations by its own template, whose length no key bounds.
@@ -54,7 +54,7 @@ def token_budget(tokens: int | None, longest: int, *, trains: bool) -> int:
 def split_micro_batches(
     lengths: Sequence[int], *, size: int | None = None, tokens: int | None = None, packed: bool
 ) -> list[list[int]]:
-    """The fewest micro-batches of at most `size` sequences, or of at most `tokens` tokens (padding included).
+    """Returns the fewest micro-batches of at most `size` sequences, or of at most `tokens` tokens (padding included).
 
     packed: sequences lie end to end, so a micro-batch costs the sum of its lengths; otherwise each is padded to
     the longest one and it costs their number times that. No sequences give no micro-batches.

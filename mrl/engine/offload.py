@@ -33,7 +33,7 @@ class Offload:
             self.park(kind)
 
     def tensors(self, kind: str) -> Iterable[Tensor]:
-        """What is of `kind`, wherever it is."""
+        """Returns what is of `kind`, wherever it is."""
         return self._tensors[kind]()
 
     @contextlib.contextmanager

@@ -20,13 +20,13 @@ ENGINES = {
 
 
 def build_engine(config: RoleConfig) -> BaseEngine:
-    """The engine of `config.engine.backend`, joined to the other ranks; `init_model` comes next."""
+    """Returns the engine of `config.engine.backend`, joined to the other ranks; `init_model` comes next."""
     return engine_class(config.engine.backend)(config)
 
 
 def engine_class(name: str) -> type[BaseEngine]:
-    """The class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one has, or for
-    what is no engine."""
+    """Returns the class of the backend `name`, imported. Raises ConfigError for a name that nobody or more than one
+    has, or for what is no engine."""
     taken = backends.registered().get(name, [])
     if name not in ENGINES:
         return _load(backends.entry_point(name))
@@ -42,7 +42,8 @@ def engine_class(name: str) -> type[BaseEngine]:
 
 
 def checks_of(name: str) -> type[EngineChecks]:
-    """What says whether a config fits the backend `name`. What runs one of mrl's own engines is not imported for it."""
+    """Returns what says whether a config fits the backend `name`. What runs one of mrl's own engines is not imported
+    for it."""
     if name not in ENGINES:
         return engine_class(name)
     package, prefix = ENGINES[name]

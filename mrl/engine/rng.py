@@ -38,7 +38,7 @@ class Generators:
             self.restore(outside)
 
     def states(self) -> dict[str, Any]:
-        """What the process's generators are at."""
+        """Returns what the process's generators are at."""
         device = self.device
         states = {"device_type": device.type, "host": torch.get_rng_state(), "python": random.getstate()}
         return states | ({"device": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -52,7 +52,7 @@ class Generators:
             torch.cuda.set_rng_state(states["device"], self.device)
 
     def drawn_since(self, states: Mapping[str, Any]) -> bool:
-        """Whether the process's generators have moved on from there."""
+        """Returns whether the process's generators have moved on from there."""
         now = self.states()
         tensors = [name for name in now if isinstance(now[name], torch.Tensor)]
         return now["python"] != states["python"] or any(not torch.equal(now[n], states[n]) for n in tensors)

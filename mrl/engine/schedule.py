@@ -12,7 +12,7 @@ from mrl.config.schema import OptimizerConfig
 
 
 def learning_rate(step: int, *, optimizer: OptimizerConfig, total_steps: int) -> float:
-    """The rate of optimizer step number `step`, counted from 0, in a run of `total_steps`.
+    """Returns the rate of optimizer step number `step`, counted from 0, in a run of `total_steps`.
 
     Warm-up: step `i` of `warmup_steps` has `lr * (i + 1) / warmup_steps`, so the first step already trains. Then
     `constant` stays at lr; `linear` and `cosine` fall to min_lr over `decay_steps` (the rest of the run by

@@ -14,14 +14,14 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix_int(z: int) -> int:
-    """The mix of one word, from 0 to 2**64 - 1."""
+    """Returns the mix of one word, from 0 to 2**64 - 1."""
     z = ((z ^ (z >> 30)) * _FIRST) & WORD
     z = ((z ^ (z >> 27)) * _SECOND) & WORD
     return z ^ (z >> 31)
 
 
 def signed(word: int) -> int:
-    """The int64 that has the bits of `word`."""
+    """Returns the int64 that has the bits of `word`."""
     return word - 2**64 if word >> 63 else word
 
 

@@ -38,7 +38,7 @@ def stored_weights(
 
 
 def mtp_tensors_of_folder(path: str | Path, family: Family, hf_config: HFConfig) -> list[str]:
-    """The tensors of MTP layers, which engines leave unread, of the folder `path`, Hugging Face or imported."""
+    """Returns the tensors of MTP layers, which engines leave unread, of the folder `path`, Hugging Face or imported."""
     if not announced(hf_config):
         return []
     if is_imported(path):

@@ -14,7 +14,7 @@ from mrl.parallel import ParallelDims
 def describe(
     command: TrainingCommand, config: Config, parts: Sequence[Part], layouts: Sequence[ParallelDims]
 ) -> Iterator[str]:
-    """Lines of YAML, with comments at the end."""
+    """Yields lines of YAML, with comments at the end."""
     yield from dump_config(config).splitlines()
     for line in command.describe(config, parts, layouts):
         yield f"# {line}"

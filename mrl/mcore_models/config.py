@@ -25,5 +25,5 @@ class LatentConfig(MLATransformerConfig):
 
 
 def config_class(fields: dict) -> type[Config] | type[LatentConfig]:
-    """The class that takes these fields."""
+    """Returns the class that takes these fields."""
     return LatentConfig if fields.get("multi_latent_attention") else Config

@@ -109,7 +109,7 @@ def _replace_cuda_runtime() -> None:
     stream = _Stream()
 
     def answer(value: Any) -> Callable[..., Any]:
-        """A new function each time: torch.compile's tables refuse one object under two names."""
+        """Returns a new function each time: torch.compile's tables refuse one object under two names."""
         return lambda *args, **kwargs: value
 
     get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed

@@ -33,7 +33,7 @@ _KNOWN = re.compile(
 
 
 def fits(model: torch.nn.Module) -> bool:
-    """Whether `Decoder` computes what this chunk does; the same answer on every rank."""
+    """Returns whether `Decoder` computes what this chunk does; the same answer on every rank."""
     config = model.config
     known = all(_KNOWN.fullmatch(name) for layer in model.decoder.layers for name, _ in layer.named_parameters())
     ours = all(isinstance(layer.self_attention.core_attention, SdpaAttention) for layer in model.decoder.layers)

@@ -33,7 +33,7 @@ class LanguageHead(ColumnParallelLinear):
 
     @classmethod
     def replacing(cls, layer: ColumnParallelLinear, config: TransformerConfig) -> "LanguageHead":
-        """A head that takes over the weight and parallel attributes of GPTModel's own output layer."""
+        """Returns a head that takes over the weight and parallel attributes of GPTModel's own output layer."""
         head = cls(
             layer.input_size, layer.output_size, config=config, init_method=config.init_method, bias=False,
             skip_weight_param_allocation=True, tp_group=layer.tp_group,

@@ -48,7 +48,7 @@ class KVCache:
             self.rows, self.length = shape
 
     def copy_row(self, row: int, places: int) -> RowCopy:
-        """What the first places of a row hold, in every layer."""
+        """Returns what the first places of a row hold, in every layer."""
         return {
             layer: (keys[row, :, :places].clone(), values[row, :, :places].clone())
             for layer, (keys, values) in self.layers.items()

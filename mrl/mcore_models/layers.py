@@ -131,7 +131,7 @@ def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2), as in transformers: slow frequencies are divided, fast ones stay."""
 
     def channel(rotations: float) -> float:
-        """The channel that turns so often over the original length."""
+        """Returns the channel that turns so often over the original length."""
         length = scaling["original_max_position_embeddings"]
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -146,7 +146,7 @@ def _yarn_frequencies(head_dim: int, theta: float, scaling: dict) -> Tensor:
 
 
 def rotary_scale(scaling: dict | None) -> float:
-    """The factor on cosines and sines: of yarn alone (its attention factor), as transformers computes it."""
+    """Returns the factor on cosines and sines: of yarn alone (its attention factor), as transformers computes it."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:
@@ -211,12 +211,12 @@ def _local_layer(config: Config | LatentConfig, experts: int | None) -> ModuleSp
 
 
 def _over_heads(config: Config) -> dict[str, type]:
-    """The norms of queries and keys where they are over all heads."""
+    """Returns the norms of queries and keys where they are over all heads."""
     return {"q_layernorm": QueryNormOverHeads, "k_layernorm": KeyNormOverHeads} if config.qk_norm_over_heads else {}
 
 
 def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
-    """An MoE layer's spec with `Router` in it; a dense one as it is."""
+    """Returns an MoE layer's spec with `Router` in it; a dense one as it is."""
     mlp = layer.submodules.mlp  # a ModuleSpec in megatron-core 0.16, a partial in 0.19
     parts = mlp.keywords.get("submodules") if isinstance(mlp, functools.partial) else mlp.submodules
     if isinstance(parts, MoESubmodules):

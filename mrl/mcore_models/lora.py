@@ -104,7 +104,7 @@ class Adapter(torch.nn.Module):
             parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the linear's output, of the shape that the linear gives for its input `x`."""
+        """Returns what is added to the linear's output, of the shape that the linear gives for its input `x`."""
         low = self._low(x)
         if self.split == "column" and not self.expert:
             if self.sp:
@@ -129,7 +129,7 @@ class Adapter(torch.nn.Module):
         return delta.mul_(self.scale).add_(weight).to(weight.dtype)
 
     def _low(self, x: Tensor) -> Tensor:
-        """A x, [..., P * R]; each adapter drops inputs of its own."""
+        """Returns A x, [..., P * R]; each adapter drops inputs of its own."""
         if not (self.dropout and self.training):
             return F.linear(x, torch.cat(list(self.A.values())))
         return torch.cat([F.linear(self._dropped(x), a) for a in self.A.values()], dim=-1)
@@ -163,7 +163,7 @@ def attach(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def beside(module: torch.nn.Module, x: Tensor) -> Tensor | float:
-    """What the adapter of `module` gives for `x`; 0 where it has none, or it is off."""
+    """Returns what the adapter of `module` gives for `x`; 0 where it has none, or it is off."""
     adapter = module._modules.get(NAME)
     return adapter(x) if adapter is not None and adapter.enabled else 0.0
 
@@ -175,7 +175,7 @@ def added_on_this_rank(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tenso
 
 
 def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
-    """A forward hook."""
+    """Returns a forward hook."""
     if not module.adapter.enabled:
         return None
     x = _normed(module, args[0])
@@ -191,7 +191,7 @@ def _gated(module: SharedExpertMLP, hidden_states: Tensor) -> Tensor:
 
 
 def _normed(module: torch.nn.Module, x: Tensor) -> Tensor:
-    """The linear's input: transformer-engine fuses some of them with the RMSNorm before."""
+    """Returns the linear's input: transformer-engine fuses some of them with the RMSNorm before."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
@@ -211,12 +211,12 @@ def needs_gradient(model: torch.nn.Module) -> None:
 
 
 def adapters_of(model: torch.nn.Module) -> Iterable[Adapter]:
-    """Every adapter of a model chunk."""
+    """Returns every adapter of a model chunk."""
     return (module for module in model.modules() if isinstance(module, Adapter))
 
 
 def without_gradient(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Each A whose B, as this rank has it, is zero: B takes part in the gradient of A as a factor."""
+    """Yields each A whose B, as this rank has it, is zero: B takes part in the gradient of A as a factor."""
     for adapter in adapters_of(model):
         yield from (a for name, a in adapter.A.items() if name not in adapter.B or not adapter.B[name].any())
 

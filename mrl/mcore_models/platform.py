@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def has_gpu() -> bool:
-    """Whether models compute on CUDA in this process."""
+    """Returns whether models compute on CUDA in this process."""
     return torch.cuda.is_available()
 
 
@@ -24,7 +24,7 @@ def device_type(wanted: str = "auto") -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether transformer-engine is installed and has the GPU that it needs."""
+    """Returns whether transformer-engine is installed and has the GPU that it needs."""
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -162,7 +162,7 @@ def _completion_decides_time(reward: Reward) -> bool:
 
 
 def faults_in_words(faults: Sequence[str], most: int = 3) -> list[str]:
-    """Lines for the console: the first faults, and how many more there were."""
+    """Returns lines for the console: the first faults, and how many more there were."""
     rest = len(faults) - most
     what = "fault of rewards, which counts as 0" if rest == 1 else "faults of rewards, which count as 0"
     more = [f"and {rest:,} more {what}"] if rest > 0 else []

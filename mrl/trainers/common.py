@@ -70,7 +70,7 @@ class Ranks(Protocol):
 
 
 def is_due(every: int | None, step: int, last_step: int) -> bool:
-    """Whether what comes every so many steps, and after the last one, comes after `step`."""
+    """Returns whether what comes every so many steps, and after the last one, comes after `step`."""
     return step == last_step or (every is not None and step % every == 0)
 
 
@@ -89,7 +89,8 @@ def already_done(
     ranks: Ranks, directory: RunDirectory, console: Console, start: Start, *, total_steps: int, export_hf: bool,
     lora: LoraConfig | None,
 ) -> bool:  # fmt: skip
-    """Whether the run that `start` goes on with has made all its steps and left all its files; says what it found.
+    """Returns whether the run that `start` goes on with has made all its steps and left all its files; says what it
+    found.
 
     lora: whose `export` says what kind of files.
     """
@@ -113,8 +114,8 @@ def already_done(
 
 
 def _last_is_logged(directory: RunDirectory, step: int) -> bool:
-    """Whether the log has the line of `step`, which was made last, with its evaluation where the run has one at its
-    end."""
+    """Returns whether the log has the line of `step`, which was made last, with its evaluation where the run has one at
+    its end."""
     last = metrics.last_line(directory.path / "metrics.jsonl")
     if last is None or last["step"] != step:
         return last is None or last["step"] != step - 1
@@ -239,7 +240,7 @@ def _use_of_adapter(folder: str, path: str) -> str:
 
 
 def stopped(ranks: Ranks, stop: StopSignal, *, where: str, step: int, saved: str | None) -> Stopped:
-    """The end of a run that a signal, to whichever rank, has stopped.
+    """Returns the end of a run that a signal, to whichever rank, has stopped.
 
     where: in words. step: optimizer steps made. saved: the checkpoint that was saved; None where none was due.
     """
@@ -274,6 +275,6 @@ def say_left_out(console: Console, part: str, counts: Mapping[str, int], notes: 
 
 
 def problems_in_words(problems: Sequence[Problem], most: int = 10) -> str:
-    """The first of a step's problems (see engine/guards.py), and how many more there are."""
+    """Returns the first of a step's problems (see engine/guards.py), and how many more there are."""
     more = f"; and {len(problems) - most} more" if len(problems) > most else ""
     return "; ".join(map(str, problems[:most])) + more

@@ -171,7 +171,7 @@ class LiveConsole(Console):
 
 
 def open_console(kind: Literal["rich", "plain", "none"], *, enabled: bool) -> Console:
-    """The console of `log.console`. enabled: False on every process but one."""
+    """Returns the console of `log.console`. enabled: False on every process but one."""
     if kind == "none" or not enabled:
         return Console()
     return LiveConsole() if kind == "rich" and sys.stdout.isatty() else PlainConsole()
@@ -201,7 +201,7 @@ class _Clock:
 
 
 def _short(text: str, most: int) -> str:
-    """The end of a text that is too long, where its question or answer is."""
+    """Returns the end of a text that is too long, where its question or answer is."""
     return text if len(text) <= most else "…" + text[1 - most :]
 
 
@@ -216,7 +216,7 @@ def _values(metrics: Mapping[str, float]) -> str:
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> str:
-    """The first and the last value of each of FIGURES over the steps of a run; empty without steps."""
+    """Returns the first and the last value of each of FIGURES over the steps of a run; empty without steps."""
     parts = []
     in_rl = any("actor/loss" in row for row in rows)
     for name, short, form in SHOWN:

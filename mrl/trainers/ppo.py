@@ -106,7 +106,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
 
 
 def begins(progress: Progress, experience: Experience | None) -> bool:
-    """Whether nothing is done yet, so that the line of step 0 is made (anew, where a start that was lost made it)."""
+    """Returns whether nothing is done yet, so that the line of step 0 is made (anew, where a start that was lost made
+    it)."""
     return progress.step == 0 and experience is None
 
 
@@ -142,7 +143,7 @@ def loop(trainer: Trainer, progress: Progress, experience: Experience | None, lo
 
 
 def sample(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> Collected:
-    """The completions and rewards of the next iteration."""
+    """Returns the completions and rewards of the next iteration."""
     trainer.console.doing(f"step {progress.step + 1}: prompts and weights for the sampler")
     with saved_before_errors(trainer, progress, None, log):
         prompts = trainer.collector.take(trainer.config.prompts_per_iteration)
@@ -243,7 +244,7 @@ def saved_before_errors(
 
 
 def join(pending: dict[str, float], row: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step; with those of its rollout where it is the first on it."""
+    """Returns the metrics of a step; with those of its rollout where it is the first on it."""
     phases = [pending.get(f"perf/{phase}_s", 0.0) for phase in ("rollout", "reward", "log_probs")]
     return {**pending, **row, "perf/step_s": sum(phases) + row["perf/update_s"]}
 
@@ -262,7 +263,7 @@ def evaluate_before(trainer: Trainer, progress: Progress, log: metrics.MetricsLo
 
 
 def note_best(trainer: Trainer, progress: Progress, row: dict[str, float]) -> bool:
-    """Whether the step has the best value yet of the metric in `checkpoint.best`."""
+    """Returns whether the step has the best value yet of the metric in `checkpoint.best`."""
     checkpoint = trainer.config.checkpoint
     value = None if checkpoint.best is None else row.get(checkpoint.best)
     if value is None:

@@ -67,7 +67,7 @@ class RunDirectory:
         return self.path / ".tmp-hf"
 
     def present(self) -> list[str]:
-        """Names of what a run of mrl has left here."""
+        """Returns names of what a run of mrl has left here."""
         return [name for name in OURS if (self.path / name).exists()]
 
     def contents(self) -> list[pathlib.Path]:
@@ -107,7 +107,7 @@ class RunDirectory:
             checkpoint_remote.name_best(remote, name)
 
     def best(self) -> tuple[str, ...]:
-        """The name of the best checkpoint, where there is one."""
+        """Returns the name of the best checkpoint, where there is one."""
         named = self.checkpoints / atomic_checkpoint.BEST
         return (named.read_text(encoding="utf-8").strip(),) if named.exists() else ()
 
@@ -118,7 +118,7 @@ class RunDirectory:
                 shutil.rmtree(folder)
 
     def is_exported_as(self, kind: str) -> bool:
-        """Whether the export of a run with adapters is of that kind: "adapter" or "merged"."""
+        """Returns whether the export of a run with adapters is of that kind: "adapter" or "merged"."""
         return (self.hf / ADAPTER_CONFIG).exists() == (kind == "adapter")
 
     def publish_export(self) -> None:
@@ -173,7 +173,8 @@ def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] =
 
 
 def is_own(run: RunDirectory, start: Start, saved: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in it.
+    """Returns whether this run saved the checkpoint of `start`, and another one did not. saved: the config that is in
+    it.
 
     Its folder tells, but for one that was fetched from the URL in `checkpoint.resume`: it lies in our folder too. Our
     own, saved later, have that URL in their config; a copy in `checkpoint.remote` is our own.
@@ -235,7 +236,7 @@ def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[Chan
 
 
 def _elsewhere(run: RunDirectory, resume: str, damaged: Mapping[str, str]) -> str:
-    """The checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
+    """Returns the checkpoint that `checkpoint.resume` names: a folder, a folder of them, or a URL of either."""
     if "://" in resume:
         found = checkpoint_remote.fetch(resume, str(run.checkpoints))
     else:
@@ -266,7 +267,7 @@ def _provenance(command_line: str) -> str:
 
 
 def _git_state() -> str:
-    """The commit of the working directory, and whether files that git knows have changed."""
+    """Returns the commit of the working directory, and whether files that git knows have changed."""
     try:
         commit = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")

@@ -73,7 +73,7 @@ class RunLock:
             self._lock.release()
 
     def _can_be_opened(self) -> bool:
-        """Whether the file is not what failed: then the file system has no locks, or none now."""
+        """Returns whether the file is not what failed: then the file system has no locks, or none now."""
         try:
             os.close(os.open(self.output_dir / NAME, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError:

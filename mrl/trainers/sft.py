@@ -123,7 +123,8 @@ def _run(config: SFTConfig, command_line: str, console: Console) -> None:
 
 
 def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int:
-    """Steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are counted first.
+    """Returns steps of the run. Where `train.epochs` sets them and rows may be left out, those that are left are
+    counted first.
 
     The counting is a pass over the rows: every rank makes it and finds the same, and so does a run that is resumed.
     """
@@ -147,7 +148,7 @@ def length_of(config: SFTConfig, train_set: SFTDataset, console: Console) -> int
 
 
 def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
-    """The one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
+    """Returns the one role of supervised fine-tuning. model_path: the folder that `model.path` stands for."""
     tokens = resolve_engine_tokens(config)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     return RoleConfig(
@@ -280,7 +281,8 @@ def finish_step(trainer: Trainer, progress: Progress, log: metrics.MetricsLog, r
 
 
 def stopped_after(trainer: Trainer, progress: Progress, saved: str | None) -> Stopped:
-    """The end of a run that a signal has stopped. saved: the checkpoint; None where there was nothing to save yet."""
+    """Returns the end of a run that a signal has stopped. saved: the checkpoint; None where there was nothing to save
+    yet."""
     where = f"after step {progress.step} of {trainer.total_steps}"
     return stopped(trainer.engine, trainer.stop, where=where, step=progress.step, saved=saved)
 
@@ -302,7 +304,7 @@ class Evaluation:
         self.reported = False
 
     def batches(self, report: Report | None = None) -> Iterator[Batch]:
-        """The batches of one evaluation. report: of rows left out, is filled on the way."""
+        """Yields the batches of one evaluation. report: of rows left out, is filled on the way."""
         every = eval_batches(self.dataset, self.config.train.global_batch_size, report)
         return itertools.islice(every, self.config.train.eval_batches)
 

@@ -55,7 +55,7 @@ class StepGuard:
 
 
 def norm_fault(name: str, grad_norm: GradNorm, problems: Sequence[guards.Problem]) -> str | None:
-    """The fault of a gradient norm, with the first problems of parameters; None where the step was made."""
+    """Returns the fault of a gradient norm, with the first problems of parameters; None where the step was made."""
     if grad_norm.skipped is None and math.isfinite(grad_norm):
         return None
     why = f" ({grad_norm.skipped})" if grad_norm.skipped else ""

@@ -31,14 +31,14 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The dense bf16 peak of a device, in FLOP/s; None for a CPU and for a GPU that is not in the table."""
+    """Returns the dense bf16 peak of a device, in FLOP/s; None for a CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """The dense bf16 peak of a GPU by its name, in FLOP/s: an `RTX A4000` is no `A40`."""
+    """Returns the dense bf16 peak of a GPU by its name, in FLOP/s: an `RTX A4000` is no `A40`."""
     if "Laptop" in name:  # slower than the card of the same name
         return None
     words = f" {re.sub(r'[-_/]', ' ', name)} "

@@ -51,7 +51,7 @@ class Watch:
             self._ended = None
 
     def word(self, now_s: float) -> str | None:
-        """The line that is due at a time; None where none is."""
+        """Returns the line that is due at a time; None where none is."""
         with self._lock:
             later = max(0, self._words - len(SILENCES_S) + 1)
             due_s = SILENCES_S[min(self._words, len(SILENCES_S) - 1)] + later * SILENCES_S[-1]

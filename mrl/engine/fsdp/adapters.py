@@ -44,7 +44,7 @@ class Adapters:
                     parameter.data = parameter.data.to(torch.bfloat16)
 
     def base(self) -> dict[str, nn.Parameter]:
-        """What the model of transformers has without adapters, by its names there."""
+        """Returns what the model of transformers has without adapters, by its names there."""
         return {
             name.replace(".base_layer", ""): parameter
             for name, parameter in self.hf.named_parameters()
@@ -52,7 +52,7 @@ class Adapters:
         }
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What trains, by its name in an adapter's file."""
+        """Returns what trains, by its name in an adapter's file."""
         return {self._files[name]: p for name, p in self.hf.named_parameters() if name in self._files}
 
     @torch.no_grad()
@@ -73,12 +73,13 @@ class Adapters:
             parameter.to_local().copy_(tensors[name][offset : offset + rows])
 
     def waiting(self) -> set[str]:
-        """The names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""
+        """Returns the names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""
         trained = self.trained()
         return {s.a_name for s in self.shapes.values() if not bool(trained[s.b_name].to_local().any())}
 
     def merged(self, name: str, whole: Tensor) -> Tensor:
-        """The base's parameter `name` with its adapter added in, fp32; `whole` itself where it has none. Collective."""
+        """Returns the base's parameter `name` with its adapter added in, fp32; `whole` itself where it has none.
+        Collective."""
         shape = self.shapes.get(name) or self.shapes.get(name.removesuffix(".weight"))
         if shape is None:
             return whole
@@ -100,7 +101,7 @@ class Adapters:
 
 
 def _file_name(parameter: str) -> str | None:
-    """The name in an adapter's file of a parameter that peft made; None for one of the model's own."""
+    """Returns the name in an adapter's file of a parameter that peft made; None for one of the model's own."""
     if ".lora_" not in parameter:
         return None
     return PREFIX + parameter.replace(f".{ADAPTER}.", ".")

@@ -148,7 +148,7 @@ def _rule(
     is_causal: bool | None,
     others: dict[str, object],
 ) -> DocumentMask:
-    """What the document's tokens may look at. Raises ModelError for what is neither supported nor harmless."""
+    """Returns what the document's tokens may look at. Raises ModelError for what is neither supported nor harmless."""
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise ModelError(_refused(module, f"gives {name} to attention"))

@@ -15,7 +15,7 @@ from torch import nn
 
 
 def block_lists(hf: nn.Module) -> list[list[nn.Module]]:
-    """The blocks of each list of `hf`, in the order of the model."""
+    """Returns the blocks of each list of `hf`, in the order of the model."""
     named = frozenset(hf._no_split_modules or ())
     return [blocks for blocks in (_blocks_of(found, named) for found in _outermost(hf)) if blocks]
 
@@ -26,7 +26,7 @@ def blocks_of(hf: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
-    """The lists that are in no other list's members."""
+    """Yields the lists that are in no other list's members."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield child
@@ -46,7 +46,7 @@ def _blocks_of(found: nn.ModuleList, named: frozenset[str]) -> list[nn.Module]:
 
 
 def embedding_of(hf: nn.Module) -> nn.Module | None:
-    """The input embedding, where it is worth gathering alone: no other module has its weights."""
+    """Returns the input embedding, where it is worth gathering alone: no other module has its weights."""
     embedding = hf.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return None

@@ -74,7 +74,8 @@ def _not_packed(model_type: str) -> str:
 
 
 def build(config: RoleConfig, hf_config: Mapping[str, Any]) -> nn.Module:
-    """The model of config.json, fp32, on the meta device, with our attention where it takes any, or a ModelError."""
+    """Returns the model of config.json, fp32, on the meta device, with our attention where it takes any, or a
+    ModelError."""
     model_type = hf_config["model_type"]
     if hf_config.get("quantization_config") and model_type not in FAMILIES:
         raise ModelError(

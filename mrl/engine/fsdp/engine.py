@@ -82,7 +82,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         self.model.module.eval()
 
     def _state(self) -> dict[str, Callable[[], Iterator[Tensor]]]:
-        """What there is of each kind of state on this rank, for `engine.offload`."""
+        """Returns what there is of each kind of state on this rank, for `engine.offload`."""
         parameters, optimizer = list(self.model.module.parameters()), self.optimizer
         return {
             "parameters": lambda: (p.detach().to_local() for p in parameters),
@@ -147,7 +147,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         return whole, loss, ctx
 
     def _plan(self, batch: Batch) -> list[list[int]]:
-        """The sequences of each micro-batch; the same number of micro-batches on every rank."""
+        """Returns the sequences of each micro-batch; the same number of micro-batches on every rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
         tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
         return plan_micro_batches(

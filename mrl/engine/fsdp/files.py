@@ -67,7 +67,8 @@ class ModelFiles:
         self._meta = {name: meta[self.copies.get(name, name)] for name in whole}
 
     def groups(self) -> list[list[str]]:
-        """Names of parameters and buffers, those together that one conversion takes together to write the files."""
+        """Returns names of parameters and buffers, those together that one conversion takes together to write the
+        files."""
         reverse = [conversion.reverse_transform() for conversion in self.hf._weight_conversions[::-1]]
         converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
         groups: dict[str, list[str]] = {}
@@ -146,11 +147,11 @@ class Stored:
         return account(found, files.shapes, where=str(self.reader.path), may_lack=may_lack, may_have=unread)
 
     def _of_output(self, key: str, output: Sequence[str]) -> bool:
-        """Whether a file's tensor is of the output layer that a value head stands in for."""
+        """Returns whether a file's tensor is of the output layer that a value head stands in for."""
         return key in output or key.removesuffix("bias") + "weight" in output
 
     def _copies(self) -> list[str]:
-        """Keys of tensors that are tied to others, which they must equal bit for bit."""
+        """Returns keys of tensors that are tied to others, which they must equal bit for bit."""
         unread = []
         for name, of in self.files.copies.items():
             for key, pattern in self._sources.pop(name, ()):
@@ -182,7 +183,7 @@ class Stored:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
     def _convert(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What the tensors of the files that go to `name` become, by name."""
+        """Returns what the tensors of the files that go to `name` become, by name."""
         sources = self._sources[name]
         converter = copy.deepcopy(self._converter(sources[0][1]))
         for key, pattern in sources:

@@ -24,7 +24,7 @@ from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
-    """The scalar to call backward on, for a micro-batch's loss sum. Who divides on this backend, by what:
+    """Returns the scalar to call backward on, for a micro-batch's loss sum. Who divides on this backend, by what:
 
     A loss function returns the sum `s[d, m]` over micro-batch `m` of data-parallel rank `d`, and we want, for the
     denominator `D` of the global mini-batch,
@@ -140,7 +140,8 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
-    """Steps two and three: log-probs [T] and, if asked for, entropies [T], 0 where no label trains; or values [T].
+    """Returns steps two and three: log-probs [T] and, if asked for, entropies [T], 0 where no label trains; or values
+    [T].
 
     head: "lm" or "value". rule: what the model makes of what its output layer gives.
     ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable.

@@ -55,7 +55,7 @@ def generate(
 def forward(
     hf: nn.Module, step: Step, cache: KVCache, device: torch.device, rule: LogitRule
 ) -> tuple[list[int], list[float]]:
-    """The tokens that follow the sampled sequences of a step, and their log-probs."""
+    """Returns the tokens that follow the sampled sequences of a step, and their log-probs."""
     cached = CachedStep(cache, tuple(map(len, step.new)), tuple(step.cached), device)
     tokens = torch.tensor([token for tokens in step.new for token in tokens], device=device)
     hidden = hidden_states(hf, input_ids=tokens[None], position_ids=cached.positions[None], cached_step=cached)[0]

@@ -26,7 +26,7 @@ def logits_of_folder(path: str, prompts: Sequence[Sequence[int]]) -> list[Tensor
 
 @torch.no_grad()
 def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
+    """Returns the same of weights that are read by Hugging Face name; config.json is that of the folder `path`."""
     family = family_for(read_hf_config(path))
     model = AutoModelForCausalLM.from_config(_config(path), dtype=torch.float32, attn_implementation="eager")
     in_files = model.state_dict().keys()
@@ -38,7 +38,8 @@ def logits_of_weights(path: str, read: Callable[[str], Any], prompts: Sequence[S
 
 
 def _config(path: str) -> PreTrainedConfig:
-    """The config of the folder `path`, with experts one by one: torch's grouped matrices need widths of 16 bytes."""
+    """Returns the config of the folder `path`, with experts one by one: torch's grouped matrices need widths of 16
+    bytes."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config._experts_implementation = "eager"
     return config

@@ -106,7 +106,7 @@ class Model:
         return self.hf if reads_images(self.hf_config) else None
 
     def is_of_images(self, name: str) -> bool:
-        """Whether a parameter, or its adapter, is of the vision tower, which text alone does not train."""
+        """Returns whether a parameter, or its adapter, is of the vision tower, which text alone does not train."""
         return self.reads_images is not None and "model.visual." in name
 
     @torch.no_grad()
@@ -166,7 +166,8 @@ class Model:
         return dict(self.hf.named_parameters()) if self.adapters is None else self.adapters.base()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What trains: parameters that are not frozen, or adapters (and a value head) by their names in files."""
+        """Returns what trains: parameters that are not frozen, or adapters (and a value head) by their names in
+        files."""
         if self.adapters is not None:
             return self.adapters.trained()
         return {name: parameter for name, parameter in self.parameters().items() if name not in self.frozen}
@@ -177,7 +178,8 @@ class Model:
         return {name: buffer for name, buffer in named if name in self.files.state}
 
     def file_infos(self, dtype: torch.dtype) -> dict[str, TensorInfo]:
-        """What an export holds: parameters in `dtype`, or fp32 if they are kept in it, and buffers as they are."""
+        """Returns what an export holds: parameters in `dtype`, or fp32 if they are kept in it, and buffers as they
+        are."""
         fixed = {name: buffer.dtype for name, buffer in self.buffers().items()}
         fixed |= dict.fromkeys(self.kept_in_fp32, torch.float32)
         infos = {}

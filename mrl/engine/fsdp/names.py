@@ -39,7 +39,7 @@ class FileTensor:
 
 
 def file_tensors(name: str, shape: Sequence[int], *, family: Family, head: str) -> list[FileTensor]:
-    """The file tensors that parameter `name` of `shape` holds, in order. head: "lm", or "value" for a score."""
+    """Returns the file tensors that parameter `name` of `shape` holds, in order. head: "lm", or "value" for a score."""
     if head == "value" and name == "lm_head.weight":
         return [FileTensor("score.weight")]
     found = _FUSED.fullmatch(name)
@@ -93,7 +93,7 @@ class TableFiles:
         return file_tensors(name, self.state[name].shape, family=self.family, head=self.head)
 
     def groups(self) -> list[list[str]]:
-        """Names of parameters and buffers, those together that a file's tensor needs together."""
+        """Returns names of parameters and buffers, those together that a file's tensor needs together."""
         return [[name] for name in self.state]
 
     def written(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +109,7 @@ class TableFiles:
             yield StoredRows(self, read)
 
     def random(self, read: Callable[[str], Any]) -> StoredRows:
-        """What `read` gives by the name of a file's tensor."""
+        """Returns what `read` gives by the name of a file's tensor."""
         return StoredRows(self, read)
 
 

@@ -69,7 +69,7 @@ class Optimizer:
 
 
 def global_norm(shards: list[Tensor], group: dist.ProcessGroup) -> float:
-    """The L2 norm of the shards of all ranks of `group`, whose squares are added in fp64."""
+    """Returns the L2 norm of the shards of all ranks of `group`, whose squares are added in fp64."""
     device = shards[0].device if shards else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if shards:

@@ -76,7 +76,8 @@ def output_weight(hf: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def logit_rule(hf: nn.Module, **inputs: object) -> LogitRule:
-    """What `hf` makes of its output layer's numbers, seen in a forward of `inputs`. Raises ModelError if not known."""
+    """Returns what `hf` makes of its output layer's numbers, seen in a forward of `inputs`. Raises ModelError if not
+    known."""
     given = torch.tensor(PROBES, dtype=torch.float64)
     with keeping(hf.get_output_embeddings(), given) as kept:
         logits = hf(**_taken(hf, inputs), use_cache=False).logits

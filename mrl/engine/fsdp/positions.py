@@ -31,7 +31,7 @@ def check_positions(model: Mapping[str, Any], sequences: Sequences) -> None:
 
 
 def following_positions(model: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """The kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
+    """Returns the kind of a rotary embedding that follows the length of a sequence, and the length up to which it is
     the same for all (None: config.json does not say); None where it does not. model: the content of its config.json.
     """
     model = model.get("text_config") or model

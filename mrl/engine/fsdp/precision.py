@@ -36,7 +36,7 @@ def kept_in_fp32(hf: nn.Module, dtype: str) -> dict[str, nn.Parameter]:
 
 
 def modules_of(hf: nn.Module, kept: Mapping[str, nn.Parameter], *, compiled: bool) -> list[nn.Module]:
-    """The modules that hold the parameters `kept` and no others but adapters, each as large as can be.
+    """Returns the modules that hold the parameters `kept` and no others but adapters, each as large as can be.
 
     Raises ModelError where a module holds others beside them: FSDP gathers a module's weights in one dtype. And
     ConfigError where blocks are compiled: no test shows that what FSDP gathers inside of a compiled block is right.

@@ -68,7 +68,8 @@ def check(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses
 
 
 def computes_with_noise(hf: nn.Module, *, packed: bool, device: torch.device, ulysses: Ulysses = ALONE) -> bool:
-    """Whether `hf`, which is in eval mode, draws random numbers in train mode; generators are left as they were.
+    """Returns whether `hf`, which is in eval mode, draws random numbers in train mode; generators are left as they
+    were.
 
     What it computes need not tell: phimoe's router draws lots between experts of about the same score alone.
     """

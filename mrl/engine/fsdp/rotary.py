@@ -57,7 +57,7 @@ class FollowingRotary:
 
 
 def following_rotary(hf: nn.Module, raw: Mapping[str, Any]) -> FollowingRotary | None:
-    """Those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not marked."""
+    """Returns those of `hf`, made of the config.json `raw`, or None. Raises ModelError where they are not marked."""
     found = following_positions(raw)
     if found is None:
         return None
@@ -94,7 +94,7 @@ class _ByLengths:
         self.module, self.plain, self.groups = module, type(module).forward, groups
 
     def __call__(self, x: Tensor, position_ids: Tensor, **options: Any) -> Any:
-        """What the module gives, tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
+        """Returns what the module gives, tensors [R, L/C, D]. position_ids: [R, L/C], within its sequence."""
         result = None
         for length, places in self.groups:
             chosen = places.to(position_ids.device)
@@ -109,7 +109,7 @@ class _ByLengths:
 
 
 def _fresh(module: nn.Module) -> nn.Module:
-    """A copy with the state that the module was made with: its own buffers, which a forward may write."""
+    """Returns a copy with the state that the module was made with: its own buffers, which a forward may write."""
     fresh = copy.copy(module)
     fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
     return fresh

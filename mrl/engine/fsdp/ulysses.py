@@ -31,7 +31,7 @@ class Ulysses:
         return 1 if self.group is None else self.group.size()
 
     def padded(self, length: int) -> int:
-        """The places of a row of `length` tokens: the next multiple of the ranks, at least one for each."""
+        """Returns the places of a row of `length` tokens: the next multiple of the ranks, at least one for each."""
         return max(1, -(-length // self.size)) * self.size
 
     def own(self, rows: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def feature_of_token(hf: nn.Module, batch: Batch) -> Tensor:
 
 
 def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device) -> Images:
-    """The images of a micro-batch; a blank one where it has none.
+    """Returns the images of a micro-batch; a blank one where it has none.
 
     Every rank runs the tower in every micro-batch, because gathering its weights and reducing their gradients takes
     all.
@@ -80,7 +80,8 @@ def images_of(hf: nn.Module, batch: Batch, feature: Tensor, device: torch.device
 
 
 def embedded(hf: nn.Module, tokens: Tensor, images: Images) -> dict[str, Any]:
-    """What the language model is given instead of tokens [R, L/C]: embeddings, with features in the places of images.
+    """Returns what the language model is given instead of tokens [R, L/C]: embeddings, with features in the places of
+    images.
 
     A rank whose places take no feature has the tower in its graph all the same, with gradients that are zero.
     """

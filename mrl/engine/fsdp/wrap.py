@@ -80,7 +80,7 @@ class ActivationOffload:
             yield
 
     def pack(self, weights: set[int], tensor: Tensor) -> Tensor | Parked:
-        """What autograd keeps in place of `tensor`."""
+        """Returns what autograd keeps in place of `tensor`."""
         if tensor.untyped_storage().data_ptr() in weights:
             return tensor
         return Parked(self, tensor)
@@ -102,7 +102,7 @@ class Parked:
         offload.most = max(offload.most, offload.on_host)
 
     def tensor(self) -> Tensor:
-        """A new copy on the device."""
+        """Returns a new copy on the device."""
         new = torch.empty_strided(self.host.size(), self.host.stride(), dtype=self.host.dtype, device=self.device)
         return new.copy_(self.host, non_blocking=True)
 

@@ -27,7 +27,8 @@ _OF_THE_BASE = {"config.json", "generation_config.json", "LICENSE"}
 
 
 def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, AdapterShape]:
-    """The adapters that `lora` stands for on the model of a Hugging Face folder, by the name of what each adapts.
+    """Returns the adapters that `lora` stands for on the model of a Hugging Face folder, by the name of what each
+    adapts.
 
     head: "lm" or "value". Only config.json is read. Raises ConfigError where a part of the selection matches nothing,
     or it takes in the output layer or the embedding. Names are Hugging Face's, as `model.layers.0.self_attn.q_proj`; of
@@ -39,7 +40,8 @@ def adapters(model_folder: str, lora: LoraConfig, head: str) -> dict[str, Adapte
 
 
 def shapes_in_file(model_folder: str, lora: LoraConfig, head: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the adapter file that `lora` stands for on the model of a Hugging Face folder."""
+    """Returns the shape of every tensor of the adapter file that `lora` stands for on the model of a Hugging Face
+    folder."""
     from mrl.engine.lora.selection import injection  # as above
 
     found = injection(model_folder, lora, head)
@@ -109,7 +111,7 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
 
 
 def read_fitting(path: str | os.PathLike[str], model_folder: str, lora: LoraConfig, head: str) -> dict[str, Tensor]:
-    """The tensors of an adapter folder that has the adapters which `lora` stands for on the model of a folder.
+    """Returns the tensors of an adapter folder that has the adapters which `lora` stands for on the model of a folder.
 
     Raises ModelError where names, shapes or scales are others: B A times another scale is another model.
     """

@@ -28,7 +28,7 @@ _NOT_THE_MODEL = ("export",)
 
 
 def fingerprint(path: str, family: Family | None, hf_config: HFConfig, head: str) -> str:
-    """A hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
+    """Returns a hash of some rows of some of the weights that the folder `path` has, whatever their files are."""
     if family is None:  # no table of the family tells names: those of the files do
         with SafetensorsReader(path) as reader:
             return _hash({name: info.shape for name, info in reader.tensors.items() if info.shape}, reader)
@@ -61,8 +61,8 @@ def samples(names: Iterable[str]) -> list[str]:
 
 
 def _parts(shape: Sequence[int]) -> list[Any]:
-    """What is read of a tensor: a vector whole; of a matrix and of a stack of them the first, the middle and the last
-    row or matrix, and of a matrix in a stack one row."""
+    """Returns what is read of a tensor: a vector whole; of a matrix and of a stack of them the first, the middle and
+    the last row or matrix, and of a matrix in a stack one row."""
     if len(shape) == 1:
         return [slice(None)]
     rows = sorted({0, shape[0] // 2, shape[0] - 1})
@@ -70,7 +70,7 @@ def _parts(shape: Sequence[int]) -> list[Any]:
 
 
 def identity_of(config: RoleConfig, family: Family | None, hf_config: HFConfig) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters and their base; None where there are none. Collective.
+    """Returns what a checkpoint says of its adapters and their base; None where there are none. Collective.
 
     lora: the section of the config, but for how it is exported. path, base: where the base is, and its `fingerprint`.
     head: "lm" or "value".

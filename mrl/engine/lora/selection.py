@@ -92,7 +92,7 @@ def inject(model: nn.Module, config: peft.LoraConfig, selection: Selection | Non
 
 
 def shapes_of_folder(path: str, model_folder: str) -> tuple[dict[str, AdapterShape], str]:
-    """The adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head.
+    """Returns the adapters of a folder that peft or mrl wrote, on the model of `model_folder`, and the model's head.
 
     Raises ModelError where the folder's adapter_config.json is of something else than B A added to a model's weights.
     """
@@ -156,7 +156,7 @@ class Selection:
         return [t for t in targets if "experts." in t and any(_is_end(t, name) for name in self.stacks)]
 
     def excludes(self, parameter: str) -> bool:
-        """Whether an adapted parameter, or the module that has it, is among the excluded."""
+        """Returns whether an adapted parameter, or the module that has it, is among the excluded."""
         excluded = self.lora.exclude_modules
         # the weight of a module goes by the module's name
         candidates = [parameter] if parameter in self.names else [parameter, parameter.rpartition(".")[0]]
@@ -258,14 +258,15 @@ class Selection:
         return ConfigError(f"model.lora.{key}", entry, f"matches no module of {self.model}", advice)
 
     def _some(self) -> str:
-        """The ends of names of the model's linear layers, as far as they can be told from names."""
+        """Returns the ends of names of the model's linear layers, as far as they can be told from names."""
         leaves = {name.rpartition(".")[2] for name in self.names if name.rpartition(".")[2].endswith("proj")}
         experts = {f"experts.{name.rpartition('.')[2]}" for name in self.stacks}
         return "all-linear or some of " + ", ".join(sorted(leaves) + sorted(experts))
 
 
 def _meta_model(folder: str, head: str) -> nn.Module:
-    """The Hugging Face model on the meta device. Raises ModelError where transformers has none with that head."""
+    """Returns the Hugging Face model on the meta device. Raises ModelError where transformers has none with that
+    head."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if head == "value":
         config.num_labels = 1
@@ -300,7 +301,7 @@ def _peft_config(selection: Selection, head: str) -> peft.LoraConfig:
 
 
 def _shapes(model: nn.Module) -> dict[str, AdapterShape]:
-    """The adapters that peft has put into a model, in the model's order."""
+    """Returns the adapters that peft has put into a model, in the model's order."""
     found = {}
     for peft_name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer):

@@ -54,13 +54,14 @@ class AdapterShape:
         return (self.out_features, self.rank * max(self.experts, 1))
 
     def of_expert(self, a: Tensor, b: Tensor, expert: int) -> tuple[Tensor, Tensor]:
-        """A [R, I] and B [O, R] of one expert, views of the whole."""
+        """Returns A [R, I] and B [O, R] of one expert, views of the whole."""
         return a.view(self.experts, self.rank, -1)[expert], b.view(self.out_features, self.rank, self.experts)[
             ..., expert
         ]
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What the adapter adds to its weight, in its shape: [O, I], [I, O] or a stack. In the dtype of A and B."""
+        """Returns what the adapter adds to its weight, in its shape: [O, I], [I, O] or a stack. In the dtype of A and
+        B."""
         if not self.experts:
             delta = self.scale * (b @ a)
             return delta.mT if self.transposed else delta
@@ -74,14 +75,15 @@ class AdapterShape:
 
 
 def initial_a(shape: AdapterShape, seed: int) -> Tensor:
-    """A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), by seed and name alone. B is 0."""
+    """Returns A at the start, fp32: uniform as peft draws it (kaiming, a = sqrt 5), by seed and name alone. B is 0."""
     digest = hashlib.sha256(f"{seed}:{shape.a_name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return (torch.rand(shape.a_shape, generator=generator) * 2 - 1) / math.sqrt(shape.in_features)
 
 
 def adapter_shapes(shapes: Mapping[str, AdapterShape], head: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value head."""
+    """Returns every tensor of an adapter's file, with its shape: A and B of each adapter, and the score of a value
+    head."""
     files: dict[str, tuple[int, ...]] = {shape.a_name: shape.a_shape for shape in shapes.values()}
     files |= {shape.b_name: shape.b_shape for shape in shapes.values()}
     return files | ({SCORE: (1, hidden_size)} if head == "value" else {})

@@ -150,7 +150,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return predictions, loss, ctx
 
     def _plan(self, batch: Batch) -> list[list[int]]:
-        """The sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
+        """Returns the sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
         tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
 

@@ -148,7 +148,7 @@ class _Runner:
         return out if choose_next is None else out[0]
 
     def _receive(self, tokens: int, source: int) -> Tensor:
-        """The hidden states of the stage before."""
+        """Returns the hidden states of the stage before."""
         rows = tokens // self.dims.tp if self.dims.sp and not self.lean else tokens
         shape = (rows, 1, self.model.hf["hidden_size"])
         buffer = torch.empty(shape, dtype=self.model.dtype, device=platform.device())

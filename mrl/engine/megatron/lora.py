@@ -61,7 +61,7 @@ class AdapterRule(Rule):
         return super().assemble(lambda _: self._from_file(read(self.file_name)), rank)
 
     def _from_file(self, whole: Tensor) -> Tensor:
-        """A [R, I] or B [O, R] from the file's tensor."""
+        """Returns A [R, I] or B [O, R] from the file's tensor."""
         if self.expert is not None:
             experts, rank = self.of.experts, self.of.rank
             whole = whole.view(experts, rank, -1)[self.expert] if self.tensor == "A" else (
@@ -72,7 +72,8 @@ class AdapterRule(Rule):
         return whole.unflatten(0, (-1, self.interleaved)).transpose(0, 1).flatten(0, 1)
 
     def to_file(self, experts: Sequence[Tensor]) -> Tensor:
-        """The file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the one that there is."""
+        """Returns the file's tensor, from A [R, I] or B [O, R] of each expert in order, or from the one that there
+        is."""
         if self.interleaved > 1:
             experts = [t.unflatten(0, (self.interleaved, -1)).transpose(0, 1).flatten(0, 1) for t in experts]
         if self.expert is None:
@@ -84,7 +85,7 @@ class AdapterRule(Rule):
 
 
 def adapted(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, ...]]]:
-    """The adapters of an mcore parameter, each with the Hugging Face matrices of the rule that it is of.
+    """Returns the adapters of an mcore parameter, each with the Hugging Face matrices of the rule that it is of.
 
     transformers holds the experts of a layer as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, and calls every
     family's router `mlp.gate`.
@@ -104,7 +105,7 @@ def adapted(rule: Rule, shapes: Shapes) -> list[tuple[AdapterShape, tuple[int, .
 
 
 def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
-    """The rules of A and B of every adapter of the mcore parameter of `rule`, in order: A, B, A, B, ..."""
+    """Returns the rules of A and B of every adapter of the mcore parameter of `rule`, in order: A, B, A, B, ..."""
     found = []
     for shape, sources in adapted(rule, shapes):
         rows = rule.hf_shapes[sources[0]][0]
@@ -137,12 +138,13 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
 
 
 def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
-    """What A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`."""
+    """Returns what A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`."""
     return f"{mcore.rpartition('.')[0]}.{lora.NAME}.{tensor}.{shape.name.rpartition('.')[2]}"
 
 
 def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Span, ...]:
-    """What `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours joined."""
+    """Returns what `rank` holds of a split A or B: the columns or rows of its part of the matrices, neighbours
+    joined."""
     found: list[Span] = []
     for span in rule.spans(rank):
         if span.source not in sources:
@@ -294,7 +296,7 @@ def sharded(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dic
 
 
 def _replica(rule: Rule) -> tuple[int, int, int]:
-    """Which of the ranks that hold the same this one is: all zeros for the one that writes."""
+    """Returns which of the ranks that hold the same this one is: all zeros for the one that writes."""
     if rule.expert is not None:
         copies = parallel_state.get_expert_data_parallel_rank()
         return (0, parallel_state.get_expert_tensor_parallel_rank() if rule.axis is None else 0, copies)

@@ -76,7 +76,7 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The dense and the expert optimizer, those of them that have something to train on this rank."""
+    """Returns the dense and the expert optimizer, those of them that have something to train on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
@@ -124,7 +124,7 @@ def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, to
 
 
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator:
-    """Every gradient buffer of this rank, dense ones first."""
+    """Yields every gradient buffer of this rank, dense ones first."""
     for chunk in chunks:
         for name in BUFFERS:
             yield from getattr(chunk, name)
@@ -144,7 +144,7 @@ def whole_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
 def offloadable(
     models: Sequence[Model], chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None
 ) -> dict[str, Callable[[], Iterable[torch.Tensor]]]:
-    """What there is of each kind of state, for `engine.offload`."""
+    """Returns what there is of each kind of state, for `engine.offload`."""
     return {
         "parameters": lambda: (p.data for model in models for p in model.parameters()),
         "gradients": lambda: () if optimizer is None else (b.grad_data for b in gradient_buffers(chunks)),

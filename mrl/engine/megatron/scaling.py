@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 def megatron_loss(loss_sum: Tensor, *, denominator: float, micro_batches: int, dp: int, share: float = 1.0) -> Tensor:
-    """The scalar to return to megatron's schedule for a micro-batch's loss sum; see the module's derivation."""
+    """Returns the scalar to return to megatron's schedule for a micro-batch's loss sum; see the module's derivation."""
     return loss_sum * (micro_batches * dp / (denominator * share))
 
 

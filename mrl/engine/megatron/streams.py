@@ -45,7 +45,7 @@ def _by_rule(model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool) 
 
 
 def _owned(model: Model) -> Iterator[Owned]:
-    """The rules of the whole model in the order of an export, and who holds what they are of."""
+    """Yields the rules of the whole model in the order of an export, and who holds what they are of."""
     chunks = chunk_plans(model.hf["num_hidden_layers"], model.dims.pp, model.dims.vpp)
     return export_order(
         model.family, model.hf, layout=model.dims, chunks=chunks, spec=model.spec, head=model.config.head
@@ -106,7 +106,8 @@ def _joined(pairs: Iterable[tuple[AdapterRule | Rule, Tensor]]) -> Iterator[tupl
 def _gathered(
     model: Model, of_chunks: Sequence[Mapping[str, Tensor]], value: Callable[[Tensor], Tensor], owned: Owned
 ) -> list[Tensor]:
-    """The shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. of_chunks: their tensors, by name."""
+    """Returns the shards of `owned.rule` on the host of rank 0, in order; [] elsewhere. of_chunks: their tensors, by
+    name."""
     rule, coords = owned.rule, model.coords
     holders = _holders(model.dims, owned.pp_rank, owned.ep_rank, rule.axis, rule.degree)
     mine = coords.pp_rank == owned.pp_rank and dist.get_rank() in holders
@@ -115,7 +116,7 @@ def _gathered(
 
 
 def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | None, degree: int) -> list[int]:
-    """The lowest global rank for each shard of a parameter."""
+    """Returns the lowest global rank for each shard of a parameter."""
     holders: dict[int, int] = {}
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
@@ -127,7 +128,7 @@ def _holders(dims: ParallelDims, pp_rank: int, ep_rank: int | None, axis: str | 
 
 
 def _to_rank_0(shard: Tensor | None, holders: Sequence[int], rule: Rule) -> list[Tensor]:
-    """The shards on the host of rank 0, in order; [] elsewhere. Point to point, over gloo."""
+    """Returns the shards on the host of rank 0, in order; [] elsewhere. Point to point, over gloo."""
     rank = dist.get_rank()
     if rank != 0:
         for place, holder in enumerate(holders):

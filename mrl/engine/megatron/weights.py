@@ -51,7 +51,7 @@ def load_masters(
 def rules_here(
     family: Family, hf: Mapping[str, Any], dims: ParallelDims, coords: Coordinates, *, spec: str, head: str
 ) -> list[dict[str, Rule]]:
-    """The rules of this rank's chunks, by parameter name."""
+    """Returns the rules of this rank's chunks, by parameter name."""
     plans = plans_here(hf, dims, coords)
     return [param_map(family, hf, layout=dims, coords=coords, chunk=plan, spec=spec, head=head) for plan in plans]
 

@@ -118,7 +118,7 @@ def give_to_disk(file: int, start: int, end: int) -> int:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous."""
+    """Returns the bytes of a tensor, without a copy where it is contiguous."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -151,7 +151,7 @@ def _tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
 
 
 def extra_state_keys(tensors: Mapping[str, Shape]) -> list[str]:
-    """The objects that megatron's linear modules have beside their weights: empty, and loading asks for them.
+    """Returns the objects that megatron's linear modules have beside their weights: empty, and loading asks for them.
 
     The down-projections of latent attention are modules of ours (mrl/mcore_models/latent.py), and have none.
     """

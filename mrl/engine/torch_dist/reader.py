@@ -161,7 +161,7 @@ class StoredTensor:
         return max((chunk.sizes[0] for chunk in self.chunks), default=0)
 
     def near(self, region: Sequence[tuple[int, int]]) -> tuple[Chunk, ...]:
-        """The parts that may meet `region`, by the first dimension: of hundreds of experts, those asked for."""
+        """Returns the parts that may meet `region`, by the first dimension: of hundreds of experts, those asked for."""
         if not self.shape:
             return self.chunks
         start, stop = region[0]

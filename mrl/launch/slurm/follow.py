@@ -74,7 +74,7 @@ def _progress(run_dir: pathlib.Path, *, running: bool) -> list[str]:
 
 
 def _length(config: pathlib.Path) -> int | None:
-    """Steps of a run, also where train.epochs sets them: its trainer notes them at the head of config.yaml."""
+    """Returns steps of a run, also where train.epochs sets them: its trainer notes them at the head of config.yaml."""
     if not config.exists():
         return None
     found = re.search(r"^# length: (\d+) steps$", config.read_text(encoding="utf-8"), re.MULTILINE)

@@ -24,7 +24,8 @@ from mrl.trainers.rl.scoring import Scoring
 
 
 def take_together(source: PromptSource, count: int, ranks: Ranks) -> list[Prompt]:
-    """The next prompts; a row that cannot be read on one rank is an error on all, so that all can save together.
+    """Returns the next prompts; a row that cannot be read on one rank is an error on all, so that all can save
+    together.
 
     Collective.
     """

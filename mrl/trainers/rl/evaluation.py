@@ -35,7 +35,8 @@ class Evaluation:
         self.doing, self.stop_requested, self.seen = doing, stop_requested, seen
 
     def run(self, step: int) -> dict[str, float] | None:
-        """Metrics after `step`, on `train.eval_samples` completions of each prompt. None where a signal came first.
+        """Returns metrics after `step`, on `train.eval_samples` completions of each prompt. None where a signal came
+        first.
 
         eval/accuracy is the mean over prompts of the best completion's value of the first reward function (of the
         total, where there is no function): with one greedy completion the accuracy, with k sampled ones pass@k.

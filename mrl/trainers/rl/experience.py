@@ -71,7 +71,7 @@ class Experience:
         return cls(Batch(**state["batch"]), state["iteration"])
 
     def mini_batch(self, number: int, *, size: int, seed: int) -> Batch:
-        """The mini-batch of the iteration's step `number`, from 0; its denominators are its own."""
+        """Returns the mini-batch of the iteration's step `number`, from 0; its denominators are its own."""
         epoch, part = divmod(number, self.batch.num_sequences // size)
         count = self.batch.num_sequences
         order = range(count) if epoch == 0 else epoch_order(seed, self.iteration, epoch, count)
@@ -79,7 +79,7 @@ class Experience:
 
 
 def epoch_order(seed: int, iteration: int, epoch: int, count: int) -> list[int]:
-    """The order of an epoch's sequences: a function of its arguments."""
+    """Returns the order of an epoch's sequences: a function of its arguments."""
     return row_order(noise_key((seed, ORDER, iteration), epoch), 0, count).tolist()
 
 
@@ -121,7 +121,7 @@ def make_experience(
     baselines_S: Tensor | None,
     old_log_probs: bool = True,
 ) -> Experience:
-    """The forwards of all roles and what follows from them.
+    """Returns the forwards of all roles and what follows from them.
 
     batch: the rollout in the order of the first epoch, with rollout_log_probs and the sequence field groups. scores_S:
     fp64, the rewards of the sequences, in that order. baselines_S: likewise, of the greedy answers, where the recipe

@@ -22,7 +22,7 @@ class _Recurring:
         self._in_a_row, self._reported = 0, False
 
     def count(self, happens: bool) -> str | None:
-        """The number of rollouts in a row, in words ("" for the first); None where this one is not reported."""
+        """Returns the number of rollouts in a row, in words ("" for the first); None where this one is not reported."""
         self._in_a_row = self._in_a_row + 1 if happens else 0
         if not happens or (self._reported and self._in_a_row % self.EVERY):
             return None
@@ -41,8 +41,8 @@ class EqualRewards:
         self._rollouts = _Recurring()
 
     def note(self, batch: Batch, scores_S: Tensor, recipe: Recipe) -> str | None:
-        """The line to show of a rollout, for the first such one and each 10th in a row. scores_S: in the order of
-        `batch`."""
+        """Returns the line to show of a rollout, for the first such one and each 10th in a row. scores_S: in the order
+        of `batch`."""
         # A KL or a length in the rewards makes advantages of equal rewards larger.
         small = float(batch.token_fields["advantages"].abs().max()) < 1e-6
         groups_S = batch.sequence_fields["groups"]
@@ -68,7 +68,7 @@ class TokenLimit:
         self._max_new_tokens, self._rollouts = max_new_tokens, _Recurring()
 
     def note(self, trajectories: Sequence[Trajectory]) -> str | None:
-        """The line to show of a rollout, for the first such one and each 10th in a row."""
+        """Returns the line to show of a rollout, for the first such one and each 10th in a row."""
         conversations = [t for t in trajectories if t.conversation is not None]
         cut = sum(t.cut_by == "tokens" for t in conversations)
         count = self._rollouts.count(2 * cut > len(conversations))

@@ -35,8 +35,8 @@ def prepare(trainer: Trainer, progress: Progress, collected: Collected) -> Exper
 
 
 def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
-    """Whether the forward of the next step is the one that old log-probs are of: no other forward and no reward needs
-    them.
+    """Returns whether the forward of the next step is the one that old log-probs are of: no other forward and no reward
+    needs them.
 
     Only where the guards have found that both forwards agree to the bit (with dropout they would not).
     """
@@ -44,8 +44,8 @@ def step_gives_old_log_probs(trainer: Trainer, progress: Progress) -> bool:
 
 
 def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, experience: Experience) -> None:
-    """Raises TrainingError where the first rollout has numbers that cannot be, and says what any may be of little use
-    for."""
+    """Raises TrainingError where the first rollout has numbers that cannot be; tells the user of one that teaches
+    little."""
     config, batch = trainer.config, experience.batch
     scores_S = collected.scores_S[epoch_order(config.seed, experience.iteration, 0, batch.num_sequences)]
     if progress.step == 0 and config.train.guards:
@@ -65,7 +65,7 @@ def check_rollout(trainer: Trainer, progress: Progress, collected: Collected, ex
 def rollout_metrics(
     trainer: Trainer, collected: Collected, experience: Experience, *, log_probs_s: float
 ) -> dict[str, float]:
-    """Metrics of a rollout. log_probs_s: seconds that its forwards took."""
+    """Returns metrics of a rollout. log_probs_s: seconds that its forwards took."""
     mean, std = mean_and_std(experience.batch.token_fields["advantages"], experience.batch.loss_mask)
     row = {
         **collected.metrics(),

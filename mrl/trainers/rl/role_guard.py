@@ -58,8 +58,8 @@ class RoleGuard:
             raise self._failed(f"the step did not train the {role} as it should: {problems_in_words(problems)}")
 
     def _is_first_of_actor(self) -> bool:
-        """Whether the actor makes its first step, on a mini-batch whose old log-probs were computed with the same
-        neighbours."""
+        """Returns whether the actor makes its first step, on a mini-batch whose old log-probs were computed with the
+        same neighbours."""
         config, step = self._trainer.config, self._progress.step
         _, number = self._trainer.position(step)
         in_first_epoch = number * config.mini_batch_size < config.train.global_batch_size

@@ -34,7 +34,8 @@ def make_sampler(
     directory: RunDirectory,
     console: Console,
 ) -> Sampler:
-    """The sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's model."""
+    """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's
+    model."""
     rollout = config.rollout
     if rollout.backend == "native":
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
@@ -62,7 +63,8 @@ def make_sampler(
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:
-    """The text that servers are asked about after every hand-over, to compare with the actor's own log-probs."""
+    """Returns the text that servers are asked about after every hand-over, to compare with the actor's own
+    log-probs."""
 
     def log_probs(tokens: Sequence[int]) -> list[float]:
         batch = make_batch([list(tokens)], [[1.0] * len(tokens)])

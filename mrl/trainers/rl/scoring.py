@@ -53,7 +53,7 @@ class Scoring:
             self._scorer = None
 
     def score(self, trajectories: Sequence[Trajectory], *, step: int, made: int) -> Scores:
-        """The same on every rank. Collective. totals: weighted sums. parts: unweighted, by label.
+        """Returns what is the same on every rank. Collective. totals: weighted sums. parts: unweighted, by label.
 
         step: the number in the name of their file in samples/. made: optimizer steps made.
 
@@ -82,13 +82,13 @@ class Scoring:
 
 
 def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
-    """The values that `eval/accuracy` is made of: those of the first reward function, or the totals where there is
-    none."""
+    """Returns the values that `eval/accuracy` is made of: those of the first reward function, or the totals where there
+    is none."""
     return next(iter(scores.parts.values())) if config.rewards is not None else scores.totals
 
 
 def by_sample(scores: Scores, index: int) -> dict[str, float]:
-    """The parts of one sample, by label."""
+    """Returns the parts of one sample, by label."""
     return {label: values[index] for label, values in scores.parts.items()}
 
 
@@ -98,7 +98,7 @@ def metrics(scores: Scores) -> dict[str, float]:
 
 
 def select(scores: Scores, indices: Sequence[int]) -> Scores:
-    """The scores of the samples at `indices`, with all faults."""
+    """Returns the scores of the samples at `indices`, with all faults."""
     parts = {label: tuple(values[i] for i in indices) for label, values in scores.parts.items()}
     return Scores(tuple(scores.totals[i] for i in indices), parts, scores.faults)
 

@@ -132,7 +132,7 @@ def _model_folder(config: PPOConfig, role: str) -> str:
 
 
 def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> dict[str, BaseEngine]:
-    """The engines of the roles, none of which has a model yet."""
+    """Returns the engines of the roles, none of which has a model yet."""
     engines: dict[str, BaseEngine] = {}
     for role, role_config in role_configs(config, folders, recipe).items():
         with keys_of(config, role):
@@ -141,7 +141,7 @@ def _engines(config: PPOConfig, folders: Mapping[str, str], recipe: Recipe) -> d
 
 
 def _offload_idle(config: PPOConfig, actor: BaseEngine) -> bool:
-    """Whether what a role holds waits on the host while another one works."""
+    """Returns whether what a role holds waits on the host while another one works."""
     if config.train.offload_idle == "auto":
         return actor.device.type == "cuda"
     return config.train.offload_idle == "always"
@@ -186,7 +186,7 @@ def _rollouts(
     directory: RunDirectory,
     console: Console,
 ) -> tuple[TrajectorySource, Sampler | None]:
-    """The source of trajectories, and the sampler behind it; a replay has none."""
+    """Returns the source of trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
     sampler = make_sampler(config, dispatch, tokenizer, folder, directory, console)
@@ -219,7 +219,8 @@ def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
 
 
 def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
-    """A context in which `sampler` has the actor's weights after `step`, and the device's memory that it wants."""
+    """Returns a context in which `sampler` has the actor's weights after `step`, and the device's memory that it
+    wants."""
     has_step: int | None = None
     forgets = config.rollout.backend == "sglang" and config.rollout.server.sleep  # its weights, unless told otherwise
     beside = config.rollout.backend != "native"
@@ -257,7 +258,7 @@ def _evaluation(
     directory: RunDirectory,
     stop: StopSignal,
 ) -> Evaluation | None:
-    """The evaluation on data.eval, whose prompts are all read now; None without."""
+    """Returns the evaluation on data.eval, whose prompts are all read now; None without."""
     if config.data.eval is None:
         return None
     held_out = PromptDataset(config.data, tokenizer, part="eval", vocab_size=vocab_size)
@@ -285,8 +286,8 @@ def _why_not_base(config: PPOConfig) -> str:
 
 
 def _same_reference(config: PPOConfig, folders: Mapping[str, str]) -> bool | None:
-    """Whether the reference, which starts with the actor's weights, computes in the same layout; None where it has
-    other weights."""
+    """Returns whether the reference, which starts with the actor's weights, computes in the same layout; None where it
+    has other weights."""
     if "reference" not in folders or os.path.realpath(folders["reference"]) != os.path.realpath(folders["actor"]):
         return None
     if model_of(config, "reference").dtype != config.actor.model.dtype:

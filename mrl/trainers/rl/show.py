@@ -56,8 +56,8 @@ def show_rollout(
 
 
 def is_due(step: int, every: int, steps_per_rollout: int) -> bool:
-    """Whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and one each
-    time that `every` more steps begin."""
+    """Returns whether a rollout that `step` is the first to be trained on is shown or written: the first one is, and
+    one each time that `every` more steps begin."""
     return (step - 1) % every < steps_per_rollout
 
 
@@ -160,13 +160,14 @@ def table(
 
 
 def text_after_prompt(trajectory: Trajectory) -> str:
-    """The text after the prompt: the completion, or of a conversation a line for each message, with its role."""
+    """Returns the text after the prompt: the completion, or of a conversation a line for each message, with its
+    role."""
     if trajectory.conversation is None:
         return trajectory.text
     return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in trajectory.conversation)
 
 
 def last_words(trajectory: Trajectory) -> str:
-    """The prompt's text, or its last message."""
+    """Returns the prompt's text, or its last message."""
     content = trajectory.prompt.content
     return content if isinstance(content, str) else str(content[-1]["content"])

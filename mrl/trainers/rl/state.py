@@ -133,7 +133,7 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
 
 
 def _best_changed(saved: Mapping[str, Any], config: PPOConfig) -> bool:
-    """Whether another metric than the checkpoint's says what is best now."""
+    """Returns whether another metric than the checkpoint's says what is best now."""
     return (saved["best"], saved["best_is"]) != (config.checkpoint.best, config.checkpoint.best_is)
 
 
@@ -143,8 +143,8 @@ def _model_path(config: Mapping[str, Any], role: str) -> str:
 
 
 def stopped_at(trainer: Trainer, progress: Progress, experience: Experience | None, saved: str | None) -> Stopped:
-    """The end of a run that a signal has stopped, with where in the iteration it is. saved: the checkpoint; None: none
-    was due."""
+    """Returns the end of a run that a signal has stopped, with where in the iteration it is. saved: the checkpoint;
+    None: none was due."""
     iteration, made = trainer.position(progress.step)
     count = trainer.config.steps_per_iteration
     where = f"at the start of iteration {iteration + 1}"
