@@ -109,7 +109,7 @@ def _architecture(model: Model) -> dict[str, Any]:
 
 
 def _description(model: Model) -> dict[str, Any]:
-    """Returns what is the same on every rank. Collective: a pipeline stage without adapters has made no update of its own."""
+    """Returns what every rank saves. Collective: a pipeline stage without adapters has made no update of its own."""
     steps = (
         None
         if model.optimizer is None
