@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from mrl import __version__, cli
 from mrl.config.load import dump_config, from_dict, load_config
 from mrl.config.ppo import PPOConfig
+from mrl.engine.megatron.checks import MegatronChecks
 from mrl.errors import DataError, Stopped
 from mrl.launch import local, start
 from tests.bad_input.mistakes import Workspace
@@ -267,6 +268,24 @@ def test_dry_run_counts_processes_by_the_layout(workspace):
     assert "# layout: pp2 on 2 processes" in output
     assert "# micro-batch: 2 sequences" in output
     assert "# length: 1 epochs of 4 sequences a step" in output
+    output = invoke("sft", "config.yaml", "engine={backend: fsdp, fsdp: {replicate: 2}}", "--dry-run").stdout
+    assert "on 2 processes" in output
+
+
+def test_an_engine_is_asked_about_the_sequences_of_the_run(workspace, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        MegatronChecks, "check_model", lambda engine, dims, hf_config, sequences: asked.append(sequences)
+    )
+    sft, ppo = ("sft", "config.yaml", "data.max_length=33"), ("ppo", "ppo.yaml", "data.packing=false")
+    for args in (sft, (*sft, "data.packing=false"), ppo):
+        assert invoke(*args, "--dry-run").exit_code == 0
+    assert [(s.packed, s.generated) for s in asked] == [
+        (True, False),
+        (False, False),
+        *[(False, True)] * (len(asked) - 2),
+    ]
+    assert len(asked) > 2 and {(s.longest, s.key) for s in asked[:2]} == {(33, "data.max_length")}
 
 
 def test_the_trainer_gets_the_config_and_the_command_line(workspace, monkeypatch):

@@ -44,6 +44,14 @@ def test_a_key_below_a_section():
     assert ConfigError("a text: of one's own").key is None
 
 
+def test_a_line_that_goes_on_says_all_that_it_said():
+    error = ConfigError(KEY, 0.1, "is above 0.01", "give at most 0.01")
+    assert str(error.going_on("nothing was saved")) == f"{error}; nothing was saved"
+    assert (error.going_on("nothing was saved").key, error.going_on("more").value) == (KEY, 0.1)
+    assert str(UserError("a", why="is b").going_on("c")) == "a: is b; c"
+    assert str(UserError("a: text").going_on("c")) == "a: text; c"
+
+
 @pytest.mark.parametrize(
     "error", [UserError("a: text"), ConfigError(KEY, quoted("x"), "is y", "do z"), CheckpointError("x", why="is y")]
 )

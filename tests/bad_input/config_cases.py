@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.bad_input.data_cases import file
 from tests.bad_input.mistakes import MOE, Case, set_config, set_model
 
 CASES = [
@@ -71,6 +72,7 @@ CASES = [
     Case("experts on processes", "engine.parallel", ("ep*etp",), ("engine.parallel.ep=4", "--nproc", "2"), set_model(**MOE)),
     Case("vpp without pp", "engine.parallel.vpp", ("needs pp",), ("engine.parallel.vpp=2",)),
     Case("sp without tp", "engine.parallel.sp", ("needs tp",), ("engine.parallel.sp=true",)),
+    Case("copies of the weights", "engine.fsdp.replicate", ("does not divide the 2 processes",), ("engine={backend: fsdp, device: cpu, fsdp: {replicate: 3}}", "--nproc", "2")),
     Case("small batch", "train.global_batch_size", ("at least 4",), ("train.global_batch_size=3", "--nproc", "4")),
     Case("no gpu", "engine.device", ("needs a GPU",), ("engine.device=cuda",)),
     # Keys against the model.
@@ -107,6 +109,7 @@ CASES = [
     Case("output is a file", "output_dir", ("is a file",), ("output_dir=rows.jsonl",)),
     Case("output where even root makes none", "output_dir", ("cannot be written (/proc: ",), ("output_dir=/proc/x/y",)),
     Case("output with too long a name", "output_dir", ("cannot be written", "name too long"), (f"output_dir={'x' * 300}",)),
+    Case("output where GGUF files are", "output_dir", ("folder of a model", "m.gguf"), ("output_dir=kept",), file("kept/m.gguf", "")),
     Case("output below a file", "output_dir", ("cannot be written",), ("output_dir=rows.jsonl/run",)),
     Case("no checkpoint", "checkpoint.resume", ("auto, never",), ("checkpoint.resume=run/checkpoints/step_00000009",)),
     Case("remote", "checkpoint.remote", ("fsspec URL",), ("checkpoint.remote=nowhere://x",)),

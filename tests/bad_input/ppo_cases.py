@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.bad_input.data_cases import file
 from tests.bad_input.mistakes import MOE, Case, set_model, set_other_model
 
 CASES = [
@@ -52,6 +53,8 @@ CASES = [
     Case("dtype without a reward model", "reward.model.dtype", ("without reward.model.path",), ("reward.model.dtype=float32",)),
     Case("engine without a reward model", "reward.engine", ("without reward.model.path",), ("reward.engine.parallel.tp=2",)),
     Case("no function file", "rewards.functions[0].function", ("score.py, which does not exist",), ("rewards.functions=[{function: 'score.py:f'}]",)),
+    Case("no file of the second function", "rewards.functions[1].function", ("score.py, which does not exist",), ("rewards.functions=[{name: gsm8k}, {function: 'score.py:f'}]",)),
+    Case("no second function", "rewards.functions[1].function", ("score.py:f",), ("rewards.functions=[{name: gsm8k}, {function: 'score.py:f'}]",), file("score.py", "")),
     # Rollout.
     Case("empty stop", "rollout.stop", ("every completion at once",), ("rollout.stop=['']",)),
     Case("nothing to replay", "rollout.path", ("recorded",), ("rollout.backend=recorded",)),

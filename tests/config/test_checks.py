@@ -75,7 +75,9 @@ def test_layouts_of_a_dense_model(parallel, processes):
 @pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 6}, {"ep": 2, "tp": 2}, {"ep": 2, "etp": 2, "tp": 2, "pp": 2}])
 def test_layouts_of_an_moe_model(parallel):
     config = from_dict(base(engine={"parallel": parallel, "moe": {"aux_loss": 0.01, "z_loss": 0.001}}))
-    check_counts(config.engine, check_world(config, smallest_world(config.engine.parallel)), MODEL | MOE)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        model = {key: value for key, value in (MODEL | MOE).items() if key != "num_experts"} | {name: 6}
+        check_counts(config.engine, check_world(config, smallest_world(config.engine.parallel)), model)
 
 
 def test_a_config_json_without_layers_is_refused():
@@ -95,6 +97,10 @@ def test_a_model_that_reads_images_needs_the_fsdp_backend():
         MegatronChecks.check_model(config.engine, check_world(config, 1), model, any_sequences)
     config = from_dict(base(engine={"backend": "fsdp"}))
     FSDPChecks.check_model(config.engine, check_world(config, 1), model, any_sequences)
+    with pytest.raises(
+        ConfigError, match=r"^engine.parallel.cp: value 3 does not divide the model's 8 attention heads"
+    ):
+        FSDPChecks.check_model(config.engine, parallel_dims(ParallelConfig(cp=3), 3), model, any_sequences)
 
 
 def test_number_of_processes():

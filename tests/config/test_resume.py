@@ -173,6 +173,16 @@ def test_ppo_what_a_role_takes_from_the_actor_is_the_same_written_out():
         actor={"engine": engine}, critic={"engine": engine, "model": path}, reference={"engine": engine, "model": path}
     )  # fmt: skip
     assert check_resume(short, long) == check_resume(long, short) == check_resume(short, short) == []
+    short = plain_ppo(actor={"engine": engine}, reward={"model": {"path": "judge"}})
+    long = plain_ppo(
+        actor={"engine": engine}, reward={"engine": engine, "model": {"path": "judge", "dtype": "bfloat16"}}
+    )
+    assert check_resume(short, long) == check_resume(long, short) == []
+
+
+def test_ppo_a_reward_model_that_is_no_more_breaks_the_run():
+    with pytest.raises(ConfigError, match='^reward.model.path: value null is not the "judge" that'):
+        check_resume(plain_ppo(reward={"model": {"path": "judge"}}), plain_ppo())
 
 
 def test_ppo_a_section_that_an_older_version_did_not_have_counts_as_its_defaults():

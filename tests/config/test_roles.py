@@ -8,6 +8,7 @@ import pytest
 
 from mrl.algorithms.configured import configured_recipe
 from mrl.algorithms.recipes import RECIPES, Recipe
+from mrl.commands.ppo import COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import AlgorithmConfig, PPOConfig
 from mrl.config.roles import keys_of, role_configs, roles_of
@@ -71,6 +72,20 @@ def test_what_is_null_is_the_actors():
     assert {c.seed for c in configs.values()} == {7} and {c.packing for c in configs.values()} == {False}
 
 
+def test_adapters_are_of_the_role_that_names_them():
+    """The actor's are nobody else's: not of a model of another path, and of a reference only as what is taken out."""
+    judge = {"model": {"path": "judge"}}
+    _, configs = made(actor={"model": {"lora": {"rank": 4}}}, critic=judge, reward=judge)
+    assert {role: c.model.lora and c.model.lora.rank for role, c in configs.items()} == {
+        "actor": 4, "critic": None, "reward": None
+    }  # fmt: skip
+    _, configs = made(actor={"model": {"lora": {"rank": 4}}}, critic={"model": {"path": "judge", "lora": {"rank": 2}}})
+    assert configs["critic"].model.lora.rank == 2
+    for reference in ({"update_every": 2}, {"engine": {}}, judge):
+        _, configs = made(actor={"model": {"lora": {"rank": 4}}}, reference=reference)
+        assert configs["reference"].model.lora is None
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "tokens"), [({}, 4096), ({"tokens": 1536}, 1536), ({"size": 2}, None), ({"tokens": 9000}, 9000)]
 )
@@ -91,6 +106,9 @@ def test_derived_values():
         algorithm={"epochs": 2, "mini_batch_size": 8},
     )
     assert (config.prompts_per_iteration, config.steps_per_iteration, config.max_length) == (6, 6, 1536)
+    assert COMMAND.rows_of_batch(config) == 6
+    trained, held = ("algorithm.mini_batch_size", 8), ("train.global_batch_size", 24)
+    assert [COMMAND.smallest_batch(config, role) for role in FOLDERS] == [trained, trained, held, held]
     assert made()[0].steps_per_iteration == 1
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.cli import main
 from mrl.config.schema import LoraConfig
-from mrl.convert import exporting, workspace
+from mrl.convert import exporting, sources, workspace
 from mrl.convert.opening import open_any
 from tests.engine import tiny
 from tests.engine.harness import run_case
@@ -100,6 +100,8 @@ def test_an_export_is_what_the_engine_exports(made, tmp_path, family, head, dtyp
         assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
         bound = {"float32": 1e-6, "bfloat16": 1e-3}[dtype]
         assert max(tiny.relative_l2(ours[n], theirs[n]) for n in ours) < bound
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["modules_to_save"] == (["score"] if head == "value" else None)
     found = load_file(tmp_path / "merged" / "model.safetensors")
     biases = [tensor for name, tensor in found.items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == (family in ("deepseek_v3", "glm4_moe"))
@@ -182,7 +184,11 @@ def test_an_adapter_folder_appears_whole(made, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             exporting.export_adapter(run, out)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "template.jinja"] and not synced
+    waited, check = [], sources.Source.check
+    noted = lambda source, *, wait=True: (waited.append((wait, out.exists())), check(source, wait=wait))  # noqa: E731
+    monkeypatch.setattr(sources.Source, "check", noted)
     exporting.export_adapter(run, out)
+    assert (True, False) in waited, "a file that is damaged ends it before"
     names = ["adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"]
     assert sorted(file.name for file in out.iterdir()) == names
     assert {(name, False) for name in names} <= set(synced)

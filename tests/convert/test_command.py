@@ -10,6 +10,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -18,10 +19,11 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mrl import cli
+from mrl.convert import sources
 from mrl.convert.importing import import_hf
 from mrl.convert.progress import ProgressBar
 from mrl.engine import atomic_checkpoint
-from mrl.errors import show
+from mrl.errors import CheckpointError, show
 from tests.convert import hf_folders
 from tests.convert.test_refused import config, run
 
@@ -238,6 +240,32 @@ def test_export_refuses_a_flipped_bit_in_a_large_file(imported, tmp_path, monkey
     code, said = run("verify", tmp_path / "mcore", imported, "--no-logits")
     assert code == 2 and "the content of mcore/__0_0.distcp has changed" in said, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mcore"]
+
+
+def test_an_export_waits_for_the_last_sum(imported, tmp_path, monkeypatch):
+    """All is written before the file is summed."""
+    monkeypatch.setattr(atomic_checkpoint, "SMALL_BYTES", 1000)
+    written, check_file, check = threading.Event(), atomic_checkpoint.check_file, sources.Checksums.check
+
+    def late(*args, stop=None, **how):
+        if stop is None:
+            return check_file(*args, **how)
+        written.wait(60)
+        raise CheckpointError("it has changed")
+
+    def noted(checksums, *, wait):
+        timer = threading.Timer(0.2, written.set)
+        if wait:
+            timer.start()
+        check(checksums, wait=wait)
+
+    monkeypatch.setattr(atomic_checkpoint, "check_file", late)
+    monkeypatch.setattr(sources.Checksums, "check", noted)
+    try:
+        code, said = run("export", imported, tmp_path / "out")
+    finally:
+        written.set()
+    assert code == 2 and said.endswith("mrl: it has changed\n") and not (tmp_path / "out").exists()
 
 
 def test_export_refuses_another_models_config_by_the_fields_name(hf, tmp_path):

@@ -143,6 +143,12 @@ def test_another_source_begins_anew(hf, tmp_path):
     import_hf(second, tmp_path / "out", file_bytes=8_000)
     export_hf(tmp_path / "out", tmp_path / "back")
     assert hf_folders.differences(second, tmp_path / "back") == []
+    events, _ = in_fork(lambda: export_hf(tmp_path / "out", tmp_path / "counted"))
+    in_fork(lambda: export_hf(tmp_path / "out", tmp_path / "again"), int(events * 0.7))
+    shutil.rmtree(tmp_path / "out")
+    import_hf(first, tmp_path / "out", file_bytes=8_000)  # of the same names and shapes
+    export_hf(tmp_path / "out", tmp_path / "again")
+    assert hf_folders.differences(first, tmp_path / "again") == []
 
 
 def test_a_source_that_changes_meanwhile_gives_nothing(hf, tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from mrl.config.load import load_config
 from mrl.config.ppo import PPOConfig
 from mrl.config.schema import SFTConfig
+from mrl.convert import sources
 from mrl.convert.exporting import export_hf
 from mrl.convert.importing import import_hf
 from mrl.errors import CheckpointError
@@ -110,3 +111,9 @@ def test_resume_says_that_an_import_has_no_optimizer(tmp_path):
         AssertionError, match="holds weights alone, as `mrl convert import` makes it; name it in model.path"
     ):
         run_case(1, "tests.convert.test_runs:train", command="sft", path=str(path))
+
+
+def test_the_tokenizer_of_a_role_is_compared_with_its_own(tmp_path):
+    torch.save({"state": {"models": {"actor": "a", "critic": "c"}}}, tmp_path / "trainer.pt")
+    assert [sources._state(tmp_path, {}, role)["model"] for role in ("actor", "critic", "reward")] == ["a", "c", None]
+    assert sources._state(tmp_path, {"state": {"model": "lone"}}, None) == {"model": "lone"}

@@ -93,14 +93,21 @@ def test_the_first_step_of_adamw_is_never_missed(entries):
 
 def over_ranks():
     """Rank 0 holds the rows of an embedding that occur and rank 1 the others; "half" stays on rank 1 alone, where it should
-    move too; replicas differ, those of "balanced" by + - - +."""
+    move too; of those that stay, A of an adapter waits where all of B is zero; replicas differ, those of "balanced" by + - - +."""
     rank = dist.get_rank()
     rows = Watched("embedding", torch.ones(2), torch.full((2,), 0.1 if rank == 0 else 0.0))
     own = Watched(f"stage{rank}", torch.ones(1), torch.ones(1))
     half = Watched("half", torch.ones(2), torch.ones(2))
-    found = guards.inspect([rows, own, half], lr=LR, eps=EPS)
+    zero = torch.zeros(1)
+    still = [
+        Watched("idle here", zero, zero, may_be_idle=rank == 0),
+        Watched("waits here", zero, zero, waits=rank == 0),
+        Watched("waits", zero, zero, waits=True),
+    ]
+    found = guards.inspect([rows, own, half, *still], lr=LR, eps=EPS)
     moved = torch.ones(2) - (0.001 if rank == 0 else 0.0)
-    found_wrong = guards.problems(found, [("embedding", moved), (own.name, torch.zeros(1)), ("half", moved)])
+    after = [("embedding", moved), (own.name, zero), ("half", moved), *((p.name, zero) for p in still)]
+    found_wrong = guards.problems(found, after)
     balanced = torch.full((4,), 1.5) + rank * 2.0**-20 * torch.tensor([1.0, -1.0, -1.0, 1.0])
     replicas = [("same", torch.ones(3)), ("other", torch.full((3,), float(rank))), ("balanced", balanced)]
     found_wrong += guards.replica_problems(replicas, None)
@@ -112,6 +119,9 @@ def test_each_piece_of_a_parameter_is_judged_and_replicas_are_compared():
     messages, union = run_case(2, "tests.engine.test_guards:over_ranks")
     assert messages == [
         "half: it has a gradient but the step did not change it",
+        "idle here: its gradient is zero",
+        "waits: its gradient is zero as long as B of its adapter is",
+        "waits here: its gradient is zero",
         "other: its replicas on ranks [0, 1] differ",
         "balanced: its replicas on ranks [0, 1] differ",
     ]

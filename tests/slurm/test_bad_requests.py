@@ -314,6 +314,7 @@ def test_variables_of_sbatch_in_the_shell_are_not_over_the_options(workspace, mo
         (CPU, "slurm.cpus_per_task: is not given"),
         ((*CPU, "checkpoint.every=null"), "checkpoint.every: is null"),
         ((*CPU, "--time", "10", "checkpoint.every=100", "train.steps=1000"), "checkpoint.every: value 100 is 16 min 40 s at 10 s a step"),
+        ((*CPU, "--time", "10", "checkpoint.every=55", "train.steps=1000"), "checkpoint.every: value 55 is 9 min 10 s at 10 s a step"),
         ((*CPU, "--signal-s", "5"), "slurm.signal_s: value 5 is shorter than a step of this run (10 s)"),
     ],
 )  # fmt: skip

@@ -405,6 +405,8 @@ def test_a_checkpoint_fetched_from_another_run_is_not_our_own(tmp_path):
     assert is_own(run, start, {"checkpoint": {"resume": url}}, asked)
     ours = config_of(run.path, checkpoint={"remote": url}).checkpoint
     assert is_own(run, start, {"checkpoint": {"resume": "auto"}}, ours)
+    copies = config_of(run.path, checkpoint={"remote": url, "resume": url}).checkpoint
+    assert is_own(run, start, {"checkpoint": {"resume": "auto"}}, copies)
     elsewhere = start_of(tmp_path / "run2", checkpoint={"resume": str(tmp_path / "other")})
     assert not is_own(RunDirectory(tmp_path / "run2"), elsewhere, {"checkpoint": {"resume": "auto"}}, ours)
 

@@ -406,6 +406,8 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it(inputs, tmp_
     once = tiny_runs.make_config(inputs, tmp_path / "once", data=data | {"on_bad_row": "skip"})
     assert train(once, world) == ("done", "")
     assert_same_run(tmp_path / "run", tmp_path / "once")
+    short = tiny_runs.make_config(inputs, tmp_path / "short", data=data, train={"steps": 2})
+    assert train(short, world) == ("done", ""), "what comes after the last step is nobody's fault"
 
 
 def test_a_bad_row_of_the_evaluation_is_met_before_anything_is_written(inputs, tmp_path):

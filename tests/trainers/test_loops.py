@@ -1,0 +1,121 @@
+"""What the loops of the trainers decide, with stand-ins for engines: until when they watch, what they remove, what they keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from mrl.batch import make_batch
+from mrl.config.load import from_dict, to_dict
+from mrl.config.ppo import PPOConfig
+from mrl.engine.base import GradNorm
+from mrl.engine.guards import Kind, Problem
+from mrl.errors import TrainingError
+from mrl.roles.dispatch import StepResult
+from mrl.trainers import sft
+from mrl.trainers.rl import prepare, state
+from mrl.trainers.rl.experience import epoch_order
+from mrl.trainers.rl.role_guard import RoleGuard
+from mrl.trainers.run_directory import RunDirectory, Start
+from mrl.trainers.step_guard import StepGuard
+from tests.config.test_load import PPO_BASE, base, merged
+
+WAITS, STAYS = Problem(Kind.WAITS, "a"), Problem(Kind.UNCHANGED, "a")
+
+
+def there(**fields):
+    """An object with these attributes, which calls what it is asked to call and says nothing."""
+    calls = {"on_main": lambda fn: fn(), "doing": lambda what: None, "say": lambda line: None}
+    return types.SimpleNamespace(**{**calls, **fields})
+
+
+@pytest.mark.parametrize(
+    ("found", "fails_at"), [([[WAITS], [STAYS]], 2), ([[WAITS], [WAITS], [STAYS]], 3), ([[WAITS], [], [STAYS]], None)]
+)
+def test_steps_are_watched_until_every_adapter_has_trained(tmp_path, found, fails_at):
+    """A of an adapter trains a step after its B: the first step alone does not tell."""
+    engine = there(guard_before_step=lambda: "before", guard_after_step=lambda before: found.pop(0))
+    guard = StepGuard(engine, RunDirectory(tmp_path), watches_parameters=True, rows=lambda: ["rows:1"])
+    batch, failed = make_batch([[1, 2, 3]], [[0.0, 1.0, 1.0]]), None
+    for step in (1, 2, 3):
+        guard.before_update(step, batch, 1.0)
+        try:
+            guard.after_update(step, batch, GradNorm(1.0))
+        except TrainingError as error:
+            assert "a: it has a gradient but the step did not change it" in str(error)
+            failed = step
+            break
+    assert failed == fails_at and found == ([] if fails_at else [[STAYS]])
+
+
+def test_a_role_is_watched_until_every_adapter_has_trained():
+    trainer = there(config=there(train=there(guards=True)))
+    progress = state.Progress()
+    for problems, trained in (([WAITS], []), ([], ["actor"])):
+        guard = RoleGuard(trainer, progress, "actor", None)
+        assert guard.watches_parameters
+        guard.after_update(StepResult(GradNorm(1.0), 1e-3, problems))
+        assert (progress.trained, progress.moved) == (trained, ["actor"])
+    assert not RoleGuard(trainer, progress, "actor", None).watches_parameters
+
+
+@pytest.mark.parametrize(("step", "stays"), [(1, True), (2, False)])
+def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch, step, stays):
+    """Else a kill before the new export leaves the old one, for the model of a run that is complete."""
+    (tmp_path / "hf").mkdir()
+    monkeypatch.setattr(sft, "model_fingerprint", lambda folder: {})
+    monkeypatch.setattr(state, "model_fingerprint", lambda folder: {})
+    folder = RunDirectory(tmp_path)
+    parts = {"source": there(state_dict=dict), "kl": there(state_dict=dict), "folders": {}, "total_steps": 2}
+    saver = there(save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")))
+    trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
+    trainer.config = from_dict(base())
+    assert sft.save(trainer, sft.Progress(step=step)) is stays
+    folder.hf.mkdir(exist_ok=True)
+    trainer.config = from_dict(PPO_BASE, PPOConfig)
+    assert state.save(trainer, state.Progress(step=step), None) is stays
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "now", "best"),
+    [
+        (True, {"best": "reward/mean"}, {"best": "reward/mean"}, (0.5, 2)),
+        (False, {"best": "reward/mean"}, {"best": "reward/mean"}, (None, None)),
+        (True, {"best": "reward/mean"}, {"best": "reward/mean", "best_is": "lowest"}, (None, None)),
+        (True, {"best": "reward/mean"}, {"best": "reward/std"}, (None, None)),
+    ],
+    ids=["as it was", "another run's checkpoint", "the lowest is the best now", "another metric"],
+)
+def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
+    tmp_path, monkeypatch, own, saved, now, best
+):
+    def config(checkpoint):
+        return from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
+
+    progress = dataclasses.asdict(state.Progress(step=4, best=0.5, best_step=2))
+    parts = {"config": to_dict(config(saved)), "models": {}, "data": {}, "kl": {}, "experience": None}
+    root = tmp_path / "checkpoints" if own else tmp_path / "other"
+    found = Start(str(root / "step_00000004"), 4, ""), parts | {"progress": progress}
+    monkeypatch.setattr(state, "load_newest", lambda *args: found)
+    loads = there(load_state_dict=lambda of: None, load_checkpoint=None)
+    trainer = there(
+        config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(), folders={}, source=loads,
+        kl=loads,
+    )  # fmt: skip
+    made, _ = state.restore(trainer, None)
+    assert (made.best, made.best_step) == best and made.step == 4
+
+
+def test_scores_are_shown_in_the_order_of_their_sequences():
+    order, seen = epoch_order(7, 3, 0, 6), []
+    notes = there(note=lambda batch, scores_S, recipe: seen.append(scores_S.tolist()))
+    trainer = there(
+        config=there(seed=7, train=there(guards=False)), recipe=None, equal_rewards=notes,
+        token_limit=there(note=lambda trajectories: None), console=there(),
+    )  # fmt: skip
+    collected = there(scores_S=torch.arange(6.0), trajectories=[])
+    prepare.check_rollout(trainer, state.Progress(step=1), collected, there(iteration=3, batch=there(num_sequences=6)))
+    assert seen == [list(map(float, order))] and list(order) != sorted(order)
