@@ -1,5 +1,5 @@
 # make quickstart   a venv, the install of what training needs, fine-tuning and GRPO: under five minutes on two quiet cores
-# make quickstart-ppo   PPO with a critic, from where the quickstart's GRPO starts: about two minutes more
+# make quickstart-ppo   PPO with a critic, from where the quickstart's GRPO starts: two to four minutes more
 # make test         the tests that run on every change
 # make test-slow    what CI runs beside them; `make test-nightly` runs every kill, layout, seed and mutant (docs/testing.md)
 # make lint         ruff and mypy, as CI runs them (and .pre-commit-config.yaml)

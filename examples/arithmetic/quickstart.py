@@ -40,7 +40,7 @@ What to try next:
       kill it in the middle, by Ctrl-C or `kill -9`, after step 175, and give the same command again: it goes on
       from its checkpoint, and the metrics are those of a run that was not killed
   make quickstart-ppo
-      the same by PPO: the actor on Megatron with tensor parallel, the critic on FSDP beside it; about two minutes
+      the same by PPO: the actor on Megatron with tensor parallel, the critic on FSDP beside it; two to four minutes
   {mrl} ppo examples/arithmetic/ppo.yaml output_dir=runs/pp2-ppo actor.engine.parallel='{{pp: 2}}' critic.engine=null
       actor and critic with their layers on two processes; the folder's samples/ holds what the model wrote
   {mrl} config ppo

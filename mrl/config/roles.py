@@ -104,7 +104,7 @@ def keys_of(config: PPOConfig, role: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        section = error.key.partition(".")[0] if error.key is not None else None
+        section = None if error.key is None else "" if "/" in error.key else error.key.partition(".")[0]  # or a path
         if section == "engine" and not has_own_engine(config, role):
             why = f"is the actor's engine, which does not fit: {error}"
             raise type(error)(f"{role}.engine", None, why) from None

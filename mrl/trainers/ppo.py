@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Iterator
 
@@ -266,7 +267,7 @@ def note_best(trainer: Trainer, progress: Progress, row: dict[str, float]) -> bo
     """Returns whether the step has the best value yet of the metric in `checkpoint.best`."""
     checkpoint = trainer.config.checkpoint
     value = None if checkpoint.best is None else row.get(checkpoint.best)
-    if value is None:
+    if value is None or math.isnan(value):  # no value is better than it
         return False
     sign = 1 if checkpoint.best_is == "highest" else -1
     if progress.best is not None and sign * value <= sign * progress.best:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import pytest
@@ -15,7 +16,7 @@ from mrl.engine.base import GradNorm
 from mrl.engine.guards import Kind, Problem
 from mrl.errors import TrainingError
 from mrl.roles.dispatch import StepResult
-from mrl.trainers import sft
+from mrl.trainers import ppo, sft
 from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
@@ -107,6 +108,14 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
     )  # fmt: skip
     made, _ = state.restore(trainer, None)
     assert (made.best, made.best_step) == best and made.step == 4
+
+
+def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):
+    checkpoint = {"best": "reward/mean", "best_is": "lowest"}
+    config = from_dict(merged(PPO_BASE, {"output_dir": str(tmp_path), "checkpoint": checkpoint}), PPOConfig)
+    trainer, progress = there(config=config), state.Progress(step=1)
+    made = [ppo.note_best(trainer, progress, {"reward/mean": value}) for value in (math.nan, 0.5, math.nan, 0.7, 0.4)]
+    assert made == [False, True, False, False, True] and progress.best == 0.4
 
 
 def test_scores_are_shown_in_the_order_of_their_sequences():

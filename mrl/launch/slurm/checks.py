@@ -32,8 +32,9 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
         layouts = preflight.check_layout(command, config, parts, options.world_size)
     except ConfigError as error:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
-        # a package's engine may raise an error of one text, which has no key
-        raise ConfigError(error.key or error, error.value, error.why, f"{error.fix} ({nodes})") from None
+        if error.key is None:  # a package's engine may raise an error of one text
+            raise ConfigError(f"{error} ({nodes})") from None
+        raise ConfigError(error.key, error.value, error.why, f"{error.fix} ({nodes})") from None
     preflight.check_code(command, config)
     return [
         *_across_nodes(parts, layouts, options),
