@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mrl_benchmark_") as name:
         folder = pathlib.Path(name)
         for title, run in {**of_sft(folder, arguments), **of_rl(folder, arguments)}.items():
-            if arguments.only not in title:
+            if not re.search(arguments.only, title):
                 continue
             seconds: dict[str, list[float]] = {tree: [] for tree in trees}
             for number in range(arguments.rounds):
@@ -52,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=11, help="optimizer steps, or iterations, of a run")
     parser.add_argument("--warmup", type=int, default=3, help="of which so many are not counted")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each tree")
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", default="", help="rows in whose name this regular expression is found")
     return parser.parse_args()
 
 
