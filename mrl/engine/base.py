@@ -35,6 +35,10 @@ from mrl.engine.stored_weights import mtp_tensors_of_folder
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
+Outcome = tuple[Any, ...]
+"""What `forward_backward_step` returns: `(Predictions, float, Ctx)`, or `(Predictions, Ctx)` where it was
+`forward_only`. To type both, every engine would write its signature three times."""
+
 LossFn = Callable[[Batch, Predictions, Ctx], tuple[Tensor, Ctx]]
 """`fn(data, predictions, ctx) -> (loss_sum, ctx)`.
 
@@ -141,7 +145,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         forward_only: bool = False,
         preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
         postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
-    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+    ) -> Outcome:
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
         ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none"

@@ -193,9 +193,7 @@ class WorkerDispatch:
             return loss * loss_weight, ctx
 
         def run(share: Batch) -> Predictions:
-            outcome = engine.forward_backward_step(share, ctx)
-            assert len(outcome) == 3, "forward_only was not asked for"
-            predictions, found["loss"], found["ctx"] = outcome
+            predictions, found["loss"], found["ctx"] = engine.forward_backward_step(share, ctx)
             return predictions
 
         engine.set_loss_fn(weighted, denominator)

@@ -235,7 +235,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
 
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)  # type: ignore[misc]
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)
         guard.before_update(progress.step + 1, batch, loss)
         grad_norm = engine.optimizer_step()
         guard.after_update(progress.step + 1, batch, grad_norm)
@@ -327,7 +327,7 @@ class Evaluation:
             for batch in self.batches(report):
                 if any(engine.max_over_ranks(self.stop.requested)):
                     return None
-                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)  # type: ignore[misc]
+                _, ctx = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX, forward_only=True)
                 loss_sum += ctx["loss"] * batch.denominators["tokens"]
                 tokens += batch.denominators["tokens"]
                 self.console.detail(f"{tokens:,.0f} tokens")

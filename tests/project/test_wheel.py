@@ -13,6 +13,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import build
 import pytest
 
 from tests.trainers import tiny_runs
@@ -35,7 +36,6 @@ def run(*command: object, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy, through the source distribution, as `python -m build` does."""
-    build = pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree")
     for name in BUILT_FROM:
         source = tiny_runs.REPO / name

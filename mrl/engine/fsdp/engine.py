@@ -24,6 +24,7 @@ from mrl.engine.base import (
     Ctx,
     GenerateRequest,
     GradNorm,
+    Outcome,
     Predictions,
     no_progress,
 )
@@ -118,7 +119,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         forward_only: bool = False,
         preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
         postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
-    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+    ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         denominator = collective.denominator_of(batch, self.loss_denominator)

@@ -25,6 +25,7 @@ from mrl.engine.base import (
     Ctx,
     GenerateRequest,
     GradNorm,
+    Outcome,
     Predictions,
     no_progress,
 )
@@ -123,7 +124,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         forward_only: bool = False,
         preprocess_fn: Callable[[Batch, Ctx], tuple[Batch, Ctx]] | None = None,
         postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
-    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+    ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
         ctx = dict(PLAIN_CTX if ctx is None else ctx)

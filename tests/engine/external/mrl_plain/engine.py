@@ -23,7 +23,7 @@ from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig, RoleCo
 from mrl.converters.mcore_weights import architecture, check_architecture
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import base, collective, guards
-from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Predictions
+from mrl.engine.base import BaseEngine, Completion, Ctx, GenerateRequest, GradNorm, Outcome, Predictions
 from mrl.engine.generation import check_room
 from mrl.engine.kept import share
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
@@ -120,7 +120,7 @@ class PlainEngine(BaseEngine):
 
     def forward_backward_step(
         self, batch: Batch, ctx: Ctx | None = None, forward_only: bool = False, preprocess_fn=None, postprocess_fn=None
-    ) -> tuple[Predictions, float, Ctx] | tuple[Predictions, Ctx]:
+    ) -> Outcome:
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
         ctx, sums, predictions = dict(base.PLAIN_CTX if ctx is None else ctx), {}, []
         denominator = collective.denominator_of(batch, self.loss_denominator)
