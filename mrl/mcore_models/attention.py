@@ -40,19 +40,23 @@ class PackedLayout(PackedSeqParams):
     positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
 
     @classmethod
-    def make(
-        cls, lengths: Sequence[int], padded: Sequence[int], *, positions: Tensor, qkv_format: str = "sbhd"
-    ) -> "PackedLayout":
-        """For sequences of `lengths` tokens in `padded` places each. qkv_format "thd" is for transformer-engine."""
+    def make(cls, padded: Sequence[int], *, positions: Tensor, qkv_format: str = "sbhd") -> "PackedLayout":
+        """For sequences in `padded` places each. qkv_format "thd" is for transformer-engine.
 
-        def starts(sizes: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0).to(torch.int32).to(positions.device)
-
-        real, places = starts(lengths), starts(padded)
+        All four `cu_seqlens` are one tensor, of padded lengths: a sequence's padding belongs to it and sees it, behind
+        its tokens, which the causal mask keeps from seeing it. Two tensors, one of them of real lengths, mean padding
+        between sequences to transformer-engine: it then drops FlashAttention 2 and its unfused attention (since 2.18
+        it asks whether they are one object), or leaves the rows of the last padding in the gradients uninitialised.
+        """
+        places = torch.tensor([0, *padded], dtype=torch.int32).cumsum(0).to(torch.int32).to(positions.device)
+        longest = max(padded)
+        if qkv_format == "thd":
+            # as transformer-engine rounds it where it is not given: cuDNN plans a kernel for every value that it meets
+            longest = -(-longest // 64) * 64
         return cls(
-            qkv_format=qkv_format, cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=places,
-            cu_seqlens_kv_padded=places, max_seqlen_q=max(padded), max_seqlen_kv=max(padded),
-            padded_lengths=tuple(padded), positions=positions,
+            qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
+            cu_seqlens_kv_padded=places, max_seqlen_q=longest, max_seqlen_kv=longest, padded_lengths=tuple(padded),
+            positions=positions,
         )  # fmt: skip
 
     @functools.cached_property

@@ -66,9 +66,7 @@ def prepare(
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = zigzag_inverse(tuple(padded), dims.cp).to(device)
-    layout = PackedLayout.make(
-        lengths or padded, padded, positions=positions.to(device), qkv_format="thd" if thd else "sbhd"
-    )
+    layout = PackedLayout.make(padded, positions=positions.to(device), qkv_format="thd" if thd else "sbhd")
     trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
     return ModelInputs(
         tokens.to(device), labels.to(device), padding.to(device), trained, layout, places.to(device), order

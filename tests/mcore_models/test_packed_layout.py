@@ -1,0 +1,49 @@
+"""What a micro-batch's layout hands transformer-engine: one padded tensor, in every layout and for an empty one."""
+
+import itertools
+
+import pytest
+import torch
+
+from mrl.batch import make_batch
+from mrl.mcore_models import cpu_stand_in
+from mrl.parallel import ParallelDims
+
+cpu_stand_in.prepare()
+
+from mrl.engine.megatron.inputs import prepare  # noqa: E402
+
+LENGTHS = ((), (1,), (7, 1, 30), (4, 4))
+LAYOUTS = ({}, {"tp": 2}, {"cp": 2}, {"cp": 3}, {"tp": 4, "cp": 2}, {"tp": 3})
+
+
+def made(lengths, layout, packed=True):
+    dims = ParallelDims(world_size=layout.get("tp", 1) * layout.get("cp", 1), **layout)
+    batch = make_batch([list(range(1, 2 + n)) for n in lengths], [[1.0] * (1 + n) for n in lengths])
+    return dims, [
+        prepare(batch, dims, dims.coordinates(rank), packed=packed, device=torch.device("cpu"), thd=True)
+        for rank in range(dims.world_size)
+    ]
+
+
+@pytest.mark.parametrize("lengths, layout, packed", list(itertools.product(LENGTHS, LAYOUTS, (True, False))))
+def test_all_tokens_belong_to_a_sequence(lengths, layout, packed):
+    dims, ranks = made(lengths, layout, packed)
+    for inputs in ranks:
+        given = inputs.layout
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        assert {id(getattr(given, name)) for name in names} == {id(given.cu_seqlens_q)}
+        starts = given.cu_seqlens_q
+        assert starts.dtype == torch.int32 and starts[0] == 0
+        # transformer-engine divides them by cp, and splits each into 2*cp segments
+        assert starts[-1] == inputs.tokens.numel() * dims.cp
+        sizes = starts.diff()
+        assert (sizes > 0).all() and (dims.cp == 1 or (sizes % (2 * dims.cp) == 0).all())
+        assert inputs.tokens.numel() % (dims.tp if dims.sp else 1) == 0
+        # of the whole sequence: transformer-engine divides it by cp
+        assert sizes.max() <= given.max_seqlen_q == given.max_seqlen_kv < sizes.max() + 64
+        # a real token stands before its sequence's padding, and never sees it
+        ends = torch.searchsorted(starts, inputs.places, right=True)
+        assert len(inputs.places) == sum(lengths)
+        within = inputs.places - starts[ends - 1]
+        assert within.tolist() == [i for n in lengths for i in range(n)]
