@@ -20,7 +20,7 @@ setup(
     package_data={"mrl.launch.slurm": ["templates/*.sbatch"]},
     install_requires=[
         "megatron-core>=0.16.1",
-        "torch>=2.13",
+        "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions
         "transformers>=5",
         "click>=8.1",
         "wandb>=0.20",
@@ -40,7 +40,7 @@ setup(
     ],
     extras_require={
         "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway
-        "gpu": ["transformer-engine[pytorch]"],
+        "gpu": ["transformer-engine[pytorch]>=2.20.2,<2.21"],  # pip compiles a part of it (docs/gpu.md)
         "math": ["math-verify>=0.9"],  # the reward of the same name
         "tensorboard": ["tensorboard"],
         "vision": ["pillow>=10"],  # images of vision-language models

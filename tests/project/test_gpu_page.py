@@ -1,0 +1,124 @@
+"""Dockerfile, setup.py, constraints and docs/gpu.md name the same versions, and the Dockerfile's filter keeps the image's torch.
+
+No image is pulled: what `pip list` prints in one is put in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+SETUP, DOCKERFILE, PAGE = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("setup.py", "Dockerfile", "docs/gpu.md")
+)
+IN_THE_IMAGE = """\
+apex==0.1
+filelock==3.16.1
+flash_attn==2.7.4.post1+0
+numpy==2.1.0
+torch==2.13.0a0+9186a08b2c.nv26.7.1
+torchvision==0.28.0a0+0
+transformer_engine==2.17.0+0
+triton==3.8.0+0
+"""
+
+
+def requirement(name: str) -> str:
+    """What setup.py asks of a package."""
+    [found] = re.findall(rf'"({name}[\[>=<~!][^"]*)"', SETUP)
+    return found
+
+
+def pinned(python: str) -> dict[str, str]:
+    """The versions of a constraints file, by package."""
+    text = (ROOT / f"constraints-{python}.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE))
+
+
+def steps() -> list[str]:
+    """The Dockerfile's RUN lines, as the shell gets them."""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE))
+    return [line.removeprefix("RUN ") for line in joined.splitlines() if line.startswith("RUN ")]
+
+
+def step_in(folder: Path, command: str, packages: str) -> subprocess.CompletedProcess:
+    """Runs a step in a folder whose python3 answers any call with a list of packages; mrl is `true`."""
+    (folder / "packages").write_text(packages)
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, body in (("python3", f"cat {folder}/packages"), ("mrl", "true")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    return subprocess.run(["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def constrained(tmp_path) -> Path:
+    """A folder after the step that makes the constraints."""
+    (tmp_path / "constraints-3.12.txt").write_text((ROOT / "constraints-3.12.txt").read_text(encoding="utf-8"))
+    done = step_in(tmp_path, steps()[1], IN_THE_IMAGE)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+def test_the_page_names_what_is_installed():
+    extra = requirement("transformer-engine")
+    [engine] = set(re.findall(r"transformer_engine(?:_cu13|_torch)? (\d[\d.]*\d)", PAGE))
+    assert f"`{extra}`" in PAGE and Requirement(extra).specifier.contains(engine)
+    for python in ("3.11", "3.12"):
+        assert f"torch {pinned(python)['torch']}" in PAGE and f"`constraints-{python}.txt`" in PAGE
+        assert pinned(python)["megatron-core"] in PAGE
+    assert f"megatron-core {pinned('3.12')['megatron-core']} (`constraints-3.12.txt`)" in PAGE
+
+
+def test_the_image_is_one_of_the_page_and_its_torch_is_taken():
+    [image] = re.findall(r"^ARG IMAGE=(\S+)$", DOCKERFILE, re.MULTILINE)
+    [torch] = re.findall(rf"^\| {image.split(':')[1]} \| (\S+) \|", PAGE, re.MULTILINE)
+    asked = Requirement(requirement("torch")).specifier
+    assert image in PAGE and asked.contains(torch, prereleases=True) and torch.startswith(pinned("3.12")["torch"])
+    assert asked.contains(pinned("3.12")["torch"]) and not asked.contains("2.12.1")
+
+
+def test_pages_name_the_interpreter_of_the_image():
+    [venv] = re.findall(r"venv --system-site-packages (\S+)$", DOCKERFILE, re.MULTILINE)
+    for page in (PAGE, (ROOT / "docs/slurm.md").read_text(encoding="utf-8")):
+        assert f"--python {venv}/bin/python3" in page
+    assert f"PATH={venv}/bin:$PATH" in DOCKERFILE
+
+
+def test_what_is_copied_is_there_and_not_ignored():
+    let_in = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    }
+    copied = {name for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]}
+    assert copied == let_in and all((ROOT / name).exists() for name in copied)
+    assert {"setup.py", "README.md", "mrl"} <= copied
+
+
+def test_constraints_are_mrls_but_for_what_the_image_built(constrained):
+    made = dict(re.findall(r"^([\w.-]+)==(\S+)$", (constrained / "constraints.txt").read_text(), re.MULTILINE))
+    image = dict(line.split("==") for line in IN_THE_IMAGE.splitlines())
+    ours = pinned("3.12")
+    assert made == ours | {name: version for name, version in image.items() if name != "filelock"}
+    assert made["filelock"] == ours["filelock"] != image["filelock"] and made["torch"] == image["torch"]
+
+
+def test_an_image_without_torch_is_no_base(tmp_path):
+    (tmp_path / "constraints-3.12.txt").write_text("torch==2.13.0\n")
+    assert step_in(tmp_path, steps()[1], "numpy==2.1.0\n").returncode != 0
+
+
+def test_a_torch_that_was_replaced_fails_the_build(constrained):
+    last = steps()[-1]
+    assert step_in(constrained, last, IN_THE_IMAGE + "wandb==0.31.0\n").returncode == 0
+    for changed in (
+        IN_THE_IMAGE.replace("2.13.0a0+9186a08b2c.nv26.7.1", "2.13.0"),
+        IN_THE_IMAGE.replace("apex==0.1\n", ""),
+    ):
+        assert step_in(constrained, last, changed).returncode != 0
