@@ -1,10 +1,10 @@
-# mrl in NVIDIA's PyTorch image, where CUDA, NCCL, torch, transformer-engine, apex and flash-attn are built for each other.
+# mrl in NVIDIA's PyTorch image, where CUDA, torch, transformer-engine, apex and flash-attn are built for each other.
 #
 #   docker build -t mrl .
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD":/work -w /work mrl mrl sft sft.yaml
 #
-# This has never been built. Its pip steps were run in a copy of Python 3.12 in which torch, transformer-engine, apex, triton
-# and flash-attn were metadata alone, under versions like such an image's; docs/gpu.md says more.
+# This has never been built. Its pip steps were run in a copy of Python 3.12 in which torch, transformer-engine, apex,
+# triton and flash-attn were metadata alone, under versions like such an image's; docs/gpu.md says more.
 ARG IMAGE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${IMAGE}
 

@@ -5,13 +5,17 @@ No image is pulled: what `pip list` prints in one is put in its place.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+
+from mrl.mcore_models.te_limits import GENERATIONS, Attention, Gpu, kernels
 
 ROOT = Path(__file__).parents[2]
 SETUP, DOCKERFILE, PAGE = (
@@ -75,6 +79,25 @@ def test_the_page_names_what_is_installed():
         assert f"torch {pinned(python)['torch']}" in PAGE and f"`constraints-{python}.txt`" in PAGE
         assert pinned(python)["megatron-core"] in PAGE
     assert f"megatron-core {pinned('3.12')['megatron-core']} (`constraints-3.12.txt`)" in PAGE
+
+
+def test_the_page_has_the_kernels_of_each_generation():
+    """The table of attention under transformer-engine is what runs are refused by."""
+    rows = re.findall(r"^\| (\d+\.0 .+) \| (.+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
+    plain = Attention(
+        heads=32, groups=8, query_size=128, value_size=128, windowed=False, sinks=False, dropout=False, cp=1
+    )
+    shown = {}
+    for generations, *cells in rows:
+        for number in re.findall(r"(\d+)\.(\d) \(", generations):
+            shown[tuple(map(int, number))] = [() if cell == "none" else tuple(cell.split(", ")) for cell in cells]
+    for capability in GENERATIONS:
+        found = [
+            kernels(dataclasses.replace(plain, cp=cp), Gpu(capability, flash_attn), torch.bfloat16)
+            for flash_attn, cp in (((2, 8, 3), 1), ((), 1), ((), 2))
+        ]
+        assert shown[capability] == found
+    assert sorted(shown) == sorted(GENERATIONS)
 
 
 def test_the_image_is_one_of_the_page_and_its_torch_is_taken():
