@@ -22,12 +22,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CORE_STAMP := $(VENV)/.installed-core
 DOCS_STAMP := $(VENV)/.installed-docs
+TE_STAMP := $(VENV)/te/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv vllm-venv clean
+.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv clean
 
 quickstart: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
@@ -35,14 +36,14 @@ quickstart: $(CORE_STAMP)
 quickstart-ppo: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/reinforce.py ppo
 
-test: $(STAMP)
+test: $(TE_STAMP)
 	$(BIN)/python $(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
 
 # In the order of tests/conftest.py, and not the files with most tests first.
-test-slow: $(STAMP)
+test-slow: $(TE_STAMP)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: $(STAMP) $(VLLM_STAMP)
+test-nightly: $(TE_STAMP) $(VLLM_STAMP)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)
@@ -81,6 +82,15 @@ $(STAMP): $(CORE_STAMP)
 # And what the site needs.
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
+
+# transformer-engine's Python modules, which tests/cuda builds over a stub of its C++: beside the venv's packages, so that
+# nothing takes them for a working installation.
+te-modules: $(TE_STAMP)
+
+$(TE_STAMP): $(STAMP)
+	rm -rf $(VENV)/te
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(VENV)/te "$$(grep '^transformer-engine==' $(CONSTRAINTS))"
 	touch $@
 
 vllm-venv: $(VLLM_STAMP)

@@ -1,0 +1,83 @@
+"""The names of transformer-engine's C++ extension for torch, so that its Python modules can be imported and built where
+the extension cannot be: every name that begins with a capital is an enumeration, every other one a function that
+refuses to be called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class _Member(int):
+    """A member of an enumeration of which any name is one."""
+
+    def __new__(cls, owner: str, name: str, number: int) -> "_Member":
+        made = super().__new__(cls, number)
+        made.owner, made.name = owner, name
+        return made
+
+    def __repr__(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+    def __hash__(self) -> int:
+        return hash((self.owner, self.name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Member) and (self.owner, self.name) == (other.owner, other.name)
+
+
+class _Enumeration(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = cls._members[name] = _Member(cls.__name__, name, len(cls._members))
+        setattr(cls, name, member)
+        return member
+
+    @property
+    def __members__(cls) -> dict[str, _Member]:
+        return dict(cls._members)
+
+
+# What its modules ask as they are imported or built.
+
+
+def get_cudnn_version() -> int:
+    return 92000
+
+
+def get_cublasLt_version() -> int:  # noqa: N802  its name
+    return 130100
+
+
+def get_num_cublas_streams() -> int:
+    return 4
+
+
+def device_supports_multicast(*_: Any) -> bool:
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    return False
+
+
+def is_non_tn_fp8_gemm_supported(*_: Any) -> bool:
+    return False
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name[0].isupper():
+        value: Any = _Enumeration(name, (), {"_members": {}})
+    else:
+
+        def value(*_: Any, **__: Any) -> None:
+            raise NotImplementedError(f"transformer_engine_torch.{name} is a name alone here")
+
+    globals()[name] = value
+    return value
