@@ -164,7 +164,8 @@ class BaseEngine(EngineChecks, abc.ABC):
     def optimizer_step(self) -> GradNorm:
         """Clips by the global norm and updates the parameters.
 
-        A gradient that is not finite updates nothing, and the result says so.
+        A gradient that is not finite updates nothing, and the result says so. The gradients are spent by it: the next
+        `forward_backward_step` that trains and `hf_gradients` come after an `optimizer_zero_grad`.
         """
 
     @abc.abstractmethod
@@ -217,6 +218,7 @@ class BaseEngine(EngineChecks, abc.ABC):
         for kind, wanted in zip(KINDS, (model, model if gradients is None else gradients, optimizer), strict=True):
             if wanted:
                 move(kind)
+        self.offload.wait()  # whoever builds or restores something next finds the memory free
 
     @abc.abstractmethod
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:

@@ -3,11 +3,17 @@
 Many objects hold views of the same memory: megatron lays parameters and gradients into a few flat buffers, FSDP keeps
 its shards in several places. So nothing is replaced: a storage is copied to host memory and shrunk to nothing, and
 later grown and filled again; every view stays valid.
+
+On a GPU copies to the host run on a stream of their own, behind all work that the current stream has been given. Until
+such a copy has ended its storage keeps its memory on the device: `wait` ends the copies and frees that memory, and so
+does whatever here takes memory on the device. A kind that is used again before then is where it was. Copies to the
+device run in the current stream, so that all that follows there finds them done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,22 +21,40 @@ from torch import Tensor
 
 KINDS = ("parameters", "gradients", "optimizer")
 
+BLOCK = 2**26
+"""Bytes of a block of host memory. torch's allocator rounds pinned memory up to powers of two (8.1 GB would take 16),
+of which blocks of this size lose nothing, whatever PYTORCH_CUDA_ALLOC_CONF says."""
+
+ALIGNMENT = 512
+"""Storages start at multiples of so many bytes of their blocks, as the device's allocator has them."""
+
 
 class Offload:
     """Which state is where.
 
     kinds: what waits on the host between uses; of others than KINDS this knows nothing. tensors: what there is of each
-    of KINDS, asked anew at each move.
+    of KINDS, asked anew at each move. spent: kinds that hold nothing but zeros so far (see `spend`).
     """
 
-    def __init__(self, kinds: Sequence[str], tensors: Mapping[str, Callable[[], Iterable[Tensor]]]) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        tensors: Mapping[str, Callable[[], Iterable[Tensor]]],
+        *,
+        spent: Sequence[str] = (),
+    ) -> None:
         assert set(tensors) == set(KINDS), sorted(tensors)
         self.kinds = frozenset(kinds) & frozenset(KINDS)
         self._tensors = dict(tensors)
-        self._parked: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+        self._parked: dict[str, _Parked] = {}
         self._users = dict.fromkeys(KINDS, 0)
-        for kind in self.kinds:
-            self.park(kind)
+        self._spent = set(spent)
+        self._host = HostMemory()
+        self._copies: dict[torch.device, Copies] = {}
+        for kind in KINDS:
+            if kind in self.kinds:
+                self.park(kind)
+        self.wait()
 
     def tensors(self, kind: str) -> Iterable[Tensor]:
         """Returns what is of `kind`, wherever it is."""
@@ -38,44 +62,237 @@ class Offload:
 
     @contextlib.contextmanager
     def used(self, *kinds: str) -> Iterator[None]:
-        """`kinds` are on the device inside; afterwards back to where they were, or to where the config wants them."""
+        """`kinds` are on the device inside; afterwards back to where they were, or to where the config wants them.
+
+        Where one of them finds no memory, those before it go back, and the error is raised.
+        """
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
         for kind in kinds:
-            self.restore(kind)
-            self._users[kind] += 1
+            self._recall(kind)
+        taken: list[str] = []
         try:
+            for kind in kinds:
+                self.restore(kind)
+                self._spent.discard(kind)
+                self._users[kind] += 1
+                taken.append(kind)
             yield
         finally:
-            for kind in kinds:
+            for kind in taken:
                 self._users[kind] -= 1
-            for kind in away:
-                if not self._users[kind]:
-                    self.park(kind)
+            with contextlib.ExitStack() as each:  # what one of them raises does not keep the others from it
+                for kind in reversed(away):
+                    if not self._users[kind]:
+                        each.callback(self.park, kind)
+
+    def spend(self, kind: str) -> None:
+        """Says that nobody reads `kind` as it is now: until it is `used` again it is dropped where it would be parked.
+
+        It comes back as zeros.
+        """
+        self._spent.add(kind)
+
+    def on_host(self, kind: str) -> int:
+        """Returns how many bytes of `kind` wait on the host, or are on their way there."""
+        parked = self._parked.get(kind)
+        return 0 if parked is None or parked.blocks is None else sum(parked.sizes)
 
     def park(self, kind: str) -> None:
-        """Moves `kind` to the host. Nothing happens where it is there."""
+        """Moves `kind` to the host. Nothing happens where it is there. On a GPU `wait` says when its memory is free."""
         if kind in self._parked:
             return
-        # optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters
-        others = {t.untyped_storage().data_ptr() for t in self.tensors("parameters")} if kind == "optimizer" else set()
-        parked: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for tensor in self.tensors(kind):
-            storage = tensor.untyped_storage()
-            if storage.size() == 0 or storage.data_ptr() in others:
-                continue
-            host = torch.empty(storage.size(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            host.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-            storage.resize_(0)
-            parked.append((storage, host))
-        self._parked[kind] = parked
+        storages = self._storages(kind)
+        sizes = [storage.size() for storage in storages]
+        if kind in self._spent:
+            self._parked[kind] = _Parked(storages, sizes, blocks=None)
+            _shrink(storages)
+            return
+        if not storages:
+            self._parked[kind] = _Parked([], [], blocks=[])
+            return
+        device = storages[0].device
+        blocks = self._host.take(sum(map(_aligned, sizes)), pinned=is_asynchronous(device))
+        try:
+            copied = self._copies_of(device).to_host(_pairs(storages, sizes, blocks))
+        except BaseException:
+            self._host.give_back(blocks)
+            raise
+        self._parked[kind] = parked = _Parked(storages, sizes, blocks, copied)
+        if copied is None:
+            _shrink(parked.storages)
 
     def restore(self, kind: str) -> None:
-        """Moves `kind` to the device. Nothing happens where it is there."""
-        for storage, host in self._parked.pop(kind, ()):
-            storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+        """Moves `kind` to the device. Nothing happens where it is there, or where there is no memory for it."""
+        self._recall(kind)
+        parked = self._parked.get(kind)
+        if parked is None:
+            return
+        self.wait()
+        try:
+            for storage, size in zip(parked.storages, parked.sizes, strict=True):
+                storage.resize_(size)
+            if parked.blocks is None:
+                for storage in parked.storages:
+                    _bytes(storage).zero_()
+            elif parked.storages:
+                pairs = _pairs(parked.storages, parked.sizes, parked.blocks)
+                self._copies_of(parked.storages[0].device).to_device(pairs)
+        except BaseException:
+            _shrink(parked.storages)
+            raise
+        del self._parked[kind]
+        self._host.give_back(parked.blocks or [])
+
+    def wait(self) -> None:
+        """Returns when all that is parked has left the device."""
+        for parked in self._parked.values():
+            if parked.copied is not None:
+                parked.copied.synchronize()
+                parked.copied = None
+                _shrink(parked.storages)
 
     def forget(self, kind: str) -> None:
         """What waits on the host of `kind` is no longer needed: its owner has dropped the tensors."""
         if kind in self._parked:
-            self._parked[kind] = []
+            self._recall(kind)
+            if kind in self._parked:
+                self._host.give_back(self._parked[kind].blocks or [])
+            self._parked[kind] = _Parked([], [], blocks=[])
+
+    def _recall(self, kind: str) -> None:
+        """Ends the parking of a kind that still has its memory on the device."""
+        parked = self._parked.get(kind)
+        if parked is None or parked.copied is None:
+            return
+        # the storages may be written or freed from here on, in the order of the current stream
+        torch.cuda.current_stream(parked.storages[0].device).wait_event(parked.copied)
+        del self._parked[kind]
+        self._host.give_back(parked.blocks or [])
+
+    def _storages(self, kind: str) -> list[torch.UntypedStorage]:
+        """The storages of a kind that have memory on the device, each once.
+
+        Optimizer state may be a view of the parameters (fp32 master weights are): those go with the parameters.
+        """
+        others = {_identity(t) for t in self.tensors("parameters")} if kind == "optimizer" else set()
+        found = {_identity(t): t.untyped_storage() for t in self.tensors(kind)}
+        return [storage for key, storage in found.items() if key not in others and storage.size()]
+
+    def _copies_of(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = StreamCopies(device) if is_asynchronous(device) else Copies()
+        return self._copies[device]
+
+
+@dataclasses.dataclass
+class _Parked:
+    """The storages of a kind that is on the host, or on its way."""
+
+    storages: list[torch.UntypedStorage]
+    sizes: list[int]  # bytes of each on the device
+    blocks: list[Tensor] | None  # host memory with them, end to end; None where they were dropped
+    copied: torch.cuda.Event | None = None  # the end of the copies, while the storages have their memory on the device
+
+
+class HostMemory:
+    """Blocks of host memory, pinned for a GPU, that are kept and used again.
+
+    Who gives blocks back need not wait for copies out of them or into them: `StreamCopies` orders the next ones.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []  # all of them
+        self._free: list[Tensor] = []
+
+    def take(self, size: int, *, pinned: bool) -> list[Tensor]:
+        """Returns blocks that hold `size` bytes together."""
+        count = -(-size // BLOCK)
+        while len(self._free) < count:
+            block = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)
+            self.blocks.append(block)
+            self._free.append(block)
+        taken = self._free[:count]
+        del self._free[:count]
+        return taken
+
+    def give_back(self, blocks: Sequence[Tensor]) -> None:
+        self._free[:0] = blocks
+
+
+Pair = tuple[Tensor, Tensor]
+"""As many bytes on the host and on the device, of which one is copied to the other."""
+
+
+class Copies:
+    """Copies that have ended when a method returns."""
+
+    def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
+        """Copies what is on the device to the host. Returns what says when that has ended; None: it has."""
+        for host, device in pairs:
+            host.copy_(device)
+        return None
+
+    def to_device(self, pairs: Iterable[Pair]) -> None:
+        """Copies what is on the host to the device, before anything that the current stream is given later."""
+        for host, device in pairs:
+            device.copy_(host)
+
+
+class StreamCopies(Copies):
+    """Copies of a GPU, in the background; host memory is pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._read: torch.cuda.Event | None = None  # the last copy from the host has ended
+
+    def to_host(self, pairs: Iterable[Pair]) -> torch.cuda.Event | None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._read is not None:  # it may have been in another stream, from a block that is written now
+            self.stream.wait_event(self._read)
+        with torch.cuda.stream(self.stream):
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+        return self.stream.record_event()
+
+    def to_device(self, pairs: Iterable[Pair]) -> None:
+        for host, device in pairs:
+            device.copy_(host, non_blocking=True)
+        self._read = torch.cuda.current_stream(self.device).record_event()
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Returns whether a device computes while the host goes on."""
+    return device.type == "cuda"
+
+
+def _pairs(storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], blocks: Sequence[Tensor]) -> Iterator[Pair]:
+    """The storages' bytes and their places in `blocks`, end to end; a storage may lie in several blocks."""
+    place = 0
+    for storage, size in zip(storages, sizes, strict=True):
+        device, start = _bytes(storage), 0
+        while start < size:
+            block, offset = divmod(place + start, BLOCK)
+            length = min(size - start, BLOCK - offset)
+            yield blocks[block][offset : offset + length], device[start : start + length]
+            start += length
+        place += _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """[size] uint8: a view of the whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _identity(tensor: Tensor) -> int:
+    """Returns what tensors have in common that share their storage, wherever its memory is."""
+    return tensor.untyped_storage()._cdata
+
+
+def _shrink(storages: Iterable[torch.UntypedStorage]) -> None:
+    for storage in storages:
+        storage.resize_(0)

@@ -136,6 +136,9 @@ class WorkerDispatch:
         assert role in self.engines, f"there is no role {role!r}; there are {', '.join(self.engines)}"
         engine = self.engines[role]
         if not self.offload_idle:
+            for other in self.engines.values():
+                if other is not engine:
+                    other.offload.wait()  # what its own config offloads may still be on its way
             return engine
         for other in self.engines.values():
             if other is not engine:
@@ -152,6 +155,8 @@ class WorkerDispatch:
 
     def offload_all(self) -> None:
         """All roles wait on the host, where idle ones do, and their memory is free for other programs on the device."""
+        for engine in self.engines.values():
+            engine.offload.wait()
         if self.offload_idle:
             for engine in self.engines.values():
                 engine.to("host")

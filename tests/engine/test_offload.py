@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.offload import KINDS
+from mrl.engine.offload import KINDS, Offload
 from tests.engine import tiny
-from tests.engine.contract import gradients, make_engine
+from tests.engine.contract import assert_equal, gradients, make_engine
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
 
@@ -67,3 +68,121 @@ def test_what_waits_on_the_host_leaves_the_device(folder, layout, kind, dtype):
     assert found["kept", "evaluating"] == kept
     assert found["offloaded", "evaluating"] == (kept if kind == "parameters" else {**kept, kind: 0})
     assert found["kept", "to host"] == found["offloaded", "to host"] == dict.fromkeys(KINDS, 0)
+
+
+# -- spent gradients ---------------------------------------------------------------------------------------------------
+
+
+def copies_gradients_until_they_are_spent(config: RoleConfig) -> dict[str, int]:
+    """Bytes of gradients on the host after each call, of an engine that offloads them; accumulation is exact."""
+    kept, engine = (
+        make_engine(dataclasses.replace(config, engine=dataclasses.replace(config.engine, offload=kinds)))
+        for kinds in ((), KINDS)
+    )
+    found = {"built": engine.offload.on_host("gradients")}
+    for step in range(2):
+        shares = [engine.shard_data(tiny.uneven_batch(seed=seed)) for seed in (step, step + 1)]
+        for each in (kept, engine):
+            each.optimizer_zero_grad()
+        found["zeroed"] = engine.offload.on_host("gradients")
+        for share in shares:
+            for each in (kept, engine):
+                with each.train_mode():
+                    each.forward_backward_step(share)
+            found["accumulated"] = engine.offload.on_host("gradients")
+        assert_equal(dict(engine.hf_gradients()), dict(kept.hf_gradients()))
+        tokens = [each.guard_before_step() for each in (kept, engine)]
+        assert engine.optimizer_step() == kept.optimizer_step()
+        found["stepped"] = engine.offload.on_host("gradients")
+        assert [each.guard_after_step(token) for each, token in zip((kept, engine), tokens, strict=True)] == [[], []]
+        found["checked"] = engine.offload.on_host("gradients")
+        with pytest.raises(AssertionError, match="spent"):
+            dict(engine.hf_gradients())
+        with pytest.raises(AssertionError, match="spent|reduced already"):
+            engine.forward_backward_step(shares[0])
+    assert_equal(dict(engine.hf_weights()), dict(kept.hf_weights()))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp dp2", "megatron dp2"])
+def test_spent_gradients_are_dropped_and_others_kept_to_the_bit(folder, layout):
+    world_size, config = world_and_role(layout, folder, dtype="bfloat16")
+    found = run_case(world_size, "tests.engine.test_offload:copies_gradients_until_they_are_spent", config=config)
+    assert found["accumulated"] > 0
+    assert {**found, "accumulated": 0} == dict.fromkeys(found, 0)
+
+
+# -- failures in the middle --------------------------------------------------------------------------------------------
+
+
+def toy(kinds: tuple[str, ...] = KINDS) -> tuple[dict[str, torch.Tensor], Offload]:
+    tensors = {kind: torch.arange(10.0) + i for i, kind in enumerate(KINDS)}
+    return tensors, Offload(kinds, {kind: lambda k=kind: [tensors[k]] for kind in KINDS})
+
+
+def where(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {kind: t.untyped_storage().size() for kind, t in tensors.items()}
+
+
+def assert_whole(tensors: dict[str, torch.Tensor], offload: Offload) -> None:
+    with offload.used(*KINDS):
+        for i, kind in enumerate(KINDS):
+            assert torch.equal(tensors[kind], torch.arange(10.0) + i)
+
+
+def test_an_error_inside_puts_everything_back():
+    tensors, offload = toy()
+    with pytest.raises(ZeroDivisionError), offload.used("parameters"), offload.used("parameters", "optimizer"):
+        assert where(tensors) == {"parameters": 40, "gradients": 0, "optimizer": 40}
+        raise ZeroDivisionError
+    assert where(tensors) == dict.fromkeys(KINDS, 0)
+    assert_whole(tensors, offload)
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_a_device_without_memory_leaves_what_there_is(monkeypatch, fails):
+    """The growth of one storage fails: all kinds are where they were, nothing is in use, and a later try finds all of it."""
+    tensors, offload = toy()
+    grown, resize = [], torch.UntypedStorage.resize_
+
+    def refuse(storage: torch.UntypedStorage, size: int) -> object:
+        grown.extend([size] if size else [])
+        if size and len(grown) == fails:
+            raise torch.OutOfMemoryError("none left")
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", refuse)
+    with pytest.raises(torch.OutOfMemoryError), offload.used(*KINDS):
+        raise AssertionError("used without its memory")
+    assert where(tensors) == dict.fromkeys(KINDS, 0)
+    assert_whole(tensors, offload)
+    assert where(tensors) == dict.fromkeys(KINDS, 0)
+
+
+def test_a_host_without_memory_leaves_what_there_is(monkeypatch):
+    tensors, offload = toy(kinds=())
+
+    def no_memory(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    for kind in KINDS:
+        with pytest.raises(MemoryError):
+            offload.park(kind)
+    monkeypatch.undo()
+    assert where(tensors) == dict.fromkeys(KINDS, 40)
+    assert_whole(tensors, offload)
+
+
+def test_a_storage_is_parked_once_and_shared_ones_with_the_parameters():
+    flat, moment = torch.arange(10.0), torch.ones(5)
+    tensors = {"parameters": [flat[:4], flat[4:]], "gradients": [], "optimizer": [flat[2:6], moment, moment[:2]]}
+    offload = Offload((), {kind: lambda k=kind: tensors[k] for kind in KINDS})
+    for first, second in (("parameters", "optimizer"), ("optimizer", "parameters")):
+        offload.park(first), offload.park(second)
+        assert (offload.on_host("parameters"), offload.on_host("optimizer")) == (40, 20)
+        offload.restore(first), offload.restore(second)
+        assert torch.equal(flat, torch.arange(10.0)) and torch.equal(moment, torch.ones(5))
+    blocks = len(offload._host.blocks)
+    offload.park("optimizer"), offload.park("parameters")
+    assert len(offload._host.blocks) == blocks == 2

@@ -58,6 +58,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         self.group = self.mesh.dp_group
         self.optimizer: Optimizer | None = None
         self.seen_images = False  # of the accumulated gradients
+        self._spent = False  # by an optimizer step, since gradients were zeroed
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +122,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None = None,
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
+        assert forward_only or not self._spent, "gradients are spent; call optimizer_zero_grad first"
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         denominator = collective.denominator_of(batch, self.loss_denominator)
         order = self._plan(batch)
@@ -207,11 +209,14 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         for parameter in self.model.trained().values():
             parameter.grad = None
         self.offload.forget("gradients")
-        self.seen_images = False
+        self.seen_images = self._spent = False
 
     def optimizer_step(self) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
-            return self._trained().step(self._learning_rate())
+            norm = self._trained().step(self._learning_rate())
+            self.offload.spend("gradients")
+        self._spent = True
+        return norm
 
     def _watched(self) -> Iterator[guards.Watched]:
         waiting = self.model.adapters.waiting() if self.model.adapters is not None else ()
@@ -299,6 +304,7 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         def gradient(p: torch.nn.Parameter) -> Tensor:
             return torch.zeros_like(p) if p.grad is None else p.grad
 
+        assert not self._spent, "optimizer_step has spent the gradients"
         with self.offload.used("parameters", "gradients"):
             if self.config.model.lora is not None:
                 yield from self.model.stream_trained(gradient)

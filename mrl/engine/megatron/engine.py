@@ -76,6 +76,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             vocab_size=self.model.hf["vocab_size"],
         )  # fmt: skip
         self._reduced = False
+        self._spent = False  # by an optimizer step, since gradients were zeroed
 
     # -- where and who ------------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         """As every engine. read: where weights come from (HF name -> tensor or lazy slice); None: as configured."""
         self.model.init(read)
         state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
-        self.offload = Offload(self.config.engine.offload, state)
+        self.offload = Offload(self.config.engine.offload, state, spent=("gradients",))
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -133,7 +134,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
         ]
         call = self._call(batch, forward_only, postprocess_fn)
-        with torch.set_grad_enabled(not forward_only):
+        kinds = ("parameters",) if forward_only else ("parameters", "gradients")
+        with self.offload.used(*kinds), torch.set_grad_enabled(not forward_only):
             pipeline.run(self.model.wrapped, self.model.transformer, micro_batches, self.setup, call)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         payload = None
@@ -197,8 +199,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             # here and not in a forward: a mini-batch may come in several calls, whose gradients accumulate
             for chunk in self.model.wrapped:
                 chunk.zero_grad_buffer()
+            self.offload.spend("gradients")
         self.model.optimizer.zero_grad()
-        self._reduced = False
+        self._reduced = self._spent = False
 
     def _reduce(self) -> None:
         if not self._reduced:
@@ -210,7 +213,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
             optim.set_learning_rate(self.model.optimizer, self._learning_rate())
-            return optim.step(self.model.optimizer, self._optimizer_config.clip_grad)
+            norm = optim.step(self.model.optimizer, self._optimizer_config.clip_grad)
+            self.offload.spend("gradients")
+        self._spent = True
+        return norm
 
     @installed
     def guard_before_step(self) -> Any:
@@ -220,8 +226,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def guard_after_step(self, token: Any) -> list[guards.Problem]:
-        with self.offload.used("parameters", "gradients", "optimizer"):
-            changed = guards.problems(token, ((w.name, w.weight) for w in watched.watched(self.model)))
+        with self.offload.used("parameters", "optimizer"):
+            changed = guards.problems(token, watched.weights(self.model))
             return changed + watched.replica_problems(self.model)
 
     # -- state in and out ---------------------------------------------------------------------------------------------
@@ -281,6 +287,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         return lora.off(self.model.chunks)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        assert not self._spent, "optimizer_step has spent the gradients"
         with self.model.state.installed(), self.offload.used("gradients"):
             self._reduce()
             optim.whole_gradients(self.model.wrapped)

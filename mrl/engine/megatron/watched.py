@@ -39,6 +39,13 @@ def watched(model: Model) -> Iterator[guards.Watched]:
         yield guards.Watched(name, main.detach().view(-1), gradient, may_be_idle=idle, waits=waits)
 
 
+def weights(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """The names and weights of `watched`, after a step: its gradients may be gone."""
+    named = _names(model)
+    for _, parameter, main, _ in shards(model.optimizer):
+        yield named[id(parameter)][0], main.detach().view(-1)
+
+
 def replica_problems(model: Model) -> list[guards.Problem]:
     """Parameters that differ between ranks that hold the same shard of them."""
     named = _names(model)
