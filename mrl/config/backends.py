@@ -13,7 +13,7 @@ GROUP = "mrl.engines"
 OWN: dict[str, tuple[str, ...]] = {
     "megatron": (
         "model.lora", "engine.parallel", "engine.recompute", "engine.moe", "engine.offload.parameters",
-        "engine.offload.gradients", "engine.offload.optimizer",
+        "engine.offload.gradients", "engine.offload.optimizer", "engine.layer_spec",
     ),
     "fsdp": (
         "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",

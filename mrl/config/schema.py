@@ -157,6 +157,12 @@ class EngineConfig:
         dict, "options of an engine that an installed package registers, which says what it has", may_change=True
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is a GPU", may_change=True)
+    layer_spec: Literal["auto", "te", "local"] = key(
+        "auto",
+        "modules of the layers (megatron backend): transformer-engine's (te), or those of any machine (local); auto is "
+        "te where that is installed, there is a GPU, and it can do what model and layout ask",
+        may_change=True,
+    )
     recompute: Literal["none", "selective", "full"] = key(
         "none", "activations computed again in the backward pass: none, attention only, every layer", may_change=True
     )

@@ -82,6 +82,11 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Use `fn` in later steps, None for none; its sums are divided by `batch.denominators[denominator]`."""
         self.loss_fn, self.loss_denominator = fn, denominator
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the user on what the engine chose, as `notes_on` has them; after `init_model`."""
+        return []
+
     def set_total_steps(self, total_steps: int) -> None:
         """The run's length, where it is known only after the engine is made; before the first step."""
         self.config = dataclasses.replace(self.config, total_steps=total_steps)
@@ -286,10 +291,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
 
     @abc.abstractmethod
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Streams (Hugging Face name, whole tensor on the host) on rank 0; other ranks take part and get nothing.
 
-        everywhere: every rank gets them all, in the same order. Adapters are added into the weights that they adapt.
+        Adapters are added into the weights that they adapt.
         """
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -48,6 +48,14 @@ class EngineChecks:
         dims: the layout on the processes of the run. This one refuses nothing.
         """
 
+    @classmethod
+    def notes_on(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> list[str]:
+        """Returns lines for the user on what the engine chooses where the config leaves it open, each beginning with a
+        key. Raises ConfigError where a choice that the config makes cannot be had. This one chooses nothing."""
+        return []
+
 
 def whole_number(model: Mapping[str, Any], name: str) -> int:
     """Returns the count that config.json, whose content is `model`, has under `name`."""

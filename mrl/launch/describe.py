@@ -16,8 +16,17 @@ def describe(
 ) -> Iterator[str]:
     """Yields lines of YAML, with comments at the end."""
     yield from dump_config(config).splitlines()
-    for line in command.describe(config, parts, layouts):
+    for line in (*_notes(parts, layouts), *command.describe(config, parts, layouts)):
         yield f"# {line}"
+
+
+def _notes(parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Iterator[str]:
+    """Yields what each part's engine says of its choices."""
+    from mrl.engine.registry import checks_of
+
+    for part, dims in zip(parts, layouts, strict=True):
+        for note in checks_of(part.engine.backend).notes_on(part.model, part.engine, dims, part.hf):
+            yield part.key(note)
 
 
 def processes(dims: ParallelDims) -> str:

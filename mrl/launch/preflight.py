@@ -83,7 +83,6 @@ def check_layout(
             packed, generated = config.data.packing, command.generates
             _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated))
         made.append(dims)
-    command.check_processes(config, parts, world_size)
     return made
 
 
@@ -112,6 +111,7 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences) -> None:
         checks = checks_of(part.engine.backend)
         checks.check_config(part.model, part.engine)
         checks.check_model(part.engine, dims, part.hf, sequences)
+        checks.notes_on(part.model, part.engine, dims, part.hf)  # for what it refuses
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 

@@ -7,6 +7,7 @@ layout's groups before `build_chunks` is called.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,7 +25,10 @@ from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
+from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
+
+_BIAS = re.compile(r"\.bias\d*$")  # of a grouped linear, one for each expert
 
 
 class Model(GPTModel):
@@ -54,6 +58,7 @@ def transformer_config(
     recompute: Literal["none", "selective", "full"] = "none",
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
+    layer_spec: Literal["te", "local"] = "local",
 ) -> Config | LatentConfig:
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
     fields = fields_of(dict(hf))
@@ -64,11 +69,14 @@ def transformer_config(
             "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
             "moe_aux_loss_coeff": aux_loss,
             "moe_z_loss_coeff": z_loss or None,
-            "moe_grouped_gemm": platform.has_transformer_engine(),
+            "moe_grouped_gemm": layer_spec == "te",
         }
+    if layer_spec == "te" and dims.cp > 1:
+        fields["cp_comm_type"] = cp_comm_type(fields, dims)
     fields = {"bias_activation_fusion": True} | fields  # on a CPU, elementwise.swiglu
     config = config_class(fields)(
         **fields,
+        layer_spec=layer_spec,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -170,13 +178,16 @@ def _experts_keep_their_sums(model: Model) -> None:
 
     megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input. It
     sums the bias' gradient over the ranks of a sequence, where the experts' replicas are summed already; and it leaves
-    it out of the gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it.
+    it out of the gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it. So it
+    does with the biases of transformer-engine's grouped experts, which say nothing of who has them under ep.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True
-            module.bias.sequence_parallel = False
-            module.bias.tensor_model_parallel = True
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and _BIAS.search(name):
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
 
 
 class _no_deprecation_notice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -13,6 +14,7 @@ class Config(TransformerConfig):
 
     qk_norm_over_heads: bool = False  # the norms of queries and keys are over all heads together
     rotary_percent: float = 1.0  # the part of each head that turns, its first channels
+    layer_spec: Literal["te", "local"] = "local"
 
 
 @dataclasses.dataclass
@@ -20,6 +22,7 @@ class LatentConfig(MLATransformerConfig):
     """The same of models with multi-head latent attention."""
 
     qk_norm_over_heads: bool = False
+    layer_spec: Literal["te", "local"] = "local"
     rope_interleave: bool = True  # channels that turn together are neighbours
     latent_scale: float = 1.0  # of the products of queries and keys
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.utils._device
 
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.platform import CPU, has_gpu
+from mrl.mcore_models.platform import CPU, has_gpu, hide_what_does_not_load
 
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",
@@ -49,6 +49,7 @@ def prepare() -> None:
         _replace_cuda_runtime()
         _replace_tensor_creation()
         _complete_gloo()
+    hide_what_does_not_load()
     with _quiet(), contextlib.nullcontext() if has_gpu() else _eager():
         for name in _MODULES:
             importlib.import_module(name)

@@ -11,6 +11,7 @@ rotary key; its rotary embedding knows no positions; and its norms take the mode
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -72,17 +73,21 @@ class LatentAttention(MegatronModule):
         heads = config.num_attention_heads
         wide = {"config": config, "init_method": config.init_method, "bias": False, "is_expert": False}
         wide |= {"skip_bias_add": False, "tp_group": self.tp}
+        # transformer-engine's linear takes the epsilon of the norm in it from the config
+        of_latents = copy.copy(config)
+        of_latents.layernorm_epsilon = LATENT_EPS
+        latents = wide | {"config": of_latents}
         query, latent = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim), config.kv_lora_rank
         if config.q_lora_rank is None:
             self.linear_q_proj = submodules.heads(config.hidden_size, query, gather_output=False, **wide)
         else:
             self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
             self.q_layernorm = _norm(submodules, config, config.q_lora_rank)
-            self.linear_q_up_proj = submodules.up(config.q_lora_rank, query, gather_output=False, **wide)
+            self.linear_q_up_proj = submodules.up(config.q_lora_rank, query, gather_output=False, **latents)
         self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, latent + config.qk_pos_emb_head_dim)
         self.kv_layernorm = _norm(submodules, config, latent)
         self.linear_kv_up_proj = submodules.up(
-            latent, heads * (config.qk_head_dim + config.v_head_dim), gather_output=False, **wide
+            latent, heads * (config.qk_head_dim + config.v_head_dim), gather_output=False, **latents
         )
         self.core_attention = submodules.core_attention(
             config=config, layer_number=layer_number, attn_mask_type=AttnMaskType.causal, attention_type="self",

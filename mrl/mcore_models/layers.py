@@ -1,6 +1,6 @@
 """Norms, rotary embedding and layer specs for megatron's GPTModel.
 
-Two specs build the same model. `te` uses transformer-engine's fused modules, where it is installed and there is a GPU.
+Two specs build the same model; `mrl.mcore_models.layer_spec` chooses. `te` uses transformer-engine's fused modules.
 `local` uses megatron's own linear layers with the norms here and `SdpaAttention`; it runs on any machine and is what
 the tests compare against Hugging Face. Parameter names of both are in mrl/converters.
 """
@@ -26,11 +26,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.errors import ModelError
 from mrl.mcore_models import elementwise, platform
 from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.config import Config, LatentConfig
-from mrl.mcore_models.latent import LATENT_EPS, LatentAttention, LatentSubmodules
+from mrl.mcore_models.latent import LatentAttention, LatentSubmodules
 from mrl.mcore_models.router import Router
 
 
@@ -181,7 +180,7 @@ class Rotary(RotaryEmbedding):
 
 def block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
     """Specs of the decoder layers with the global numbers `layers`, dense or MoE as `config.moe_layer_freq` says."""
-    if platform.has_transformer_engine():
+    if config.layer_spec == "te":
         return _te_block_spec(config, layers)
     moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(
@@ -225,14 +224,6 @@ def _with_our_router(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _te_block_spec(config: Config | LatentConfig, layers: list[int]) -> TransformerBlockSubmodules:
-    if config.multi_latent_attention and config.layernorm_epsilon != LATENT_EPS:
-        raise ModelError(
-            "config.json",
-            why=f"rms_norm_eps = {config.layernorm_epsilon!r} does not work with "
-            "transformer-engine, whose norm of latents takes it where the model has "
-            f"{LATENT_EPS}",
-            fix="run it where that is not installed",
-        )
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as te_layer
 

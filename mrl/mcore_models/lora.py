@@ -9,7 +9,8 @@ as peft trains them, and any of them may have none. Only A x, of `rank` channels
                       or summed
     whole             both are whole and nothing is communicated (latent attention's down-projections, routers)
     expert            nothing is communicated: every rank of an expert has all of its tokens, and the dispatcher sums
-                      what they give. The gradient of the whole tensor is a part on each rank: `sum_over_experts_tp`
+                      what they give. The gradient of the whole tensor is a part on each rank: `sum_over_experts_tp`.
+                      A linear of all experts of a rank has an adapter for each (`GroupedAdapter`)
 
 Under sequence parallelism the gradient of a tensor that is whole is a part on each rank too, which megatron sums as it
 does for norms (`sequence_parallel` on the parameter).
@@ -83,10 +84,10 @@ class Adapter(torch.nn.Module):
         # B's rows, one part after the other, belong to these outputs, and to these channels of A x
         places = [row for part in parts for first, count in part.blocks for row in range(first, first + count)]
         owners = [i for i, part in enumerate(parts) for _ in range(rows[part.name])]
-        for name, indices in (("place", places), ("owner", owners)):
+        self.in_order = len(parts) == 1 and places == list(range(outputs))
+        for name, indices in (("place", places), ("owner", owners)) if not self.in_order else ():
             indices = torch.tensor(indices, dtype=torch.int64, device=platform.device())
             self.register_buffer(name, indices, persistent=False)
-        self.in_order = len(parts) == 1 and places == list(range(outputs))
         for parameter in self.A.values():
             self._mark(parameter, divided=split == "row", dim=1, config=config)
         for parameter in self.B.values():
@@ -153,6 +154,42 @@ class Adapter(torch.nn.Module):
         return whole.index_put((self.place, self.owner), torch.cat(list(self.B.values()))).flatten(1)
 
 
+class GroupedAdapter(torch.nn.ModuleList):
+    """The adapters of a grouped linear, transformer-engine's of all experts of a rank: one for each expert, in order.
+
+    An expert's parameters are `E.A.name` and `E.B.name`. A product of a few rows for each: a grouped product of
+    torch's wants token counts that are multiples of eight, which nothing here sees to.
+    """
+
+    @property
+    def enabled(self) -> bool:
+        return all(adapter.enabled for adapter in self)
+
+    def forward(self, x: Tensor, splits: Sequence[int]) -> Tensor:
+        """[T, O] of [T, I]: the first `splits[0]` tokens are the first expert's, and so on."""
+        assert len(splits) == len(self), f"token counts of {len(splits)} experts for adapters of {len(self)}"
+        parts = [adapter(part) for adapter, part in zip(self, x.split(list(splits)), strict=True)]
+        return torch.cat(parts)
+
+
+def attach_to_expert(module: torch.nn.Module, expert: int, adapter: Adapter) -> None:
+    """Makes a grouped linear add what `adapter` gives to the outputs of its expert. expert: its number on this rank;
+    they come in order."""
+    if NAME not in module._modules:
+        module.add_module(NAME, GroupedAdapter())
+        module.register_forward_hook(_add)
+    assert len(module.adapter) == expert, f"adapter of expert {expert} after those of {len(module.adapter)}"
+    module.adapter.append(adapter)
+
+
+def adapter_of(module: torch.nn.Module, parameter: str) -> Adapter | None:
+    """Returns the adapter over a parameter of `module`, by its name there: `weight`, `weight3` of a grouped linear."""
+    adapter = module._modules.get(NAME)
+    if isinstance(adapter, GroupedAdapter):
+        return adapter[int(parameter.removeprefix("weight"))] if parameter.startswith("weight") else None
+    return adapter if parameter in ("weight", "gate_weight") else None
+
+
 def attach(module: torch.nn.Module, adapter: Adapter) -> None:
     """Makes `module` add what `adapter` gives: to its output, a router to its logits, shared experts to their gate."""
     module.add_module(NAME, adapter)
@@ -175,13 +212,16 @@ def added_on_this_rank(module: torch.nn.Module, x: Tensor, out: Tensor) -> Tenso
 
 
 def _add(module: torch.nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
-    """Returns a forward hook."""
+    """The hook after a linear's forward."""
     if not module.adapter.enabled:
         return None
-    x = _normed(module, args[0])
+    if isinstance(module.adapter, GroupedAdapter):
+        added = module.adapter(*args)  # the tokens and their counts
+    else:
+        added = module.adapter(_normed(module, args[0]))
     if isinstance(output, tuple):  # megatron's linears give a bias beside
-        return (output[0] + module.adapter(x), *output[1:])
-    return output + module.adapter(x)
+        return (output[0] + added, *output[1:])
+    return output + added
 
 
 def _gated(module: SharedExpertMLP, hidden_states: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
+        say_all(console, [f"{role}.{note}" for note in engine.notes])
     progress, experience = restore(trainer, start)
     trainer.collector.rollouts.begin(progress.run_id, progress.step)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]

@@ -167,6 +167,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     engine.init_model()
     say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
+    say_all(console, engine.notes)
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:

@@ -74,6 +74,12 @@ def ends(run: Run) -> list[tuple[int, int]]:
     return [(ids[0], ids[-1]) for ids in run.sequences()]
 
 
+def layer_spec(run: Run) -> str | None:
+    """What the run says that its layers are made of, and why."""
+    found = re.search(r"^engine\.layer_spec: (.*)$", run.said, re.MULTILINE)
+    return found and found[1]
+
+
 def left_out(run: Run) -> str | None:
     """What the run says about rows that were not used as they are."""
     found = re.search(r"^data\.train: rows (.*)$", run.said, re.MULTILINE)

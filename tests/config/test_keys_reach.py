@@ -124,6 +124,18 @@ ENGINE = [
         ],
     ),
     Row(
+        "engine.layer_spec", looks.layer_spec,
+        [
+            (DEFAULT, "local (torch sees no GPU; with one and transformer-engine it is te)"),
+            ("local", "local (as configured)"), ("te", Refusal("ConfigError", "engine.layer_spec: ")),
+        ] if HERE == "cpu" else [("local", "local (as configured)")],
+        on=MEGATRON,
+    ),
+    Row(
+        "engine.layer_spec", looks.layer_spec,
+        [(DEFAULT, None), *((name, Refusal("ConfigError", "engine.layer_spec: ")) for name in ("te", "local"))], on=FSDP,
+    ),
+    Row(
         "engine.recompute", looks.forwards,
         [
             (DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 2, "mlp": 1}),

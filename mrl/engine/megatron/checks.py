@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.config.backends import OWN
-from mrl.config.schema import EngineConfig
+from mrl.config.schema import EngineConfig, ModelConfig
 from mrl.converters.families import fields_of
 from mrl.converters.hf_config import normalize
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
+from mrl.mcore_models import layer_spec
+from mrl.mcore_models.layer_spec import DTYPES
 from mrl.mcore_models.layout import check_layout
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -27,6 +29,13 @@ class MegatronChecks(EngineChecks):
         fields = fields_of(normalize(dict(hf_config)))
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
+
+    @classmethod
+    def notes_on(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> list[str]:
+        fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+        return layer_spec.notes(layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype))
 
 
 def check_text_alone(model: Mapping[str, Any]) -> None:

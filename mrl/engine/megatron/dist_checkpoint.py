@@ -1,7 +1,7 @@
 """A Megatron engine's state in a checkpoint folder, through megatron's dist_checkpointing.
 
-    mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout loads it; with
-                        adapters these alone, under the names of peft's files
+    mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout and either
+                        layer spec loads it; with adapters these alone, under the names of peft's files
     engine.pt           step of the LR schedule, layout, architecture, and the caller's state
     rng/rank_00000.pt   each rank's RNG states; used where layout and type of device are the same, else
                         generators are seeded anew
@@ -30,7 +30,7 @@ from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
 from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora.identity import check_identity
-from mrl.engine.megatron import lora, optim_state
+from mrl.engine.megatron import checkpoint_names, lora, optim_state
 from mrl.engine.megatron.model import Model
 from mrl.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
         if model.adapters:
             lora.restore(chunk, loaded[f"model{index}"])
         else:
-            chunk.load_state_dict(loaded[f"model{index}"], strict=True)
+            checkpoint_names.check_loaded(*chunk.load_state_dict(loaded[f"model{index}"], strict=False))
     if model.optimizer is not None:
         optim_state.restore(model.optimizer, loaded["optimizer"], saved["optimizer_steps"])
     if saved["layout"] == dataclasses.asdict(model.dims):
@@ -85,14 +85,6 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
     """Refuses a checkpoint of another model, naming what differs. An older mrl knew a model by fewer fields."""
-    if saved.get("layer_spec") != own.get("layer_spec"):
-        raise CheckpointError(
-            path,
-            why=f"was saved with the {saved.get('layer_spec')} layer spec, whose tensors have "
-            f"other names than those of the {own.get('layer_spec')} one, which is used here "
-            "(te where transformer-engine and a GPU are there)",
-            fix="resume where it was saved, or export it and start from that",
-        )
     differ = [f"{k} {saved.get(k)!r} there and {own.get(k)!r} here" for k in sorted(saved) if saved[k] != own.get(k)]
     if differ:
         raise CheckpointError(
@@ -104,7 +96,7 @@ def _architecture(model: Model) -> dict[str, Any]:
     return architecture(model.family, model.hf) | {
         "head": model.config.head,
         "dtype": model.config.model.dtype,
-        "layer_spec": model.spec,
+        "layer_spec": "local",  # whose names the tensors have (checkpoint_names), not the one that computes
     }
 
 
@@ -149,7 +141,7 @@ def _sharded(model: Model, *, loading: bool) -> dict[str, Any]:
         result |= lora.sharded(model.chunks, model.rules)
     else:
         for index, chunk in enumerate(model.chunks):
-            result[f"model{index}"] = chunk.sharded_state_dict(metadata=metadata)
+            result[f"model{index}"] = checkpoint_names.stored(chunk.sharded_state_dict(metadata=metadata))
     if model.optimizer is not None:
         result["optimizer"] = optim_state.sharded(model.optimizer, result, loading=loading)
     return result

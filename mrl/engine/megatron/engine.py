@@ -33,7 +33,7 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, platform
+from mrl.mcore_models import cpu_stand_in, layer_spec, platform
 
 cpu_stand_in.prepare()  # before anything below imports megatron
 
@@ -91,6 +91,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     @property
     def dp_size(self) -> int:
         return self.model.dims.dp
+
+    @property
+    def notes(self) -> list[str]:
+        return layer_spec.notes(self.model.layer_spec)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -267,20 +271,18 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
             return generate.run(self.model, requests, **limits, progress=progress, kept=kept)
 
-    def _stream(
-        self, value: Callable[[Tensor], Tensor], kind: str, *, everywhere: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        device = self.device if everywhere else None
+    def _stream(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self.offload.used(kind):
-            yield from streams.stream(self.model, value, buffers=kind == "parameters", everywhere=device)
+            yield from streams.stream(self.model, value, buffers=kind == "parameters")
 
     def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self.offload.used(kind):
             yield from streams.stream_trained(self.model, value)
 
-    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
-        value = streams.merged(self.model) if self.model.adapters else (lambda parameter: parameter.data)
-        return self._stream(value, "parameters", everywhere=everywhere)
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.model.adapters:
+            return self._stream(streams.merged(self.model), "parameters")
+        return self._stream(lambda parameter: parameter.data, "parameters")
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")

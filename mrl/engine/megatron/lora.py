@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,6 @@ from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
 from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
-from mrl.errors import ConfigError
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 
@@ -32,6 +32,7 @@ Shapes = Mapping[str, AdapterShape]
 
 _SPLITS: Mapping[str, lora.Split] = {"replicated": "whole", "row": "row"}
 """How a linear is split, by the kind of its rule, where not by columns."""
+_GROUPED = re.compile(r"\.weight(\d+)$")  # of a grouped linear: the number of the expert on its rank
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,11 @@ def rules_of(rule: Rule, shapes: Shapes, family: Family) -> list[AdapterRule]:
 
 
 def parameter_name(mcore: str, shape: AdapterShape, tensor: str) -> str:
-    """Returns what A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`."""
-    return f"{mcore.rpartition('.')[0]}.{lora.NAME}.{tensor}.{shape.name.rpartition('.')[2]}"
+    """Returns what A or B is called in a model chunk: `decoder.layers.0.self_attention.linear_qkv.adapter.A.q_proj`, of
+    an expert in a grouped linear `....linear_fc1.adapter.3.A.gate_up_proj`."""
+    grouped = _GROUPED.search(mcore)
+    name = lora.NAME if grouped is None else f"{lora.NAME}.{grouped[1]}"
+    return f"{mcore.rpartition('.')[0]}.{name}.{tensor}.{shape.name.rpartition('.')[2]}"
 
 
 def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[Span, ...]:
@@ -162,13 +166,13 @@ def _spans(rule: Rule, rank: int, sources: tuple[int, ...], rows: int) -> tuple[
 
 def attach(
     models: Sequence[Model], rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig,
-    family: Family, *, head: str, spec: str,
+    family: Family, *, head: str,
 ) -> list[dict[str, Rule]]:  # fmt: skip
     """Freezes the chunks, gives them this rank's adapters, with memory yet to be filled, and returns all rules.
 
-    A value head stays trainable. Raises ConfigError for adapters that megatron's model has no place for.
+    A value head stays trainable.
     """
-    _check(rules, shapes, options, spec)
+    _check(rules, shapes)
     everything = []
     for model, of_chunk in zip(models, rules, strict=True):
         model.requires_grad_(False)
@@ -189,6 +193,7 @@ def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: Lor
     """One module's adapter. found: rules of A and B, alternating."""
     module = model.get_submodule(rule.mcore.rpartition(".")[0])
     outputs, inputs = rule.shape()
+    grouped = _GROUPED.search(rule.mcore)
     shape = found[0].of
     adapter = lora.Adapter(
         model.config,
@@ -197,7 +202,10 @@ def _attach(model: Model, rule: Rule, found: Sequence[AdapterRule], options: Lor
         expert=rule.expert is not None, inputs=inputs, outputs=outputs, rank=shape.rank, scale=shape.scale,
         dropout=options.dropout,
     )  # fmt: skip
-    lora.attach(module, adapter)
+    if grouped is None:
+        lora.attach(module, adapter)
+    else:
+        lora.attach_to_expert(module, int(grouped[1]), adapter)
 
 
 def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
@@ -213,21 +221,13 @@ def _blocks(rule: Rule, b: AdapterRule) -> tuple[tuple[int, int], ...]:
     return tuple(blocks)
 
 
-def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes, options: LoraConfig, spec: str) -> None:
-    """Every adapter has a place, of layers that this rank holds; experts are modules of their own."""
+def _check(rules: Sequence[Mapping[str, Rule]], shapes: Shapes) -> None:
+    """Every adapter has a place, of layers that this rank holds."""
     here = [rule for of_chunk in rules for rule in of_chunk.values()]
     layers = {rule.layer for rule in here if rule.layer is not None}
     placed = {shape.name for rule in here for shape, _ in adapted(rule, shapes)}
     lost = [name for name in shapes if name not in placed and any(f".layers.{layer}." in name for layer in layers)]
     assert not lost, f"megatron's model has no place for the adapters of {lost}"
-    experts = [name for name, shape in shapes.items() if shape.experts]
-    if experts and spec == "te":
-        raise ConfigError(
-            "model.lora.target_modules",
-            options.target_modules,
-            f"takes in {experts[0]}",
-            "transformer-engine's grouped experts get no adapters: name the modules of attention alone",
-        )
 
 
 def reading(read: Callable[[str], Any], adapters: Callable[[str], Tensor]) -> Callable[[str], Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import RoleConfig
-from mrl.converters.families import family_for
+from mrl.converters.families import family_for, fields_of
 from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
@@ -20,11 +20,9 @@ from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.saving import starting_weights
-from mrl.mcore_models import platform
+from mrl.mcore_models import layer_spec, platform
 from mrl.mcore_models.build import build_chunks, transformer_config
 from mrl.parallel import ParallelDims
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Model:
@@ -32,16 +30,17 @@ class Model:
 
     def __init__(self, config: RoleConfig, dims: ParallelDims) -> None:
         self.config, self.dims = config, dims
-        self.dtype = DTYPES[config.model.dtype]
+        self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)
         self.family = family_for(self.hf)
+        self.layer_spec = layer_spec.choose(config.engine.layer_spec, fields_of(dict(self.hf)), dims, dtype=self.dtype)
+        self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute, aux_loss=config.engine.moe.aux_loss,
-            z_loss=config.engine.moe.z_loss,
+            z_loss=config.engine.moe.z_loss, layer_spec=self.spec,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
         self.coords = self.state.coords
-        self.spec = "te" if platform.has_transformer_engine() else "local"
         # what `init` makes
         self.chunks: Sequence[Any] = ()  # one for each virtual stage of this rank
         self.wrapped: Sequence[Any] = ()  # the chunks in DDP, or themselves where nothing trains
@@ -68,9 +67,7 @@ class Model:
         )  # fmt: skip
         if config.model.lora is not None:
             self.adapters = adapters(config.model.path, config.model.lora, head)
-            self.rules = lora.attach(
-                self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head, spec=self.spec
-            )
+            self.rules = lora.attach(self.chunks, self.rules, self.adapters, config.model.lora, self.family, head=head)
         if config.optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)

@@ -1,0 +1,54 @@
+"""What parameters are called in a checkpoint: as under the local layer spec, whatever spec a model is built with.
+
+transformer-engine's modules fuse a norm with the linear after it, and its experts are one module. megatron's sharded
+state dict calls experts alike under both; the norms that are in a linear are renamed here. So a checkpoint of one spec
+resumes under the other, and is read by `mrl convert` without a word on how it was computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.converters.families import FAMILIES
+
+_EXTRA = "_extra_state"  # of transformer-engine's modules: scales of fp8, which nothing here uses
+
+
+@functools.cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """(a name under transformer-engine, the name for it) of all families; `l` is the layer."""
+    found = {}
+    for family in FAMILIES.values():
+        for entry in (*family.layer, *family.dense, *family.sparse):
+            if entry.te is not None and not entry.of_expert:
+                pattern = re.escape(entry.te).replace(re.escape("{l}"), r"(?P<l>\d+)")
+                found[pattern] = entry.mcore.replace("{l}", r"\g<l>")
+    return [(re.compile(pattern), name) for pattern, name in found.items()]
+
+
+def stored_name(key: str) -> str:
+    """Returns the name in a checkpoint of what either spec calls `key`."""
+    for pattern, name in _patterns():
+        if found := pattern.fullmatch(key):
+            return found.expand(name)
+    return key
+
+
+def stored(sharded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a chunk's sharded state dict with entries of these names, and without transformer-engine's own state.
+
+    sharded: name in the module -> megatron's ShardedTensor, ShardedTensorFactory or ShardedObject, which are changed.
+    """
+    kept = {name: entry for name, entry in sharded.items() if _EXTRA not in name}
+    for entry in kept.values():
+        entry.key = stored_name(entry.key)
+    return kept
+
+
+def check_loaded(missing: list[str], unexpected: list[str]) -> None:
+    """Takes what `load_state_dict(strict=False)` returns: all that `stored` kept must have been there."""
+    lost = [name for name in (*missing, *unexpected) if _EXTRA not in name]
+    assert not lost, f"the model and its sharded state dict differ in {lost[:8]}"

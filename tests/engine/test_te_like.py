@@ -1,0 +1,52 @@
+"""What mrl makes of the names of transformer-engine's modules, on CPUs (te_like.py): rules, adapters, checkpoints."""
+
+import pytest
+
+from mrl.config.schema import LoraConfig
+from tests.engine import tiny
+from tests.engine.harness import Case, run_case, run_world
+from tests.engine.lora import random_adapter
+from tests.engine.parity import Outcome, Row, Table
+
+ROWS = (
+    Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
+    Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
+    Row("gpt_oss", "tp2+spxdp2xep2", size=4, why="biases of experts, each of which a rank has for itself"),
+    Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
+)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Table()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row(table: Table, row: Row):
+    given = {"row": row, "folder": table.model(row.model), "reference": table.reference(row)}
+    case = Case("tests.engine.te_like:measure", given | {"adapter": table.adapter(row)})
+    outcome = run_world(row.world_size, [case])[0].get()
+    assert isinstance(outcome, Outcome)
+    assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
+
+
+@pytest.mark.parametrize("specs", [("te", "local"), ("local", "te")], ids="-".join)
+@pytest.mark.parametrize(
+    "family, parallel, lora",
+    [
+        ("qwen3_moe", {"ep": 2}, None),
+        ("qwen3_moe", {"ep": 2}, LoraConfig(rank=4)),
+        pytest.param("deepseek_v3", {"tp": 2}, None, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"pp": 2}, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_of_one_spec_goes_on_under_the_other(tmp_path, family, parallel, lora, specs):
+    fields = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}  # a dense layer, whose norms are in its linears
+    folder = tiny.make_model(str(tmp_path / "model"), family, **fields)
+    roles = [
+        tiny.role(folder, backend="megatron", parallel=parallel, model={"lora": lora}, layer_spec=spec)
+        for spec in specs
+    ]
+    adapter = None if lora is None else random_adapter(folder, lora)
+    given = {"first": roles[0], "second": roles[1], "folder": str(tmp_path), "adapter": adapter}
+    run_case(2, "tests.engine.te_like:goes_on_under_the_other", **given)

@@ -1,0 +1,188 @@
+"""Which layer spec is chosen, and what installations of transformer-engine and apex do that are broken.
+
+The packages here are folders that fail as real ones do: transformer-engine without its torch extension (what
+`pip install transformer-engine` leaves where the extension is not built), one built for another torch or CUDA, and the
+apex that PyPI has, which is another program.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mrl.converters.hf_config import read_hf_config
+from mrl.errors import ConfigError
+from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits
+from mrl.parallel import ParallelDims
+from tests.engine import tiny
+
+BROKEN = {
+    "empty meta package": (
+        {"__init__.py": "raise RuntimeError('Found empty `transformer-engine` meta package installed.\\nInstall it')"},
+        "RuntimeError: Found empty `transformer-engine` meta package installed. Install it",
+    ),
+    "no torch extension": (
+        # what transformer_engine/__init__.py does: it catches what its own part for torch raises
+        {
+            "__init__.py": "try:\n    from . import pytorch\nexcept FileNotFoundError:\n    pass",
+            "pytorch.py": "raise FileNotFoundError('Could not find shared object file for Transformer Engine torch lib.')",
+        },
+        "FileNotFoundError: Could not find shared object file",
+    ),
+    "another CUDA": (
+        {"__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file: No such file')"},
+        "OSError: libcudart.so.12: cannot open shared object file",
+    ),
+    "another torch": (
+        {
+            "__init__.py": "from . import common, pytorch",
+            "common.py": "",
+            "pytorch.py": "raise ImportError('transformer_engine_torch.so: undefined symbol: _ZN3c104cuda9SetDeviceEab')",
+        },
+        "ImportError: transformer_engine_torch.so: undefined symbol",
+    ),
+}
+WORKS = {"__init__.py": "", "pytorch.py": ""}
+OTHER_APEX = {"__init__.py": "from pyramid.config import Configurator"}
+DENSE = {"num_layers": 2, "num_attention_heads": 8, "num_query_groups": 8, "hidden_size": 512}
+ONE = ParallelDims()
+
+
+def spec_for(wanted, dtype=torch.bfloat16):
+    return layer_spec.choose(wanted, DENSE, ONE, dtype=dtype)
+
+
+def install(folder, package, files):
+    (folder / package).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / package / name).write_text(text + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """`machine(gpu=..., transformer_engine=files)`: what is installed; nothing of it stays."""
+    found = {name: sys.modules.get(name) for name in list(sys.modules) if name.split(".")[0] in PACKAGES}
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(*, gpu, **packages):
+        monkeypatch.setattr(platform, "has_gpu", lambda: gpu)
+        for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+            del sys.modules[name]
+        for package, files in packages.items():
+            install(tmp_path, package, files)
+        importlib.invalidate_caches()
+        platform.without_transformer_engine.cache_clear()
+        platform.without_apex.cache_clear()
+
+    yield make
+    for name in [name for name in sys.modules if name.split(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    sys.modules.update(found)
+    platform.without_transformer_engine.cache_clear()
+    platform.without_apex.cache_clear()
+
+
+PACKAGES = ("transformer_engine", "apex", "amp_C")
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_one_that_does_not_load_is_one_line_and_no_silent_switch(machine, kind):
+    files, says = BROKEN[kind]
+    machine(gpu=True, transformer_engine=files)
+    for wanted in ("auto", "te"):
+        with pytest.raises(ConfigError) as refusal:
+            spec_for(wanted)
+        message = str(refusal.value)
+        assert message.startswith(
+            f'engine.layer_spec: value "{wanted}" finds transformer-engine, which does not load ('
+        )
+        assert says in message and "set local" in message and "\n" not in message, message
+    assert spec_for("local").name == "local"
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_megatron_sees_none_that_does_not_load(machine, kind):
+    """It asks by `except ImportError`, and of a package that loads in part takes for granted what is not there."""
+    machine(gpu=True, transformer_engine=BROKEN[kind][0], apex=OTHER_APEX)
+    platform.hide_what_does_not_load()
+    for name in ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch", "apex"):
+        with pytest.raises(ImportError):
+            __import__(name)
+    assert "apex is installed and not used" in layer_spec.notes(spec_for("local"))[1]
+
+
+def test_megatron_sees_one_that_loads(machine):
+    machine(gpu=True, transformer_engine=WORKS)
+    platform.hide_what_does_not_load()
+    __import__("transformer_engine.pytorch")
+
+
+@pytest.mark.parametrize(
+    "gpu, packages, wanted, expected",
+    [
+        (False, {}, "auto", "local (torch sees no GPU; with one and transformer-engine it is te)"),
+        (False, {"transformer_engine": BROKEN["another CUDA"][0]}, "auto", "local (torch sees no GPU; with one"),
+        (False, {}, "local", "local (as configured)"),
+        (True, {}, "auto", "local (transformer-engine is not installed)"),
+        (True, {"transformer_engine": WORKS}, "auto", "te (transformer-engine is installed, and there is a GPU)"),
+        (True, {"transformer_engine": WORKS}, "te", "te (as configured)"),
+        (True, {"transformer_engine": WORKS}, "local", "local (as configured)"),
+    ],
+)
+def test_choice(machine, gpu, packages, wanted, expected):
+    machine(gpu=gpu, **packages)
+    [line] = layer_spec.notes(spec_for(wanted))
+    assert line.startswith(f"engine.layer_spec: {expected}"), line
+
+
+@pytest.mark.parametrize(
+    "gpu, says",
+    [(False, "needs a GPU, and torch sees none"), (True, "needs transformer-engine, which is not installed")],
+)
+def test_te_that_cannot_be_had_is_refused(machine, gpu, says):
+    machine(gpu=gpu)
+    with pytest.raises(ConfigError, match=f'engine.layer_spec: value "te" {says}; set auto or local'):
+        spec_for("te")
+
+
+def test_what_transformer_engine_refuses(machine, monkeypatch):
+    """Heads that cp cannot split, of a model with sinks: `te_limits` says so of any GPU, and --dry-run where there is
+    none."""
+    sinks, layout = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=16, tp=8, cp=2)
+    why = "transformer-engine has attention sinks under cp 2 only where cp divides the heads"
+    machine(gpu=True, transformer_engine=WORKS)
+    monkeypatch.setattr(te_limits.Gpu, "here", te_limits.Gpu)  # of a generation that is not known
+    chosen = layer_spec.choose("auto", sinks, layout, dtype=torch.bfloat16)
+    assert str(chosen).startswith(f"engine.layer_spec: local ({why}")
+    with pytest.raises(ConfigError, match=f'value "te" does not work here: {why}'):
+        layer_spec.choose("te", sinks, layout, dtype=torch.bfloat16)
+    machine(gpu=False)
+    assert f"it is local too, as {why}" in str(layer_spec.choose("auto", sinks, layout, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("spec, ways", [("local", None), ("te", "a2a")])
+def test_windows_under_cp_are_exchanged_as_transformer_engine_can(spec, ways, tmp_path):
+    """Its default, a ring, has no windows."""
+    cpu_stand_in.prepare()
+    from mrl.mcore_models.build import transformer_config
+
+    hf = read_hf_config(tiny.make_model(str(tmp_path), "mixtral", sliding_window=5))
+    dims = ParallelDims(world_size=2, cp=2)
+    assert transformer_config(hf, dims, dtype=torch.float32, layer_spec=spec).cp_comm_type == ways
+
+
+def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
+    """megatron-core is imported, and builds layers, as where neither is installed."""
+    install(tmp_path, "transformer_engine", BROKEN["empty meta package"][0])
+    install(tmp_path, "apex", {"__init__.py": "raise RuntimeError('apex was built for another torch')"})
+    program = (
+        "from mrl.mcore_models import cpu_stand_in; cpu_stand_in.prepare(); from mrl.mcore_models import build, layers;"
+        "from megatron.core.optimizer import Adam; print(Adam.__module__)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and ran.stdout.startswith("torch."), ran.stderr[-2000:]
