@@ -84,6 +84,12 @@ class PPO(TrainingCommand[PPOConfig]):
             return "algorithm.mini_batch_size", config.algorithm.mini_batch_size
         return super().smallest_batch(config, role)
 
+    def check_processes(self, config: PPOConfig, parts: Sequence[Part], world_size: int) -> None:
+        from mrl.config.ppo_checks import check_inside
+
+        actor = next(part for part in parts if part.role == "actor")
+        check_inside(config.rollout, world_size, actor.hf)
+
     def check_files(self, config: PPOConfig) -> None:
         """Files with the user's code, and rollouts to replay."""
         from mrl.config.rewards import FunctionReward
@@ -138,7 +144,14 @@ class PPO(TrainingCommand[PPOConfig]):
             length = f"{train.steps} steps, {train.steps // per_iteration} iterations"
         else:
             length = f"{1 if train.epochs is None else train.epochs:g} epochs of the prompts, in whole iterations"
-        return [*lines, f"length: {length}"]
+        lines.append(f"length: {length}")
+        rollout, server = config.rollout, config.rollout.server
+        if rollout.backend == "vllm" and not server.urls:
+            count = layouts[0].world_size // server.tp
+            engines = f"{count} {'engine' if count == 1 else 'engines'} of tp {server.tp}"
+            memory = f"{server.memory_fraction:g} of each GPU's memory"
+            lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
+        return lines
 
     def server(self, config: PPOConfig) -> Server | None:
         rollout = config.rollout

@@ -141,6 +141,9 @@ class TrainingCommand(abc.ABC, Generic[C]):
         number."""
         return "train.global_batch_size", config.train.global_batch_size
 
+    def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
+        """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
+
     def check_files(self, config: C) -> None:
         """Raises a UserError where a file is missing that only this command's config names."""
 

@@ -88,7 +88,15 @@ class ServerConfig:
     concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
-    memory_fraction: float = key(0.5, "of a GPU's memory, for an engine inside the trainer", above=0, maximum=1)
+    memory_fraction: float = key(
+        0.5,
+        "of a GPU's memory, for the weights and KV cache of an engine inside the trainer, while it samples",
+        above=0,
+        maximum=1,
+    )
+    tp: int = key(
+        1, "processes that share one engine inside the trainer (tensor parallel)", minimum=1, maximum=MOST_WAYS
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,13 @@ What the choice of an algorithm decides (whether there is a critic, say) is chec
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
 from mrl.config.keys import Key, changed, listed
-from mrl.config.ppo import PPOConfig
+from mrl.config.ppo import PPOConfig, RolloutConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
@@ -19,7 +21,7 @@ from mrl.metric_names import CONVERSATION_METRICS, PPO_METRICS
 from mrl.parallel import divisors_near
 
 SERVERS = ("vllm", "sglang")
-IN_PROCESS_ONLY = ("memory_fraction",)
+IN_PROCESS_ONLY = ("memory_fraction", "tp")
 SERVERS_ONLY = ("weights_dir", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
 OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
@@ -220,6 +222,21 @@ def _check_server(config: PPOConfig) -> None:
     for url in server.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError("rollout.server.urls", url, "is no URL", "write it as http://host:8000")
+
+
+def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any]) -> None:
+    """What an engine inside the trainer cannot be split into. hf: the actor's config.json."""
+    tp = rollout.server.tp
+    if world_size % tp:
+        near = divisors_near(world_size, tp, most=2).replace(", ", " or ")
+        raise ConfigError("rollout.server.tp", tp, f"does not divide the {world_size} processes", f"give {near}")
+    text = hf.get("text_config")
+    heads = (text if isinstance(text, Mapping) else hf).get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        near = divisors_near(math.gcd(heads, world_size), tp, most=2).replace(", ", " or ")
+        raise ConfigError(
+            "rollout.server.tp", tp, f"does not divide the model's {heads} attention heads", f"give {near}"
+        )
 
 
 def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, path: str = "rollout") -> None:

@@ -291,10 +291,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
 
     @abc.abstractmethod
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Streams (Hugging Face name, whole tensor on the host) on rank 0; other ranks take part and get nothing.
 
-        Adapters are added into the weights that they adapt.
+        everywhere: every rank gets them all, in the same order. Adapters are added into the weights that they adapt.
         """
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -114,6 +114,23 @@ def max_over_ranks(device: torch.device, *values: float) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
+
+
+def from_main(found: Sequence[tuple[str, Tensor]] | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yields on every rank the (name, tensor on the host) pairs that rank 0 has; others pass None.
+
+    One tensor travels at a time. device: where the ranks talk; it holds one tensor then.
+    """
+    about: list[Any] = [None if found is None else [(name, t.shape, t.dtype) for name, t in found]]
+    dist.broadcast_object_list(about, src=0)
+    for i, (name, shape, dtype) in enumerate(about[0]):
+        if found is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, src=0)
+            yield name, tensor.cpu()
+        else:
+            dist.broadcast(found[i][1].to(device).contiguous(), src=0)
+            yield found[i]
 
 
 def denominator_of(batch: Batch, name: str) -> float:

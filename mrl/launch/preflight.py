@@ -83,6 +83,7 @@ def check_layout(
             packed, generated = config.data.packing, command.generates
             _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated))
         made.append(dims)
+    command.check_processes(config, parts, world_size)
     return made
 
 

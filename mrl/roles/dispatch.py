@@ -160,8 +160,8 @@ class WorkerDispatch:
         if self.offload_idle:
             for engine in self.engines.values():
                 engine.to("host")
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # where roles stay on the device too: what their last step has left
 
     # -- mini-batches -------------------------------------------------------------------------------------------------
 
@@ -231,12 +231,13 @@ class WorkerDispatch:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def hf_weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, role: str, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Streams (Hugging Face name, whole tensor on the host) on the main rank; others take part and get nothing.
 
-        To be used up before another role is asked for anything.
+        To be used up before another role is asked for anything. everywhere: every rank gets them all.
         """
-        return self._use(role).hf_weights()
+        engine = self._use(role)
+        return engine.hf_weights(everywhere=True) if everywhere else engine.hf_weights()
 
     def save_hf_model(self, role: str, path: str) -> None:
         """Writes a folder that transformers loads, or the adapters alone where the role's config says so."""

@@ -94,6 +94,14 @@ class Sampler(abc.ABC):
     exact = False
     """Whether its log-probs are of the trainer's own weights and arithmetic, so that a gap is a fault."""
 
+    everywhere = False
+    """Whether `update_weights` takes the weights on every rank, and not on rank 0 alone."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the weights are lost in `sleep`, so that `update_weights` comes before the next `sample`."""
+        return False
+
     @abc.abstractmethod
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Completions in the order of the requests, the same on every rank. Collective."""
@@ -108,6 +116,9 @@ class Sampler(abc.ABC):
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: B027 (some have nothing to do)
         """Takes the actor's new weights, streamed by their Hugging Face names (`engine.hf_weights()`); all or none of
         them are seen by a later `sample`. Collective. A sampler that reads the actor's own weights has nothing to do.
+
+        One that sleeps wakes what holds the weights; the rest of its memory waits for `wake`, so that the actor's is
+        put away in between.
         """
 
     def sleep(self) -> None:  # noqa: B027 (some have nothing to do)

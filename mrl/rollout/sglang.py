@@ -127,3 +127,7 @@ class SGLangServerSampler(ServerSampler):
     """Completions from the SGLang servers of `config.urls`; see ServerSampler for the arguments."""
 
     server = SGLangServer
+
+    @property
+    def forgets(self) -> bool:
+        return self._config.sleep

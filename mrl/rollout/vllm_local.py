@@ -1,31 +1,54 @@
-"""vLLM's engine inside the trainer's process, on the GPU that trains: for a run of one process
-(docs/rollout-servers.md).
+"""vLLM's engine inside the trainer's processes, on the devices that train (docs/rollout-servers.md).
 
-It needs vLLM in the environment that mrl is in. Tried with vLLM 0.32.0 on a CPU; on a GPU it is untried.
+Every process runs vLLM's executor `external_launcher`, as those of verl and TRL do: `rollout.server.tp` processes one
+after the other make one engine, whose parts run the same requests in step, and each engine samples its share of them.
+vLLM finds the trainer's process group and makes its own groups inside it.
+
+On a GPU the engine and the trainer take turns. vLLM measures the free memory when it starts, so the engine is made
+before any role builds its model, and sleeps at once. It sleeps at level 2, which keeps no weights: they come anew
+before it samples, and at level 1 every process would hold a copy of its engine's on the host. (vLLM keeps the model's
+buffers itself.) A hand-over wakes what holds the weights and takes them tensor by tensor, with nothing else on the
+device but the actor's own; the KV cache is woken after those were put away.
+
+It needs vLLM in the environment that mrl is in. Tried with vLLM 0.32.0 on CPUs; on GPUs it is untried.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Iterator, Sequence
+import pathlib
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
+from mrl.engine import collective
+from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.base import Completion
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, ServerError
+from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
+
+SLEEP_LEVEL = 2
 
 
 class VLLMSampler(Sampler):
     """path: the model's folder. dtype: "bfloat16" or "float32". temperature: of the requests, which decides what
-    log-probs vLLM is asked to give. max_length: tokens of the longest sequence. world_size: of the run. gpu: whether it
-    runs on one; then `sleep` keeps the weights on the host and frees the rest, and on a CPU there is nothing to free.
+    log-probs vLLM is asked to give. max_length: tokens of the longest sequence. device: the one that this process
+    trains on.
+
+    The processes have joined. Making one is collective. On a CPU sleeping and waking free nothing.
     """
 
     exact = False
+    everywhere = True
 
     def __init__(
         self,
@@ -35,70 +58,260 @@ class VLLMSampler(Sampler):
         dtype: str,
         temperature: float,
         max_length: int,
-        world_size: int,
-        gpu: bool,
+        device: torch.device,
     ) -> None:
-        if world_size != 1:
-            raise ConfigError(
-                "rollout.server.urls",
-                [],
-                f"with {world_size} processes: an engine inside the trainer is for one process",
-                "start vLLM servers and give their urls",
-            )
-        # The engine runs in this process: what `update_weights` streams could not reach another one.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
-            import vllm
-        except ImportError as error:
-            why = f"without rollout.server.urls needs vLLM beside mrl ({error})"
-            raise ConfigError(
-                "rollout.backend", "vllm", why, "install it here, or start a server and give its url"
-            ) from error
-        self._vllm, self._mode = vllm, RAW if temperature == 1 else PROCESSED
-        self._gpu, self._asleep, self._whole = gpu, False, False
-        on_gpu: dict[str, Any] = {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
-        self._engine = vllm.LLM(
-            model=path,
-            dtype=dtype,
-            max_model_len=max_length,
-            logprobs_mode=self._mode,
-            distributed_executor_backend="uni",
-            enforce_eager=not gpu,
-            **(on_gpu if gpu else {}),
-        )
+        self._ranks, self._tp = collective.all_ranks(), config.tp
+        assert self._ranks.size % config.tp == 0, f"rollout.server.tp {config.tp} on {self._ranks.size} processes"
+        gpu = device.type == "cuda"
+        self._mode = RAW if temperature == 1 else PROCESSED
+        self._awake: set[str] = {"weights", "kv_cache"}
+        self._whole = False  # whether it holds one set of weights, all of them
+        # Without a process of its own: what `update_weights` streams could not reach another one.
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(self._ranks.rank)}
+        variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+        self._apart = Apart(device, variables, {"VLLM_LOGGING_LEVEL": "WARNING" if gpu else "ERROR"})
+        arguments = engine_arguments(config, path=path, dtype=dtype, max_length=max_length, mode=self._mode, gpu=gpu)
+        # Of a name of its own where vLLM shares memory among the parts of an engine on a CPU.
+        shared = contextlib.nullcontext() if gpu or config.tp == 1 else _own_shared_memory(self._ranks)
+        with self._apart.inside():
+            self._vllm = _import_vllm(gpu)
+            try:
+                with shared:
+                    self._engine = self._vllm.LLM(**arguments)
+            except Exception as error:
+                raise ServerError(
+                    f"rollout.backend: vLLM inside the trainer does not start on rank {self._ranks.rank} "
+                    f"({_in_words(error)}); see docs/rollout-servers.md for what it needs"
+                ) from error
+        self.sleep()
+
+    @property
+    def forgets(self) -> bool:
+        return True
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        assert self._whole, "update_weights comes before sample"
-        self.wake()
+        """Raises ConfigError for sampling parameters whose log-probs vLLM does not give."""
         for sampling in {request.sampling for request in requests}:
             refuse(sampling, self._mode, "rollout.backend", "vllm inside the trainer")
-        outputs = self._engine.generate(
-            [{"prompt_token_ids": list(request.tokens)} for request in requests],
-            [self._vllm.SamplingParams(**sampling_fields(request)) for request in requests],
-            use_tqdm=False,
-        )
+        self.wake()
+        engines = self._ranks.size // self._tp
+        first, last = share(len(requests), self._ranks.rank // self._tp, engines)
+        mine = self._generate(requests[first:last])
+        # An error of one engine ends its process, and so the run: the others of its group wait inside vLLM.
+        everyone = self._ranks.gather(mine if self._ranks.rank % self._tp == 0 else [])
+        return [completion for part in everyone for completion in part]
+
+    def _generate(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        if not requests:
+            return []
+        with self._apart.inside():
+            outputs = self._engine.generate(
+                [{"prompt_token_ids": list(request.tokens)} for request in requests],
+                [self._vllm.SamplingParams(**sampling_fields(request)) for request in requests],
+                use_tqdm=False,
+            )
         return [_completion(output.outputs[0]) for output in outputs]
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Tensor by tensor, as they come.
 
-        After an error nothing is sampled any more: the engine may hold some of them.
+        After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
-        self.wake()
         self._whole = False
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        assert self._engine.reset_prefix_cache(), "the prefix cache is of the old weights"
+        stream, why = _Stream(weights), None
+        try:
+            self._wake("weights")
+            with self._apart.inside():
+                self._engine.collective_rpc(_reload, args=(iter(stream),))
+                if not self._engine.reset_prefix_cache():
+                    raise RuntimeError("the prefix cache of the old weights cannot be emptied")
+        except Exception as error:
+            if stream.broken:  # the others are not at its end, and never will be
+                raise
+            why = _in_words(error)
+        stream.read_to_its_end()  # the other ranks are in it too
+        for rank, reason in enumerate(self._ranks.gather(why)):
+            if reason is not None:
+                raise ServerError(
+                    f"rollout.backend: vLLM inside the trainer has not taken the actor's weights on rank {rank} "
+                    f"({reason}); nothing is sampled from them; the same command goes on from the last checkpoint"
+                )
         self._whole = True
 
     def sleep(self) -> None:
-        if self._gpu and not self._asleep:
-            self._engine.sleep(level=1)
-            self._asleep = True
+        if self._awake:
+            self._whole = False
+            with self._apart.inside():
+                self._engine.sleep(level=SLEEP_LEVEL)
+            self._awake = set()
 
     def wake(self) -> None:
-        if self._asleep:
-            self._engine.wake_up()
-            self._asleep = False
+        """Is ready for `sample`. ServerError where the weights have not come since it slept."""
+        if not self._whole:
+            raise ServerError("rollout.backend: vLLM inside the trainer has no weights: they were not handed over")
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag not in self._awake:
+            with self._apart.inside():
+                self._engine.wake_up(tags=[tag])
+            self._awake.add(tag)
+
+    def close(self) -> None:
+        """Ends the engine and its process groups; collective.
+
+        While an error ends the run they are left to the end of the process: others may be gone that a group waits for.
+        """
+        engine = self.__dict__.pop("_engine", None)
+        if engine is None or sys.exc_info()[0] is not None:
+            return
+        with self._apart.inside():
+            engine.llm_engine.engine_core.shutdown()
+
+
+def engine_arguments(
+    config: ServerConfig, *, path: str, dtype: str, max_length: int, mode: str, gpu: bool
+) -> dict[str, Any]:
+    """Returns the arguments of `vllm.LLM`; its sleep mode, and its share of the memory, are for GPUs alone."""
+    # An imported folder has no such files, nor need one have any of a model that starts from scratch.
+    stored = any(pathlib.Path(path).glob("*.safetensors"))
+    on_gpu: dict[str, Any] = {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
+    return {
+        "model": path,
+        "load_format": "auto" if stored else "dummy",
+        "dtype": dtype,
+        "max_model_len": max_length,
+        "logprobs_mode": mode,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tp,
+        "enforce_eager": not gpu,
+        **(on_gpu if gpu else {}),
+    }
+
+
+def share(count: int, index: int, of: int) -> tuple[int, int]:
+    """Returns where the part `index` of `count` requests begins and ends.
+
+    Neighbours stay together: the samples of a prompt are, and an engine computes a prompt that it has seen only once.
+    """
+    return count * index // of, count * (index + 1) // of
+
+
+class _Stream:
+    """A stream that is read to its end whatever becomes of its reader. broken: it failed itself."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights, self.broken = weights, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._weights)
+        except StopIteration:
+            raise
+        except Exception:
+            self.broken = True
+            raise
+
+    def read_to_its_end(self) -> None:
+        for _ in self:
+            pass
+
+
+def _import_vllm(gpu: bool) -> Any:
+    try:
+        import vllm
+        import vllm.v1.engine.core as core
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        why = f"without rollout.server.urls needs vLLM beside mrl ({error})"
+        raise ConfigError(
+            "rollout.backend", "vllm", why, "install it here, or start a server and give its url"
+        ) from error
+    if current_platform.is_cpu() == gpu:
+        why = f"is a build for {'the CPU' if gpu else 'GPUs'} here, and the actor is on {'a GPU' if gpu else 'the CPU'}"
+        raise ConfigError("rollout.backend", "vllm", why, "install vLLM's other build")
+    # vLLM's own ends the default process group with its engine; here that is the trainer's.
+    core.cleanup_dist_env_and_memory = _end_groups
+    return vllm
+
+
+@contextlib.contextmanager
+def _own_shared_memory(ranks: Ranks) -> Iterator[None]:
+    """An engine that is made inside has shared memory (of a CPU) that no other run has, and leaves none behind.
+
+    Under `external_launcher` vLLM 0.32.0 calls it alike in every run, and cannot start where one was killed.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launcher
+
+    name = ranks.gather(f"mrl-{secrets.token_hex(8)}")[0]
+    original = Launcher._distributed_args
+
+    def arguments(launcher: Any) -> tuple[str, int, int]:
+        method, rank, local_rank = original(launcher)
+        return (
+            f"{method}:{name}",
+            rank,
+            local_rank,
+        )  # the processes have met: the end of the address is all that is read
+
+    Launcher._distributed_args = arguments
+    try:
+        yield
+        ranks.gather(None)  # all have it open, and need its name no more
+    finally:
+        Launcher._distributed_args = original
+        for file in pathlib.Path("/dev/shm").glob(f"{name}-*"):
+            file.unlink(missing_ok=True)
+
+
+def _end_groups() -> None:
+    """Ends the process groups of vLLM's own."""
+    from vllm import envs
+    from vllm.distributed import parallel_state as state
+
+    envs.disable_envs_cache()
+    gc.unfreeze()
+    state.destroy_model_parallel()
+    if state._WORLD is not None:
+        state._WORLD.destroy()
+    state._WORLD = state._NODE_COUNT = None
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Runs in vLLM's worker: loads `weights`, which must be all that the model has.
+
+    vLLM itself would go on without some of them with no more than a warning, and what sleep has thrown away is noise.
+    """
+    model = worker.model_runner.get_model()
+    wanted = {name for name, _ in model.named_parameters()}
+    loaded: set[str] | None = None
+    load: Callable[..., set[str] | None] = model.load_weights
+
+    def noted(*args: Any, **kwargs: Any) -> set[str] | None:
+        nonlocal loaded
+        loaded = load(*args, **kwargs)
+        return loaded
+
+    model.load_weights = noted
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    missing = sorted(wanted - loaded) if loaded is not None else []
+    if missing:
+        raise RuntimeError(f"the actor has no weights for {len(missing)} of vLLM's parameters, as {missing[0]}")
+
+
+def _in_words(error: Exception) -> str:
+    """Returns the type of an error and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _completion(output: Any) -> Completion:

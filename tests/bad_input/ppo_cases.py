@@ -66,6 +66,8 @@ CASES = [
     Case("cache of servers", "rollout.cache_tokens", ("by rollout.backend vllm",), ("rollout.backend=vllm", "rollout.server.urls=['http://a:1']", "rollout.cache_tokens=99")),
     Case("memory of servers", "rollout.server.memory_fraction", ("which have their own",), ("rollout={backend: vllm, samples_per_prompt: 4, max_new_tokens: 32, server: {urls: ['http://a:1'], memory_fraction: 0.3}}",)),
     Case("servers' keys without servers", "rollout.server.sleep", ("inside the trainer",), ("rollout={backend: vllm, samples_per_prompt: 4, max_new_tokens: 32, server: {sleep: true}}",)),
+    Case("an engine's processes beside servers", "rollout.server.tp", ("which have their own",), ("rollout={backend: vllm, samples_per_prompt: 4, max_new_tokens: 32, server: {urls: ['http://a:1'], tp: 2}}",)),
+    Case("an engine of more processes than there are", "rollout.server.tp", ("does not divide the 1 processes", "give 1"), ("rollout={backend: vllm, samples_per_prompt: 4, max_new_tokens: 32, server: {tp: 2}}",)),
     Case("sampling of a replay", "rollout.top_p", ("samples nothing",), ("rollout={backend: recorded, path: ., samples_per_prompt: 4, max_new_tokens: 32, top_p: 0.9}",)),
     Case("turns alone", "rollout.max_turns", ("without rollout.environment",), ("rollout.max_turns=3",)),
     Case("a turn's limit alone", "rollout.max_turn_tokens", ("without rollout.environment",), ("rollout.max_turn_tokens=3",)),

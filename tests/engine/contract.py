@@ -403,6 +403,8 @@ def export_is_what_was_trained(config: RoleConfig, path: str) -> None:
     train(engine, 1)
     engine.export_hf(path)
     weights = dict(engine.hf_weights())
+    everywhere = [(name, guards.checksum(tensor)) for name, tensor in engine.hf_weights(everywhere=True)]
+    assert everywhere == engine.on_main(lambda: [(name, guards.checksum(tensor)) for name, tensor in weights.items()])
     if engine.is_main:
         files = {}
         for file in tiny.tensor_files(path):

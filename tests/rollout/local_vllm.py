@@ -1,49 +1,142 @@
-"""vLLM inside the trainer's process: a program that test_vllm.py runs with the Python that has vLLM.
+"""vLLM inside the trainer: what test_vllm_local.py runs with the Python that has vLLM, once for each rank.
 
-`python -m tests.rollout.local_vllm ACTOR OTHER TEMPERATURE`: the engine starts with OTHER's weights and gets ACTOR's.
+`python -m tests.rollout.local_vllm TASK.json`: runs `mrl ppo`'s trainer on each config of the task, one after the other,
+around a real engine whose calls are written down, and leaves them in OUT/rank_N.json. What mrl needs and vLLM's venv lacks
+(megatron-core, datasets) is lent by the tests' own.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import pathlib
 import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
-import torch
+TASK = json.loads(pathlib.Path(sys.argv[1]).read_text()) if __name__ == "__main__" else {}
+sys.path.append(TASK.get("lent", ""))
 
-from mrl.config.ppo import ServerConfig
-from mrl.engine.registry import build_engine
-from mrl.engine.sampling import SamplingParams
-from mrl.rollout.vllm_local import VLLMSampler
-from tests.engine import tiny
-from tests.engine.contract import loss_fn, train
-from tests.rollout.real_vllm import MAX_LENGTH, engine_log_probs, requests
+import random  # noqa: E402
+import signal  # noqa: E402
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+
+from mrl.config.load import from_dict  # noqa: E402
+from mrl.config.ppo import PPOConfig  # noqa: E402
+from mrl.engine.base import BaseEngine  # noqa: E402
+from mrl.engine.fsdp.engine import FSDPEngine  # noqa: E402
+from mrl.engine.megatron.engine import MegatronEngine  # noqa: E402
+from mrl.errors import UserError  # noqa: E402
+from mrl.rollout import vllm_local  # noqa: E402
+from mrl.trainers import ppo  # noqa: E402
+
+CALLS = ("sleep", "wake_up", "collective_rpc", "generate")
 
 
-def main(actor: str, other: str, temperature: float) -> None:
-    engine = build_engine(tiny.role(actor))
-    engine.init_model()
-    engine.set_loss_fn(loss_fn)
-    sampler = VLLMSampler(
-        ServerConfig(),
-        path=other,
-        dtype="float32",
-        temperature=temperature,
-        max_length=MAX_LENGTH,
-        world_size=1,
-        gpu=False,
-    )
-    asked, seen = requests(SamplingParams(temperature)), []
-    for _ in range(2):
-        sampler.update_weights(engine.hf_weights())
-        sampler.sleep()  # nothing to free on a CPU
-        completions = sampler.sample(asked)
-        ours = torch.tensor([x for c in completions for x in c.log_probs])
-        torch.testing.assert_close(ours, torch.tensor(engine_log_probs(engine, asked, completions)), rtol=0, atol=1e-5)
-        assert sampler.sample(asked) == completions
-        seen.append(completions)
-        train(engine, 1)
-    assert seen[0] != seen[1]
-    print("log-probs are those of the actor")
+def process_state() -> dict[str, Any]:
+    """What belongs to the trainer, and vLLM might change."""
+    return {
+        "environment": dict(os.environ),
+        "torch's generator": torch.get_rng_state().tolist(),
+        "Python's generator": random.getstate(),
+        "numpy's generator": str(numpy.random.get_state()),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads,
+        "matmul": torch.get_float32_matmul_precision(),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "cores": os.sched_getaffinity(0),
+        "folder": os.getcwd(),
+    }
+
+
+class Recorder:
+    """Writes down, in their order, the calls of the engine and what roles do around them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.tokens: list[list[int]] = []  # of each request of this process's engine
+
+    def around(self, owner: Any, name: str, event: Callable[..., str | None]) -> Any:
+        original = getattr(owner, name)
+
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if (said := event(this, *args, **kwargs)) is not None:
+                self.events.append(said)
+            return original(this, *args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    def of_engine(self, name: str, args: Any, kwargs: Any) -> str:
+        if name == "generate":
+            self.tokens += [prompt["prompt_token_ids"] for prompt in args[0]]
+            return "generate"
+        return f"{name} {kwargs['tags'][0]}" if name == "wake_up" else name
+
+
+def unchanged(name: str) -> Any:
+    """A method of the sampler leaves the process as it was."""
+    original = getattr(vllm_local.VLLMSampler, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = process_state()
+        try:
+            made = original(*args, **kwargs)
+        finally:
+            after = process_state()
+            changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+            assert not changed, f"{name} changed {changed}"
+        if name == "sample":
+            assert original(*args, **kwargs) == made, "other completions the second time"
+        return made
+
+    return mock.patch.object(vllm_local.VLLMSampler, name, call)
+
+
+def run(config: dict[str, Any], broken_on: int | None) -> dict[str, Any]:
+    """One run. broken_on: the rank whose engine fails to load the first weights after step 1."""
+    import vllm
+
+    recorder, ended = Recorder(), "done"
+    patches = [
+        recorder.around(vllm.LLM, name, lambda _, *a, n=name, **k: recorder.of_engine(n, a, k)) for name in CALLS
+    ]
+    patches += [recorder.around(cls, "init_model", lambda *_: "a role builds") for cls in (FSDPEngine, MegatronEngine)]
+    patches += [recorder.around(BaseEngine, "to", lambda _, where, **kwargs: None if kwargs else f"roles to {where}")]
+    patches += [unchanged(name) for name in ("__init__", "update_weights", "sample", "sleep", "wake", "close")]
+    if broken_on == int(os.environ["RANK"]):
+        original, calls = vllm_local._reload, []
+
+        def reload(worker: Any, weights: Any) -> None:
+            calls.append(next(weights))
+            if len(calls) == 3:
+                raise RuntimeError("a load that fails\nin the middle")
+            original(worker, iter([calls[-1], *weights]))
+
+        patches.append(mock.patch.object(vllm_local, "_reload", reload))
+    for patch in patches:
+        patch.start()
+    try:
+        ppo.run(from_dict(config, PPOConfig), "mrl ppo")
+    except UserError as error:
+        ended = str(error)
+    finally:
+        mock.patch.stopall()
+    return {"events": recorder.events, "prompts": recorder.tokens, "ended": ended}
+
+
+def main() -> None:
+    found = [run(each["config"], each.get("broken_on")) for each in TASK["runs"]]
+    out = pathlib.Path(TASK["out"]) / f"rank_{os.environ['RANK']}.json"
+    out.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    main()
+    sys.stdout.flush()
+    os._exit(0)

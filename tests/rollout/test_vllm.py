@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
 import pathlib
-import subprocess
 import time
 import urllib.request
 
@@ -26,7 +24,7 @@ from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.rollout.real_vllm import ENVIRONMENT, ROOT, VENV, RealServer, hf_stream, make_model, requests, sampler_of
+from tests.rollout.real_vllm import RealServer, hf_stream, make_model, requests, sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -86,14 +84,6 @@ def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, p
         config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
     )  # fmt: skip
     assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
-
-
-def test_the_engine_inside_the_trainer(folders):
-    """One process, fp32, a temperature; the actor is trained in between."""
-    command = [str(VENV / "bin" / "python"), "-m", "tests.rollout.local_vllm", folders[1], folders[0], "0.7"]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "log-probs are those of the actor" in done.stdout, done.stdout + done.stderr
 
 
 def test_log_probs_that_no_mode_gives_are_refused(servers, sampler, tmp_path):

@@ -296,9 +296,10 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         found = {i: completion for part in everyone for i, completion in part.items()}
         return [found[i] for i in range(len(requests))]
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters"):
-            yield from self.model.stream(lambda tensor: tensor, DTYPES[self.config.model.dtype])
+            dtype = DTYPES[self.config.model.dtype]
+            yield from self.model.stream(lambda tensor: tensor, dtype, everywhere=everywhere)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         def gradient(p: torch.nn.Parameter) -> Tensor:

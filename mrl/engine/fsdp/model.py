@@ -228,13 +228,14 @@ class Model:
             buffer.copy_(rows(name, 0, buffer.shape[0] if buffer.shape else 1))
 
     def stream(
-        self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True
+        self, value: Callable[[Tensor], Tensor], dtype: torch.dtype, *, fixed: bool = True, everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields (file name, whole tensor on the host) on rank 0, gathering what one conversion takes at a time; others
         yield nothing.
 
         value: what is streamed of a parameter, a DTensor of its shape: itself, or its gradient. fixed: whether what
-        never trains comes too, buffers and frozen parameters. Adapters are added in.
+        never trains comes too, buffers and frozen parameters. everywhere: every rank, which all have gathered the
+        tensors, yields them. Adapters are added in.
         """
         parameters, buffers = self.parameters(), self.buffers() if fixed else {}
         parameters = {name: p for name, p in parameters.items() if fixed or name not in self.frozen}
@@ -243,7 +244,7 @@ class Model:
             tensors = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
             if self.adapters is not None:
                 tensors = {name: self.adapters.merged(name, whole) for name, whole in tensors.items()}
-            if dist.get_rank():
+            if dist.get_rank() and not everywhere:
                 continue
             tensors = {
                 name: t.to("cpu", torch.float32 if name in self.kept_in_fp32 else dtype) for name, t in tensors.items()

@@ -271,18 +271,20 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
             return generate.run(self.model, requests, **limits, progress=progress, kept=kept)
 
-    def _stream(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
+    def _stream(
+        self, value: Callable[[Tensor], Tensor], kind: str, *, everywhere: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        device = self.device if everywhere else None
         with self.model.state.installed(), self.offload.used(kind):
-            yield from streams.stream(self.model, value, buffers=kind == "parameters")
+            yield from streams.stream(self.model, value, buffers=kind == "parameters", everywhere=device)
 
     def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self.offload.used(kind):
             yield from streams.stream_trained(self.model, value)
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.model.adapters:
-            return self._stream(streams.merged(self.model), "parameters")
-        return self._stream(lambda parameter: parameter.data, "parameters")
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+        value = streams.merged(self.model) if self.model.adapters else (lambda parameter: parameter.data)
+        return self._stream(value, "parameters", everywhere=everywhere)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._stream_trained(lambda parameter: parameter.data.float(), "parameters")

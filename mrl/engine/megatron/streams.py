@@ -1,7 +1,7 @@
 """A model's weights or gradients, gathered one by one on rank 0 under the names of Hugging Face's and peft's files.
 
 `value` picks what is streamed of a parameter: its data, or its gradient. One tensor exists whole at a time. Other ranks
-take part and yield nothing.
+take part and yield nothing, unless `stream` is asked for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mrl.converters.rules import Owned, Rule, chunk_plans, export_order
 from mrl.converters.stacks import restacked
+from mrl.engine.collective import from_main
 from mrl.engine.lora.shapes import SCORE
 from mrl.engine.megatron.lora import AdapterRule, rules_of
 from mrl.engine.megatron.model import Model
@@ -25,23 +26,29 @@ from mrl.parallel import ParallelDims
 HEAD = "output_layer.weight"
 
 
-def stream(model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+def stream(
+    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, everywhere: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name in Hugging Face's files, whole tensor on the host) of every parameter, in one order.
 
-    buffers: with the stored buffers, which have data and no gradient.
+    buffers: with the stored buffers, which have data and no gradient. everywhere: every rank yields them, which rank 0
+    sends over this device.
     """
-    return restacked(_by_rule(model, value, buffers=buffers), model.family, model.hf)
+    return restacked(_by_rule(model, value, buffers=buffers, everywhere=everywhere), model.family, model.hf)
 
 
-def _by_rule(model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool) -> Iterator[tuple[str, Tensor]]:
+def _by_rule(
+    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, everywhere: torch.device | None
+) -> Iterator[tuple[str, Tensor]]:
     """(name in the tables, whole tensor) as `stream` says."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
     for owned in _owned(model):
         if owned.rule.buffer and not buffers:
             continue
         shards = _gathered(model, of_chunks, value, owned)
-        if dist.get_rank() == 0:
-            yield from owned.rule.merge(shards).items()
+        found = list(owned.rule.merge(shards).items()) if dist.get_rank() == 0 else None
+        # At each rule, and not after all of them: every rank is at the same place of the stream here.
+        yield from (found or ()) if everywhere is None else from_main(found, everywhere)
 
 
 def _owned(model: Model) -> Iterator[Owned]:

@@ -50,7 +50,7 @@ def make_sampler(
     if rollout.backend == "vllm" and not rollout.server.urls:
         return VLLMSampler(
             rollout.server, path=folder, dtype=config.actor.model.dtype, temperature=rollout.temperature,
-            max_length=config.max_length, world_size=dispatch.world_size, gpu=dispatch.device.type == "cuda",
+            max_length=config.max_length, device=dispatch.device,
         )  # fmt: skip
     return SERVERS[rollout.backend](
         rollout.server,

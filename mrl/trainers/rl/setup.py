@@ -222,7 +222,6 @@ def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispat
     """Returns a context in which `sampler` has the actor's weights after `step`, and the device's memory that it
     wants."""
     has_step: int | None = None
-    forgets = config.rollout.backend == "sglang" and config.rollout.server.sleep  # its weights, unless told otherwise
     beside = config.rollout.backend != "native"
 
     @contextlib.contextmanager
@@ -233,12 +232,12 @@ def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispat
             return
         if beside:
             dispatch.offload_all()
-        sampler.wake()
         try:
-            if has_step != step or forgets:
-                sampler.update_weights(dispatch.hf_weights("actor"))
+            if has_step != step or sampler.forgets:
+                sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
                 if beside:
                     dispatch.offload_all()
+            sampler.wake()
             has_step = step
             yield
         finally:

@@ -265,9 +265,10 @@ class PlainEngine(BaseEngine):
         with self.offload.used("parameters"):
             self.model.load_hf(path)
 
-    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters"):
-            yield from self.model.stream(lambda parameter: parameter, self.model.dtype) if self.is_main else ()
+            mine = everywhere or self.is_main
+            yield from self.model.stream(lambda parameter: parameter, self.model.dtype) if mine else ()
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         with self.offload.used("parameters", "gradients"):

@@ -1,0 +1,248 @@
+"""vLLM inside the trainer, as far as that needs no vLLM: the order of a hand-over, how requests are shared, what comes when
+an engine fails, and what of the process is the trainer's. Real engines are in test_vllm_local.py (slow tier).
+
+The stand-in keeps the rules of vLLM's GPU worker: which memory is there, and that sleep at level 2 loses the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+
+from mrl.commands.ppo import COMMAND
+from mrl.config.load import from_dict
+from mrl.config.ppo import PPOConfig, ServerConfig
+from mrl.config.ppo_checks import check_inside
+from mrl.errors import ConfigError, ServerError
+from mrl.parallel import ParallelDims
+from mrl.rollout.apart import Apart
+from mrl.rollout.base import Sampler
+from mrl.rollout.vllm_local import _import_vllm, engine_arguments, share
+from mrl.trainers.rl.setup import _sampling
+from tests.engine.harness import run_case
+from tests.rollout import stand_in_vllm
+
+CPU = torch.device("cpu")
+PLAIN = {
+    "output_dir": "x", "actor": {"model": {"path": "m"}}, "algorithm": {"name": "grpo"}, "rewards": {"functions": [{"name": "gsm8k"}]},
+    "data": {"train": "d"}, "train": {"steps": 1, "global_batch_size": 8},
+}  # fmt: skip
+
+
+def config_of(**rollout) -> PPOConfig:
+    return from_dict({**PLAIN, "rollout": {"backend": "vllm", **rollout}}, PPOConfig)
+
+
+# ------------------------------------------------------------------------------------------------- order of a hand-over
+
+
+class Recorded(Sampler):
+    """Writes down what a run asks of its sampler, and of its roles (`offload_all`, `hf_weights`)."""
+
+    everywhere = True
+
+    def __init__(self, *, forgets: bool, fails: bool = False) -> None:
+        self.events: list[str] = []
+        self._forgets, self._fails = forgets, fails
+
+    @property
+    def forgets(self) -> bool:
+        return self._forgets
+
+    def sample(self, requests):
+        self.events.append("sample")
+        return []
+
+    def update_weights(self, weights):
+        self.events += [f"weights {list(weights)}"]
+        if self._fails:
+            raise ServerError("cannot load")
+
+    def sleep(self):
+        self.events.append("sleep")
+
+    def wake(self):
+        self.events.append("wake")
+
+    def offload_all(self):
+        self.events.append("roles away")
+
+    def hf_weights(self, role, *, everywhere):
+        return iter([role, everywhere])
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets):
+    sampler = Recorded(forgets=forgets)
+    sampling = _sampling(config_of(), sampler, sampler)  # type: ignore[arg-type]
+    for step in (0, 0, 1):
+        with sampling(step):
+            sampler.sample([])
+    whole = ["roles away", "weights ['actor', True]", "roles away", "wake", "sample", "sleep"]
+    again = whole if forgets else ["roles away", "wake", "sample", "sleep"]
+    assert sampler.events == [*whole, *again, *whole]
+
+
+def test_a_hand_over_that_fails_wakes_nothing_more_and_sleeps():
+    sampler = Recorded(forgets=True, fails=True)
+    with pytest.raises(ServerError), _sampling(config_of(), sampler, sampler)(0):  # type: ignore[arg-type]
+        raise AssertionError("it samples")
+    assert sampler.events == ["roles away", "weights ['actor', True]", "sleep"]
+
+
+def test_the_engine_is_made_asleep_and_takes_weights_before_its_cache():
+    calls = run_case(2, "tests.rollout.test_vllm_parts:calls_of_an_engine")
+    hand_over = ["wake weights", "load", "wake kv_cache", "generate"]
+    assert calls == ["made", "sleep 2", *hand_over, "generate", "sleep 2", *hand_over]
+
+
+def calls_of_an_engine() -> list[str]:
+    from tests.rollout.vllm_cases import requests, sampler_of, stream
+
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of()
+        sampler.sleep()  # asleep already
+        with pytest.raises(ServerError, match="has no weights"):
+            sampler.wake()
+        sampler.update_weights(stream(1.0))
+        sampler.sample(requests(2))
+        sampler.sample(requests(2))
+        sampler.sleep()
+        with pytest.raises(ServerError, match="has no weights"):
+            sampler.sample(requests(2))
+        sampler.update_weights(stream(1.0))
+        sampler.wake()
+        sampler.sample(requests(2))
+        return vllm.made[0].calls
+
+
+def test_weights_that_do_not_come_are_an_error():
+    """vLLM only warns, and what sleep has thrown away is noise."""
+    assert run_case(2, "tests.rollout.test_vllm_parts:weights_that_do_not_come").endswith(
+        "on rank 0 (RuntimeError: the actor has no weights for 1 of vLLM's parameters, as c); nothing is sampled from them; "
+        "the same command goes on from the last checkpoint"
+    )
+
+
+def weights_that_do_not_come() -> str:
+    from tests.rollout.vllm_cases import sampler_of, stream
+
+    with stand_in_vllm.installed() as vllm:
+        vllm.names = ["a", "b", "c"]
+        with pytest.raises(ServerError) as caught:
+            sampler_of().update_weights(stream(1.0))
+        return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------ several processes
+
+
+def test_shares_are_neighbours_and_together_everything():
+    for count, engines in ((0, 3), (1, 3), (2, 3), (12, 4), (13, 4)):
+        parts = [share(count, i, engines) for i in range(engines)]
+        assert [i for first, last in parts for i in range(first, last)] == list(range(count))
+        assert max(last - first for first, last in parts) <= -(-count // engines)
+
+
+@pytest.mark.parametrize("tp, count, given", [(1, 5, [2, 3]), (1, 1, [0, 1]), (2, 5, [5, 5])])
+def test_engines_share_requests_and_the_parts_of_one_do_not(tp, count, given):
+    assert run_case(2, "tests.rollout.vllm_cases:requests_are_shared", tp=tp, count=count) == given
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_failed_load_is_said_on_every_rank(bad_rank):
+    lines = run_case(2, "tests.rollout.vllm_cases:a_failed_load_is_said_on_every_rank", bad_rank=bad_rank)
+    assert lines[0] == lines[1] and f"on rank {bad_rank} (ValueError: a tensor of a wrong shape);" in lines[0]
+
+
+def test_a_start_that_fails_is_one_line():
+    line = run_case(2, "tests.rollout.vllm_cases:a_start_that_fails_names_its_rank")
+    assert "does not start on rank 0 (ValueError: Free memory on device cuda:0 (1/2 GiB) on startup is less" in line
+    assert "and more" not in line
+
+
+def test_one_tensor_travels_at_a_time():
+    assert run_case(2, "tests.rollout.vllm_cases:one_tensor_travels_at_a_time") == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------------------------- config
+
+
+def test_keys_reach_vllm():
+    config = ServerConfig(memory_fraction=0.3, tp=4)
+    made = {
+        gpu: engine_arguments(config, path="/nowhere", dtype="bfloat16", max_length=77, mode="raw_logprobs", gpu=gpu)
+        for gpu in (True, False)
+    }
+    shared = {
+        "model": "/nowhere", "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 77, "logprobs_mode": "raw_logprobs",
+        "distributed_executor_backend": "external_launcher", "tensor_parallel_size": 4,
+    }  # fmt: skip
+    assert made[False] == shared | {"enforce_eager": True}
+    assert made[True] == shared | {"enforce_eager": False, "gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+
+
+def test_what_an_engine_cannot_be_split_into_is_refused():
+    rollout = config_of(server={"tp": 4}).rollout
+    check_inside(rollout, 8, {"num_attention_heads": 8})
+    with pytest.raises(ConfigError, match=r"rollout.server.tp: value 4 does not divide the 6 processes; give 2 or 3"):
+        check_inside(rollout, 6, {"num_attention_heads": 8})
+    with pytest.raises(ConfigError, match=r"value 4 does not divide the model's 14 attention heads; give 1 or 2"):
+        check_inside(rollout, 8, {"num_attention_heads": 14})
+    with pytest.raises(ConfigError, match="14 attention heads"):
+        check_inside(rollout, 8, {"text_config": {"num_attention_heads": 14}})
+
+
+def test_a_dry_run_says_how_many_engines_there_are():
+    dims = ParallelDims(world_size=8)
+    config = config_of(server={"tp": 2, "memory_fraction": 0.8})
+    assert COMMAND.describe(config, COMMAND.parts(config)[:1], [dims])[-1] == (
+        "rollout: vLLM inside the trainer, 4 engines of tp 2, with 0.8 of each GPU's memory while sampling"
+    )
+
+
+@pytest.mark.parametrize("gpu, words", [(True, "for the CPU here, and the actor is on a GPU"), (False, "for GPUs here, and the actor is on the CPU")])  # fmt: skip
+def test_the_other_build_of_vllm_is_refused(gpu, words):
+    with stand_in_vllm.installed(cpu=gpu), pytest.raises(ConfigError, match=words):
+        _import_vllm(gpu)
+
+
+# ------------------------------------------------------------------------------------------------- the trainer's process
+
+
+def test_the_process_is_the_trainers_outside(monkeypatch):
+    """What vLLM changes is there for vLLM alone, and goes on where it was."""
+    monkeypatch.setenv("KEPT", "ours")
+    monkeypatch.setenv("TAKEN", "ours")
+
+    def states():
+        generators = torch.get_rng_state().tolist(), random.getstate(), str(numpy.random.get_state())
+        threads = torch.get_num_threads(), torch.set_num_threads
+        return dict(os.environ), generators, threads, torch.get_default_dtype(), torch.get_float32_matmul_precision()
+
+    before = states()
+    apart = Apart(CPU, {"RANK": "5"}, {"KEPT": "theirs", "NEW": "theirs"})
+    with apart.inside():
+        assert (os.environ["RANK"], os.environ["KEPT"], os.environ["NEW"]) == ("5", "ours", "theirs")
+        os.environ |= {"LD_PRELOAD": "theirs", "KEPT": "changed"}
+        del os.environ["TAKEN"]
+        torch.manual_seed(1)
+        numpy.random.seed(1)
+        random.seed(1)
+        first = torch.rand(1), numpy.random.rand(), random.random()
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    assert states() == before
+    with pytest.raises(KeyError), apart.inside():
+        assert os.environ["LD_PRELOAD"] == "theirs" and os.environ["KEPT"] == "changed" and "TAKEN" not in os.environ
+        second = torch.rand(1), numpy.random.rand(), random.random()
+        raise KeyError
+    assert states() == before
+    torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
+    assert (first, second) == tuple((torch.rand(1), numpy.random.rand(), random.random()) for _ in range(2))

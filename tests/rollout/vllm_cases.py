@@ -1,0 +1,115 @@
+"""Cases of vLLM inside the trainer, run in worlds (tests/engine/harness.py) by test_vllm_parts.py."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mrl.config.ppo import ServerConfig
+from mrl.engine import collective
+from mrl.engine.sampling import SamplingKey, SamplingParams
+from mrl.errors import ServerError
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.vllm_local import VLLMSampler
+from tests.rollout import stand_in_vllm
+
+CPU = torch.device("cpu")
+
+
+def sampler_of(tp: int = 1) -> VLLMSampler:
+    return VLLMSampler(
+        ServerConfig(tp=tp), path="/nowhere", dtype="float32", temperature=1.0, max_length=64, device=CPU
+    )
+
+
+def stream(value: float, *more: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream that every rank takes part in, as an engine's is."""
+    for name in ("a", "b", *more):
+        yield from collective.from_main([(name, torch.full((2,), value))] if not dist.get_rank() else None, CPU)
+
+
+def requests(count: int) -> list[SampleRequest]:
+    return [SampleRequest([10 + i], 4, SamplingParams(), SamplingKey(sample=i)) for i in range(count)]
+
+
+def requests_are_shared(tp: int, count: int) -> list[int]:
+    """How many requests each rank's engine was given; all completions are on every rank, in order."""
+    given: list[int] = []
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of(tp)
+        sampler.update_weights(stream(1.5))
+        generate = vllm.made[0].generate
+        vllm.made[0].generate = lambda prompts, *args, **kwargs: (
+            given.append(len(prompts)),
+            generate(prompts, *args, **kwargs),
+        )[1]
+        completions = sampler.sample(requests(count))
+        assert [c.tokens for c in completions] == [[10 + i, 7] for i in range(count)]
+        assert all(c.log_probs == [3.0, 3.0] for c in completions)
+        sampler.close()
+        assert vllm.made[0].ended
+    return list(collective.all_ranks().gather(sum(given)))
+
+
+def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
+    """Only `bad_rank` cannot load; the stream is read to its end, so that nothing hangs. Then the next hand-over goes well."""
+    with stand_in_vllm.installed() as vllm:
+        vllm.names = ["a", "b", "c", "d"]
+        sampler = sampler_of()
+        engine, load = vllm.made[0], vllm.made[0].model.load_weights
+        if dist.get_rank() == bad_rank:
+            engine.model.load_weights = lambda weights: load(("faulty", t) if n == "b" else (n, t) for n, t in weights)
+        try:
+            sampler.update_weights(stream(1.0, "c", "d"))
+        except ServerError as error:
+            said = str(error)
+        else:
+            raise AssertionError("no error")
+        try:
+            sampler.sample(requests(2))
+        except ServerError as error:
+            assert "has no weights" in str(error)
+        else:
+            raise AssertionError("sampled from weights of which some are new")
+        sampler.sleep()
+        engine.model.load_weights = load
+        sampler.update_weights(stream(2.0, "c", "d"))
+        assert len(sampler.sample(requests(2))) == 2
+    return list(collective.all_ranks().gather(said))
+
+
+def a_start_that_fails_names_its_rank() -> str:
+    with stand_in_vllm.installed() as vllm:
+        vllm.fails = "Free memory on device cuda:0 (1/2 GiB) on startup is less than desired\nand more"
+        try:
+            sampler_of()
+        except ServerError as error:
+            return str(error)
+    raise AssertionError("it started")
+
+
+def one_tensor_travels_at_a_time() -> list[int]:
+    """The most tensors that a rank has alive at once, of a stream that nobody keeps; each arrives as it was sent."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def everything() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(6):
+            dtype = (torch.float32, torch.bfloat16, torch.int64)[i % 3]
+            own = [(f"t{i}", torch.arange(12).reshape(3, 4).to(dtype).t() + i)] if not dist.get_rank() else None
+            yield from collective.from_main(own, CPU)
+            del own
+
+    for i, (name, tensor) in enumerate(everything()):
+        alive.add(tensor)
+        most = max(most, len(alive))
+        dtype = (torch.float32, torch.bfloat16, torch.int64)[i % 3]
+        assert name == f"t{i}" and torch.equal(tensor, torch.arange(12).reshape(3, 4).to(dtype).t() + i)
+        assert tensor.dtype == dtype
+        del tensor
+    assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size()
+    return list(collective.all_ranks().gather(most))
