@@ -20,7 +20,7 @@ COPY constraints-3.12.txt .
 RUN python3 -m pip list --format=freeze \
         | grep -iE '^(torch|numpy|triton|transformer[-_]engine|apex|flash[-_]attn)[-_a-z0-9]*==' > image.txt \
     && grep -q '^torch==' image.txt \
-    && grep -vE '^(torch|numpy)==' constraints-3.12.txt | cat image.txt - > constraints.txt
+    && grep -vE '^(torch|numpy|transformer-engine)==' constraints-3.12.txt | cat image.txt - > constraints.txt
 ENV PIP_CONSTRAINT=/opt/mrl/constraints.txt PIP_NO_CACHE_DIR=1
 
 COPY setup.py pyproject.toml README.md LICENSE source/

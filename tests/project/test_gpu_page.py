@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mrl.mcore_models.te_limits import GENERATIONS, Attention, Gpu, kernels
 
@@ -78,6 +79,7 @@ def test_the_page_names_what_is_installed():
     for python in ("3.11", "3.12"):
         assert f"torch {pinned(python)['torch']}" in PAGE and f"`constraints-{python}.txt`" in PAGE
         assert pinned(python)["megatron-core"] in PAGE
+        assert pinned(python)["transformer-engine"] == engine
     assert f"megatron-core {pinned('3.12')['megatron-core']} (`constraints-3.12.txt`)" in PAGE
 
 
@@ -125,9 +127,11 @@ def test_what_is_copied_is_there_and_not_ignored():
 
 
 def test_constraints_are_mrls_but_for_what_the_image_built(constrained):
-    made = dict(re.findall(r"^([\w.-]+)==(\S+)$", (constrained / "constraints.txt").read_text(), re.MULTILINE))
-    image = dict(line.split("==") for line in IN_THE_IMAGE.splitlines())
-    ours = pinned("3.12")
+    pairs = re.findall(r"^([\w.-]+)==(\S+)$", (constrained / "constraints.txt").read_text(), re.MULTILINE)
+    made = {canonicalize_name(name): version for name, version in pairs}
+    image = {canonicalize_name(name): version for name, version in re.findall("(.+)==(.+)", IN_THE_IMAGE)}
+    ours = {canonicalize_name(name): version for name, version in pinned("3.12").items()}
+    assert len(made) == len(pairs), "a package has two versions"
     assert made == ours | {name: version for name, version in image.items() if name != "filelock"}
     assert made["filelock"] == ours["filelock"] != image["filelock"] and made["torch"] == image["torch"]
 
