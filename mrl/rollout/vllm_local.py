@@ -130,12 +130,11 @@ class VLLMSampler(Sampler):
                 raise
             why = _in_words(error)
         stream.read_to_its_end()  # the other ranks are in it too
-        for rank, reason in enumerate(self._ranks.gather(why)):
-            if reason is not None:
-                raise ServerError(
-                    f"rollout.backend: vLLM inside the trainer has not taken the actor's weights on rank {rank} "
-                    f"({reason}); nothing is sampled from them; the same command goes on from the last checkpoint"
-                )
+        self._agree(
+            why,
+            "rollout.backend: vLLM inside the trainer has not taken the actor's weights",
+            "nothing is sampled from them; the same command goes on from the last checkpoint",
+        )
         self._whole = True
 
     def sleep(self) -> None:
@@ -146,16 +145,38 @@ class VLLMSampler(Sampler):
             self._awake = set()
 
     def wake(self) -> None:
-        """Is ready for `sample`. ServerError where the weights have not come since it slept."""
+        """Is ready for `sample`.
+
+        ServerError, on every rank, where the weights have not come since it slept, or where there is no memory for the
+        KV cache.
+        """
         if not self._whole:
             raise ServerError("rollout.backend: vLLM inside the trainer has no weights: they were not handed over")
-        self._wake("kv_cache")
+        if "kv_cache" in self._awake:
+            return
+        why = None
+        try:
+            self._wake("kv_cache")
+        except Exception as error:
+            why = _in_words(error)
+        self._agree(
+            why,
+            "rollout.server.memory_fraction: vLLM inside the trainer does not get its memory back",
+            "give less, or set train.offload_idle to always",
+        )
 
     def _wake(self, tag: str) -> None:
         if tag not in self._awake:
             with self._apart.inside():
                 self._engine.wake_up(tags=[tag])
             self._awake.add(tag)
+
+    def _agree(self, why: str | None, what: str, fix: str) -> None:
+        """Raises ServerError on every rank where `why` is not None on one; nothing is sampled any more then."""
+        for rank, reason in enumerate(self._ranks.gather(why)):
+            if reason is not None:
+                self._whole = False
+                raise ServerError(f"{what} on rank {rank} ({reason}); {fix}")
 
     def close(self) -> None:
         """Ends the engine and its process groups; collective.

@@ -39,6 +39,7 @@ class LLM:
     made: list[LLM] = []
     names = ["a", "b"]
     fails: str | None = None
+    no_room: set[str] = set()
 
     def __init__(self, **arguments: Any) -> None:
         if self.fails is not None:
@@ -63,6 +64,8 @@ class LLM:
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {tags[0]}")
         assert not self.there & set(tags), "vLLM would only warn, and do nothing"
+        if self.no_room & set(tags):
+            raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
         self.there |= set(tags)
 
     def collective_rpc(self, method: Any, args: tuple) -> None:

@@ -18,6 +18,7 @@ import pytest
 from mrl import metrics
 from tests.engine.harness import _free_port as free_port
 from tests.rollout.real_vllm import ENVIRONMENT, ROOT, VENV, make_model
+from tests.trainers.tiny_runs import steps
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,6 @@ def config_of(inputs: pathlib.Path, output: pathlib.Path, backend: str, trainer_
         "rewards": {"functions": [{"name": "length", "maximum": 4, "slack": 20}], "workers": 1},
         "data": {"train": str(inputs / "rows.jsonl"), "eval": str(inputs / "rows.jsonl"), "max_prompt_length": 16},
         "train": {"steps": 2, "global_batch_size": SAMPLES * len(PROMPTS), "eval_every": 1, "offload_idle": "always"},
-        "checkpoint": {"export_hf": False},
         "log": {"console": "none"},
     }  # fmt: skip
 
@@ -100,7 +100,10 @@ def check_run(rank: dict, output: pathlib.Path) -> None:
 def alone(inputs, tmp_path_factory) -> tuple[list[list[dict]], pathlib.Path]:
     """One process: what it wrote down, and the folder of the run."""
     folder = tmp_path_factory.mktemp("alone")
-    return run(folder, 1, {"config": config_of(inputs, folder / "fsdp", "fsdp")}), folder
+    once, more = config_of(inputs, folder / "resumed", "fsdp"), config_of(inputs, folder / "resumed", "fsdp")
+    once["train"] = once["train"] | {"steps": 1}
+    runs = [{"config": config} for config in (config_of(inputs, folder / "fsdp", "fsdp"), once, more)]
+    return run(folder, 1, *runs), folder
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +119,19 @@ def two(inputs, tmp_path_factory) -> tuple[list[list[dict]], pathlib.Path]:
 
 
 def test_one_process(alone):
-    ((found,),), folder = alone
+    ((found, *_),), folder = alone
     check_run(found, folder / "fsdp")
+
+
+def test_a_resumed_run_goes_on_to_the_bit(alone):
+    """With another engine, in the same process: what vLLM drew and changed is none of the trainer's."""
+    ((_, *two_parts),), folder = alone
+    assert [part["ended"] for part in two_parts] == ["done", "done"]
+    assert samples(folder / "resumed") == samples(folder / "fsdp")
+    last = [steps(folder / name)[-1] for name in ("resumed", "fsdp")]
+    assert all(row.pop("rollout/tokens_per_s") > 0 for row in last) and last[0] == last[1]
+    resumed, whole = (folder / name / "hf" / "model.safetensors" for name in ("resumed", "fsdp"))
+    assert resumed.read_bytes() == whole.read_bytes()
 
 
 def test_an_engine_in_each_of_two_processes(alone, two):

@@ -159,6 +159,15 @@ def test_a_failed_load_is_said_on_every_rank(bad_rank):
     assert lines[0] == lines[1] and f"on rank {bad_rank} (ValueError: a tensor of a wrong shape);" in lines[0]
 
 
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_cache_that_finds_no_memory_is_said_on_every_rank(bad_rank):
+    lines = run_case(2, "tests.rollout.vllm_cases:a_cache_without_memory_is_said_on_every_rank", bad_rank=bad_rank)
+    key = "rollout.server.memory_fraction: vLLM inside the trainer does not get its memory back on rank"
+    why = "(RuntimeError: CUDA Error: out of memory at cumem_allocator.cpp:62); give less, or set train.offload_idle to always"
+    without = "rollout.backend: vLLM inside the trainer has no weights: they were not handed over"
+    assert lines == [f"{key} {bad_rank} {why}", without] * 2
+
+
 def test_a_start_that_fails_is_one_line():
     line = run_case(2, "tests.rollout.vllm_cases:a_start_that_fails_names_its_rank")
     assert "does not start on rank 0 (ValueError: Free memory on device cuda:0 (1/2 GiB) on startup is less" in line
@@ -246,3 +255,33 @@ def test_the_process_is_the_trainers_outside(monkeypatch):
     assert states() == before
     torch.manual_seed(1), numpy.random.seed(1), random.seed(1)
     assert (first, second) == tuple((torch.rand(1), numpy.random.rand(), random.random()) for _ in range(2))
+
+
+class Stream:
+    """A CUDA stream, as far as it waits for others."""
+
+    def __init__(self, name: str, waits: list[str]) -> None:
+        self.name, self._waits = name, waits
+
+    def wait_stream(self, other: Stream) -> None:
+        self._waits.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_current_cuda_stream_is_the_trainers_outside(monkeypatch):
+    """vLLM makes one of its own the current one on a GPU; neither side begins before the other has ended."""
+    waits: list[str] = []
+    ours, theirs = Stream("ours", waits), Stream("theirs", waits)
+    current = [ours]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+    apart = Apart(torch.device("cuda", 0), {})
+    with apart.inside():
+        assert current[-1] is ours
+        torch.cuda.set_stream(theirs)
+    assert current[-1] is ours and waits == ["ours waits for theirs"]
+    with apart.inside():
+        assert current[-1] is theirs and waits[1:] == ["theirs waits for ours"]
+    assert current[-1] is ours and waits[2:] == ["ours waits for theirs"]

@@ -82,6 +82,22 @@ def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
     return list(collective.all_ranks().gather(said))
 
 
+def a_cache_without_memory_is_said_on_every_rank(bad_rank: int) -> list[str]:
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of()
+        if dist.get_rank() == bad_rank:
+            vllm.no_room = {"kv_cache"}
+        sampler.update_weights(stream(1.0))
+        said = []
+        for ask in (sampler.wake, lambda: sampler.sample(requests(2))):
+            try:
+                ask()
+            except ServerError as error:
+                said.append(str(error))
+        sampler.sleep()
+    return [line for lines in collective.all_ranks().gather(said) for line in lines]
+
+
 def a_start_that_fails_names_its_rank() -> str:
     with stand_in_vllm.installed() as vllm:
         vllm.fails = "Free memory on device cuda:0 (1/2 GiB) on startup is less than desired\nand more"
