@@ -128,6 +128,7 @@ def from_main(found: Sequence[tuple[str, Tensor]] | None, device: torch.device) 
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(tensor, src=0)
             yield name, tensor.cpu()
+            del tensor  # before there is memory for the next
         else:
             dist.broadcast(found[i][1].to(device).contiguous(), src=0)
             yield found[i]
