@@ -68,11 +68,6 @@ def hide_what_does_not_load() -> None:
         sys.modules[package] = None  # type: ignore[assignment]  # to Python's import: there is no such package
 
 
-def fused_adamw() -> bool | None:
-    """torch's `fused` for AdamW: one pass over memory on a CPU; on a GPU torch chooses."""
-    return None if has_gpu() else True
-
-
 def device() -> torch.device:
     """Where models live in this process: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tests.cuda.models import MODELS
+
 LENGTHS = (700, 229, 95)
 
 
@@ -46,8 +48,100 @@ class Case:
 class Result:
     parameters: int  # bytes of this rank's parameters
     after_init: int  # bytes alive: parameters, gradients, masters
+    backward_peak: int  # the most alive at once until the backward pass was done
     peak: int  # the most alive at once, of init and step
     after_step: int
     syncs: dict[str, float]  # waits of the host in a micro-batch's forward and backward, by line
     step_syncs: dict[str, int]  # in the optimizer step
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
+
+
+DENSE, MOE, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
+GLM, SINKS, GATED = "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B"
+EVERYTHING = ("parameters", "gradients", "optimizer")
+
+
+def _few(model: str, count: int = 8) -> dict[str, Any]:
+    """Few experts: sequential ones take a while each, also without numbers."""
+    names = {MOE: "num_experts", GATED: "num_experts", "allenai/OLMoE-1B-7B-0924": "num_experts",
+             SINKS: "num_local_experts", GLM: "n_routed_experts", LATENT: "n_routed_experts"}  # fmt: skip
+    if model == LATENT:
+        return {names[model]: 4 * count, "first_k_dense_replace": 1}  # of 8 groups
+    return {names[model]: count} if model in names else {}
+
+
+def _case(model: str, **options: Any) -> Case:
+    stages = options.get("pp", 1) * options.get("vpp", 1)
+    return Case(model, **{"layers": max(2, stages), "changes": _few(model)} | options)
+
+
+# One of each family, which together have every option.
+OF_EACH_FAMILY = [
+    _case("meta-llama/Llama-3.1-8B", world=4, tp=2, recompute="selective"),
+    _case("meta-llama/Llama-3.2-1B", world=2, tp=2, lora=True),
+    _case("mistralai/Mistral-7B-v0.1", world=2, cp=2, lengths=(5000, 229)),  # longer than its window
+    _case("Qwen/Qwen2.5-7B", world=4, pp=2, rank=3),
+    _case(DENSE, world=16, rank=9, tp=2, pp=2, vpp=2, cp=2),
+    _case(DENSE, world=2, tp=2, head="value", offload=EVERYTHING),
+    _case(MOE, world=8, rank=5, tp=2, ep=4, etp=1),
+    _case("allenai/OLMoE-1B-7B-0924", world=4, ep=2, lora=True),
+    _case(GATED, recompute="full"),
+    _case(GLM, world=4, rank=2, pp=2, ep=2),
+    _case(LATENT, world=2, tp=2),
+    _case(SINKS, world=2, ep=2, lengths=(700, 100)),
+    _case("mistralai/Mixtral-8x7B-v0.1", world=4, tp=2, ep=2),
+]
+
+# First, middle and last ranks of large worlds, with all experts.
+CORNERS = [
+    Case(LATENT, world=1024, rank=1023, tp=4, pp=8, ep=32, etp=1, layers=16, micro_batches=8),
+    Case(LATENT, world=1024, rank=0, tp=4, pp=8, ep=32, etp=1, layers=16, micro_batches=8),
+    Case(LATENT, world=1024, rank=517, tp=4, pp=8, vpp=2, ep=32, etp=1, layers=16, micro_batches=8),
+    *(Case(DENSE, world=1024, rank=rank, tp=8, pp=4, cp=2, layers=8) for rank in (0, 500, 1023)),
+    *(Case(MOE, world=256, rank=rank, tp=2, pp=2, cp=2, ep=32, layers=4) for rank in (0, 255)),
+]
+
+
+def _product() -> list[Case]:
+    cases = []
+    for model in MODELS:
+        dense = not any("experts" in key for key in MODELS[model])
+        layouts: list[dict[str, Any]] = [
+            {}, {"world": 4, "rank": 1, "tp": 2}, {"world": 4, "rank": 0, "pp": 2}, {"world": 4, "rank": 3, "pp": 2},
+            {"world": 4, "pp": 2, "vpp": 2}, {"world": 4, "cp": 2},
+        ]  # fmt: skip
+        if dense:
+            layouts.append({"world": 2, "tp": 2, "sp": False})
+        else:
+            layouts += [
+                {"world": 8, "rank": 5, "ep": 4}, {"world": 8, "rank": 5, "ep": 2, "tp": 2, "etp": 1},
+                {"world": 32, "rank": 17, "tp": 2, "pp": 2, "cp": 2, "ep": 2},
+            ]  # fmt: skip
+        options: list[dict[str, Any]] = [
+            {"recompute": "selective"}, {"recompute": "full"}, {"head": "value"}, {"lora": True}, {"offload": EVERYTHING},
+        ]  # fmt: skip
+        cases += [_case(model, **layout) for layout in layouts]
+        cases += [_case(model, world=2, tp=2, **option) for option in options]
+    return cases
+
+
+PRODUCT = _product()
+
+
+def ceilings(case: Case) -> dict[str, float]:
+    """How often the host may wait in a micro-batch's forward and backward pass, by the line of code that makes it.
+
+    Dense layers never wait. A layer of experts waits for the numbers of tokens, and twice for a choice of tokens and of
+    their weights; stages wait for the shapes of what they send each other.
+    """
+    layers = (case.layers or 0) * (2 if case.recompute != "none" else 1)
+    moe = "megatron/core/transformer/moe"
+    between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
+    return {
+        r"mrl/engine/megatron/pipeline.py totals __float__": 1,  # the loss, when all micro-batches are done
+        r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
+        rf"{moe}/moe_utils.py permute masked_select": 2 * layers,
+        rf"{moe}/token_dispatcher.py \w+ d2h_event.synchronize": layers,
+        rf"{between} torch.cuda.synchronize": 4 * case.vpp,
+        rf"{between} tolist": 4 * case.vpp,
+    }

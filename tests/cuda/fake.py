@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,15 +51,15 @@ def build_guard() -> Path:
 
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what megatron compiles for a GPU runs as it is written
-ctypes.CDLL(str(build_guard()), mode=ctypes.RTLD_GLOBAL)
+_guard = ctypes.CDLL(str(build_guard()), mode=ctypes.RTLD_GLOBAL)
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from tests.engine.memory import PeakBytes
 
 GPU = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
@@ -169,6 +168,7 @@ def waits(what: str) -> None:
 
 def install(capability: tuple[int, int] = (9, 0)) -> None:
     """torch says that there is a GPU of this compute capability, in this process, from now on."""
+    _guard.install()
     cuda = torch.cuda
     stream = Stream()
 
@@ -269,52 +269,6 @@ def join_world(rank: int, world_size: int) -> None:
 # -- what is watched ---------------------------------------------------------------------------------------------------
 
 
-class Memory(TorchDispatchMode):
-    """Bytes of the storages on `device` that are alive, and the most that were at once.
-
-    As CUDA's caching allocator counts them, in blocks of 512; works for real tensors on a CPU alike.
-    """
-
-    def __init__(self, device: str = "cuda") -> None:
-        super().__init__()
-        self.device, self.now, self.peak = device, 0, 0
-        self._known: dict[int, Any] = {}
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return out
-
-    def see(self, tensor: torch.Tensor) -> None:
-        """Counts the tensor's storage from now on."""
-        if tensor.device.type != self.device:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        size = -(-storage.nbytes() // 512) * 512
-        if key in self._known:
-            self._count(size - self._sizes[key])
-            self._sizes[key] = size
-            return
-        self._sizes[key] = size
-        self._known[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self._count(size)
-
-    def _gone(self, key: int) -> None:
-        self._known.pop(key, None)
-        self._count(-self._sizes.pop(key, 0))
-
-    def _count(self, more: int) -> None:
-        self.now += more
-        self.peak = max(self.peak, self.now)
-
-    def reset_peak(self) -> None:
-        self.peak = self.now
-
-
 _READS = {
     getattr(torch.Tensor, name)
     for name in ("item", "__bool__", "__float__", "__int__", "__index__", "tolist", "numpy", "nonzero", "masked_select")
@@ -367,6 +321,8 @@ class _Functions(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             device = kwargs.pop("device")  # data of the host goes through a tensor of the host
             return func(*args, **kwargs).to(device)
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].device.type == "cuda":
+            return attention(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor):
             tensor = args[0]
             if tensor.device.type == "cuda":
@@ -405,6 +361,31 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) or _has_tensors(v) for v in value)
 
 
+def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    """`scaled_dot_product_attention` by the kernel that torch takes on a GPU, which a build for the CPU does not choose.
+
+    As aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it (cuDNN's, with the same shapes as flash, apart): flash
+    takes no mask and no fp32, the memory-efficient one no groups of queries, and the rest makes the whole matrix.
+    """
+    aten = torch.ops.aten
+    if (
+        attn_mask is None
+        and q.dtype != torch.float32
+        and max(q.shape[-1], v.shape[-1]) <= 256
+        and q.shape[-1] == v.shape[-1]
+    ):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    if not enable_gqa:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
 def _device_of(args: Any, kwargs: Any) -> str | None:
     for value in (*args[1:2], kwargs.get("device")):
         if isinstance(value, torch.device):
@@ -421,7 +402,7 @@ class Fake:
 
     def __init__(self, given: Given | None = None) -> None:
         self.syncs: dict[str, int] = {}
-        self.memory = Memory()
+        self.memory = PeakBytes("cuda", block=512)  # as CUDA's caching allocator rounds
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.given = given or Given()
         self.functions = _Functions(self.given)

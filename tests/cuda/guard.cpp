@@ -50,13 +50,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 
-// As the library is loaded: torch looks for the hooks once, the first time that anything of it is used.
-static const bool loaded = [] {
-  static Guard guard;
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+// Before torch is loaded: it looks for the hooks once, the first time that anything of it is used. A build of torch for
+// CUDA registers its own, with less priority.
+static const bool hooked = [] {
   auto make = [](at::CUDAHooksArgs args) -> std::unique_ptr<at::CUDAHooksInterface> {
     return std::make_unique<Hooks>(args);
   };
-  at::CUDAHooksRegistry()->Register("CUDAHooks", make, "");
+  at::CUDAHooksRegistry()->Register("CUDAHooks", make, c10::REGISTRY_PREFERRED);
   return true;
 }();
+
+// After torch is loaded: such a build has put its own guard there.
+extern "C" void install() {
+  static Guard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+}

@@ -108,37 +108,16 @@ class _Given(fake.Given):
 def run(case: Case) -> Result:
     """Builds the engine and makes one update."""
     fake.join_world(case.rank, case.world)
-    from mrl.batch import Batch, make_batch
-    from mrl.config.schema import (
-        EngineConfig,
-        LoraConfig,
-        MicroBatchConfig,
-        ModelConfig,
-        OptimizerConfig,
-        ParallelConfig,
-        RoleConfig,
-    )  # fmt: skip
+    from mrl.batch import Batch
     from mrl.engine.lora import identity
     from mrl.engine.megatron import inputs
-    from mrl.engine.megatron.engine import MegatronEngine
+    from tests.cuda import update
 
     folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
     if case.lora:
         models.write_zeros(folder)
-    parallel = ParallelConfig(tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=case.etp, sp=case.sp)
-    config = RoleConfig(
-        model=ModelConfig(path=str(folder), dtype=case.dtype, init="pretrained" if case.lora else "random",
-                          lora=LoraConfig() if case.lora else None),
-        engine=EngineConfig(
-            parallel=parallel, recompute=case.recompute, offload=list(case.offload),
-            micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
-        ),
-        optimizer=OptimizerConfig(), head=case.head,
-    )  # fmt: skip
     given = _Given(case)
     given.know_experts()
-    tokens = [list(range(1, 2 + n)) for n in case.lengths] * case.micro_batches  # the last one is a label alone
-    batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
     prepare = inputs.prepare
 
     def on_the_device(batch: Any, *args: Any, device: Any, **kwargs: Any) -> Any:
@@ -147,55 +126,26 @@ def run(case: Case) -> Result:
             made = prepare(batch, *args, device=torch.device("meta"), **kwargs)
         return _moved(made, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device if t.is_meta else t.device))
 
-    select = Batch.select
-
-    def on_the_host(batch: Any, indices: Any) -> Any:
-        with unset_fake_temporarily():
-            return select(batch, indices)
-
-    inputs.prepare, Batch.select = on_the_device, on_the_host
-    fingerprint = identity.fingerprint
-
-    def of_the_file(*args: Any) -> str:
-        with unset_fake_temporarily():
-            return fingerprint(*args)
-
-    identity.fingerprint = of_the_file
+    inputs.prepare = on_the_device
+    Batch.select, identity.fingerprint = _on_real_tensors(Batch.select), _on_real_tensors(identity.fingerprint)
+    batch = update.batch_of(case)
     with fake.Fake(given) as watched:
-        engine = MegatronEngine(config)
-        engine.init_model()
-        made = watched.memory.now
-        rows = sum(inputs.padded_lengths(list(case.lengths), engine.model.dims, packed=True)) // engine.model.dims.cp
-        given.shape = (rows // (case.tp if engine.model.dims.sp else 1), 1, engine.model.hf["hidden_size"])
-        engine.set_loss_fn(lambda data, predictions, ctx: (_loss(data, predictions), ctx))
-        plan, each = engine._plan, len(case.lengths)
-        # micro-batches of equal lengths: stages tell each other one shape
-        engine._plan = lambda batch: [[i * each + j for j in range(each)] for i, _ in enumerate(plan(batch))]
-        engine.optimizer_zero_grad()
-        watched.syncs.clear()
-        with engine.train_mode():
-            engine.forward_backward_step(batch)
-        forward_backward, watched.syncs = watched.syncs, {}
-        engine.optimizer_step()
-        parameters = [p for model in engine.model.chunks for p in model.parameters()]
-        from mrl.engine.megatron import optim
 
-        masters = [main for _, _, main, _ in optim.shards(engine.model.optimizer)]
-        states = list(optim._state_tensors(engine.model.optimizer))
-        gradients = [buffer.grad_data for buffer in optim.gradient_buffers(engine.model.wrapped)]
-        everything = {"parameters": parameters, "masters": masters, "gradients": gradients, "states": states}
-        return Result(
-            parameters=sum(p.numel() * p.element_size() for p in parameters), after_init=made,
-            peak=watched.memory.peak, after_step=watched.memory.now,
-            syncs={line: n / case.micro_batches for line, n in forward_backward.items()}, step_syncs=watched.syncs,
-            tensors={name: sorted({f"{t.device.type} {t.dtype}" for t in some}) for name, some in everything.items()},
-        )  # fmt: skip
+        def built(dims: Any, hidden: int) -> None:
+            rows = sum(inputs.padded_lengths(list(case.lengths), dims, packed=True)) // dims.cp
+            given.shape = (rows // (case.tp if dims.sp else 1), 1, hidden)
+
+        return update.make(case, folder, batch, watched.memory, watched.syncs, built)
 
 
-def _loss(data: Any, predictions: Any) -> Any:
-    if "values" in predictions:
-        return (predictions["values"] * data.loss_mask).sum()
-    return -(predictions["log_probs"] * data.loss_mask).sum()
+def _on_real_tensors(function: Any) -> Any:
+    """What looks into the numbers of a batch or a file gets them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _moved(made: Any, move: Any) -> Any:

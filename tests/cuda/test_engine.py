@@ -1,17 +1,21 @@
 """The Megatron engine on CUDA tensors that have no memory: published widths, every kind of layout, seen from one rank.
 
 What must hold of each: it runs, nothing of the model or the optimizer is on the host, dtypes are as stated, and the host
-waits for the GPU where the table of ceilings says and nowhere else.
+waits for the GPU where the ceilings say and nowhere else. What it takes of memory is what the same update takes for
+real, on CPUs. `python -m tests.cuda` prints the figures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
-from tests.cuda.cases import Case
+from tests.cuda.cases import CORNERS, DENSE, MOE, OF_EACH_FAMILY, PRODUCT, Case, ceilings
 from tests.cuda.worker import Worker
+from tests.engine import harness
+from tests.tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -20,41 +24,53 @@ def worker():
         yield worker
 
 
-DENSE, MOE, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
-SMALL = {"changes": {"num_experts": 16}, "layers": 2}
-
-CASES = [
-    Case(DENSE, layers=2),
-    Case(DENSE, tp=2, pp=2, vpp=2, world=8, rank=5),
-    Case(DENSE, tp=2, cp=2, world=8, recompute="full", layers=2),
-    Case(MOE, world=8, rank=5, ep=4, tp=2, etp=1, **SMALL),
-    Case(LATENT, world=2, tp=2, layers=2, changes={"n_routed_experts": 16, "first_k_dense_replace": 1}),
-]
-
-# Where the host may wait in a micro-batch's forward and backward, and how often; a layer of experts and each message
-# between stages have their own. Anything else fails.
-CEILINGS = {
-    r"mrl/engine/megatron/pipeline.py totals __float__": 1,  # the loss, after the last micro-batch
-    r"mrl/engine/megatron/engine.py most __int__": 1,
-}
-EXPERTS = {
-    r"megatron/core/transformer/moe/moe_utils.py permute masked_select": 2,
-    r"megatron/core/transformer/moe/token_dispatcher.py \w+ d2h_event.synchronize": 1,
-}
-STAGES = {
-    r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes (tolist|torch.cuda.synchronize)": 4,
-}
+ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but([*OF_EACH_FAMILY, CORNERS[0]], ALL), ids=str)
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
-    dtype = {"parameters": "cuda torch.bfloat16"}
     for kind, found in result.tensors.items():
-        assert found == [dtype.get(kind, "cuda torch.float32")], kind
+        trains_in_fp32 = case.lora and kind == "parameters"
+        expected = ["cuda torch.bfloat16"] if kind == "parameters" else ["cuda torch.float32"]
+        assert found == expected or trains_in_fp32 or not found, f"{kind}: {found}"
     assert result.parameters < result.after_init < result.peak
-    layers = (case.layers or 0) * (2 if case.recompute == "full" else 1)
-    ceilings = CEILINGS | {k: v * layers for k, v in EXPERTS.items()} | {k: v * case.vpp for k, v in STAGES.items()}
+    allowed = ceilings(case)
     for line, count in result.syncs.items():
-        allowed = [most for pattern, most in ceilings.items() if re.fullmatch(pattern, line)]
-        assert allowed and count <= allowed[0], f"{line} waits {count} times a micro-batch"
+        most = next((most for pattern, most in allowed.items() if re.fullmatch(pattern, line)), 0)
+        assert count <= most, f"{line}: the host waits {count} times a micro-batch, where {most} are allowed"
+
+
+NARROW = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,
+          "head_dim": 64, "vocab_size": 4096}  # fmt: skip
+REAL = [
+    Case(DENSE, world=2, tp=2, changes=NARROW),
+    Case(DENSE, world=2, pp=2, changes=NARROW),
+    Case(DENSE, world=2, cp=2, changes=NARROW),
+    Case(DENSE, recompute="full", changes=NARROW),
+    Case(MOE, changes=NARROW | {"num_experts": 8, "num_experts_per_tok": 2}),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(REAL[:1], REAL), ids=str)
+def test_memory_is_that_of_a_real_update(worker, case):
+    """State to the byte. Peaks within 5 %: a few functions are fused otherwise on a CPU.
+
+    The vocabulary is small enough for log-probs to be made in one piece on both: a GPU makes larger ones.
+    """
+    [real] = harness.run_world(case.world, [harness.Case("tests.cuda.update:on_cpu", {"case": case})])
+    for rank, expected in enumerate(real.get()):
+        found = worker.call("tests.cuda.run:run", dataclasses.replace(case, rank=rank))
+        for name in ("parameters", "after_init", "after_step"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4), name
+        for name in ("backward_peak", "peak"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=0.05), name
+
+
+def test_what_the_host_reads_is_counted(worker):
+    """The ceilings hold nothing back if reads go unseen: here are some of every kind, in a backward pass too."""
+    assert worker.call("tests.cuda.reads:count") == {
+        "forward": {"item": 1, "cpu": 1, "tolist": 1, "torch.cuda.synchronize": 1, "masked_select": 1, "__bool__": 1},
+        "backward": {"item": 1},
+        "mixed": "Expected all tensors to be on the same device",
+    }

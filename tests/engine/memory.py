@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,30 +15,33 @@ from torch.utils._pytree import tree_leaves
 class PeakBytes(TorchDispatchMode):
     """Inside, `peak` is the most bytes that were alive of what was made inside, and `largest` the most of one storage.
 
-    What an operator uses while it runs is not seen, nor what one that takes tensor subclasses makes of their parts.
+    device: what is counted, all if None. block: storages are counted in multiples of it. What an operator uses while it
+    runs is not seen, nor what one that takes tensor subclasses makes of their parts, fakes apart.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None, block: int = 1) -> None:
         super().__init__()
-        self.peak = self.largest = self._alive = 0
+        self.device, self.block = device, block
+        self.peak = self.largest = self.alive = 0
         self._storages: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(out):
-            if type(tensor) in (Tensor, torch.nn.Parameter):
+            if type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and self.device in (None, tensor.device.type):
                 self._note(tensor.untyped_storage(), before)
         return out
 
     def _note(self, storage: torch.UntypedStorage, before: set[int]) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages or key in before:
-            return
+        key, size = storage._cdata, -(-storage.nbytes() // self.block) * self.block
+        if key not in self._storages:
+            if key in before:
+                return
+            weakref.finalize(storage, self._gone, key)
+        self.alive += size - self._storages.get(key, 0)  # one that was there may have been resized
         self._storages[key] = size
-        weakref.finalize(storage, self._gone, key)
-        self._alive += size
-        self.peak, self.largest = max(self.peak, self._alive), max(self.largest, size)
+        self.peak, self.largest = max(self.peak, self.alive), max(self.largest, size)
 
     def _gone(self, key: int) -> None:
-        self._alive -= self._storages.pop(key)
+        self.alive -= self._storages.pop(key)

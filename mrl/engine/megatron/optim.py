@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
-from mrl.mcore_models import platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
@@ -61,7 +60,7 @@ def build_optimizer(
         for group in part.param_groups:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if isinstance(part.optimizer, torch.optim.AdamW):
-                group["fused"] = platform.fused_adamw()
+                group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
     return optimizer
 
 

@@ -1,0 +1,96 @@
+"""One update of the Megatron engine, on fake CUDA tensors (run.py) or for real: what it takes of memory and of waiting."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mrl.batch import Batch, make_batch
+from mrl.config.schema import (
+    EngineConfig,
+    LoraConfig,
+    MicroBatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RoleConfig,
+)
+from mrl.engine.megatron import optim
+from mrl.engine.megatron.engine import MegatronEngine
+from tests.cuda import models
+from tests.cuda.cases import Case, Result
+from tests.engine.memory import PeakBytes
+
+
+def config_of(case: Case, folder: Path) -> RoleConfig:
+    parallel = ParallelConfig(tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=case.etp, sp=case.sp)
+    start, lora = ("pretrained", LoraConfig()) if case.lora else ("random", None)
+    engine = EngineConfig(
+        parallel=parallel, recompute=case.recompute, offload=list(case.offload),
+        micro_batch=MicroBatchConfig(size=len(case.lengths), tokens=None),
+    )  # fmt: skip
+    model = ModelConfig(path=str(folder), dtype=case.dtype, init=start, lora=lora)
+    return RoleConfig(model=model, engine=engine, optimizer=OptimizerConfig(), head=case.head)
+
+
+def batch_of(case: Case) -> Batch:
+    """A mini-batch whose micro-batches have sequences of `case.lengths` each."""
+    tokens = [list(range(1, 2 + n)) for n in case.lengths] * case.micro_batches  # the last one is a label alone
+    return make_batch(tokens, [[1.0] * len(t) for t in tokens])
+
+
+def make(
+    case: Case, folder: Path, batch: Batch, memory: PeakBytes, syncs: dict[str, int],
+    built: Callable[[Any, int], None] = lambda dims, hidden: None,
+) -> Result:  # fmt: skip
+    """built: called with the layout and the hidden size once the engine is there."""
+    engine = MegatronEngine(config_of(case, folder))
+    engine.init_model()
+    after_init = memory.alive
+    built(engine.model.dims, engine.model.hf["hidden_size"])
+    engine.set_loss_fn(lambda data, predictions, ctx: (_loss(data, predictions), ctx))
+    plan, each = engine._plan, len(case.lengths)
+    # micro-batches of equal lengths: stages tell each other one shape
+    engine._plan = lambda batch: [[i * each + j for j in range(each)] for i, _ in enumerate(plan(batch))]
+    engine.optimizer_zero_grad()
+    syncs.clear()
+    with engine.train_mode():
+        engine.forward_backward_step(batch)
+    in_micro_batch = {line: n / case.micro_batches for line, n in syncs.items()}
+    after_backward = memory.peak
+    syncs.clear()
+    engine.optimizer_step()
+    parameters = [p for model in engine.model.chunks for p in model.parameters()]
+    everything = {
+        "parameters": parameters,
+        "masters": [main for _, _, main, _ in optim.shards(engine.model.optimizer)],
+        "gradients": [buffer.grad_data for buffer in optim.gradient_buffers(engine.model.wrapped)],
+        "states": list(optim._state_tensors(engine.model.optimizer)),
+    }
+    return Result(
+        parameters=sum(p.numel() * p.element_size() for p in parameters), after_init=after_init,
+        backward_peak=after_backward, peak=memory.peak, after_step=memory.alive, syncs=in_micro_batch,
+        step_syncs=dict(syncs),
+        tensors={name: sorted({f"{t.device.type} {t.dtype}" for t in some}) for name, some in everything.items()},
+    )  # fmt: skip
+
+
+def _loss(data: Any, predictions: Any) -> Any:
+    if "values" in predictions:
+        return (predictions["values"] * data.loss_mask).sum()
+    return -(predictions["log_probs"] * data.loss_mask).sum()
+
+
+def on_cpu(case: Case) -> list[Result]:
+    """Every rank's result of the same update on real tensors. A case of the test harness, on as many ranks."""
+    with tempfile.TemporaryDirectory() as folder, PeakBytes("cpu", block=512) as memory:
+        result = make(
+            case, models.write(case.model, Path(folder), case.layers, **case.changes), batch_of(case), memory, {}
+        )
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, result)
+    return everyone
