@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,26 @@ def on_main(fn: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def on_every(fn: Callable[[], T]) -> T:
+    """Calls `fn` on every rank and returns its result there. A UserError that one raises, all raise. Collective."""
+    result, wrong = None, None
+    try:
+        result = fn()
+    except UserError as error:
+        wrong = error
+    first = next((error for error in all_ranks().gather(wrong) if error is not None), None)
+    if first is not None:
+        raise first
+    return cast(T, result)
+
+
+def gather_on_main(value: T) -> list[T]:
+    """Returns the values of all ranks, in order, on the main process, and none on others. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size() if is_main() else []
+    dist.gather_object(value, everyone or None)
+    return everyone
 
 
 def node_ids() -> list[int]:

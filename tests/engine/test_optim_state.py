@@ -1,4 +1,6 @@
-"""The number of updates in a checkpoint, which Adam's bias correction counts (trap 25), wherever an AdamW keeps it."""
+"""AdamW's state in a checkpoint: the number of updates, which Adam's bias correction counts (trap 25), wherever an AdamW
+keeps it; and tensors that megatron's dist_checkpointing reads as well. Layouts: tests/resume/test_layouts.py.
+"""
 
 import types
 
@@ -7,6 +9,8 @@ import torch
 
 from mrl.engine.megatron.engine import MegatronEngine  # noqa: F401  (prepares megatron for this machine)
 from mrl.engine.megatron.optim_state import set_step_count, step_count
+from tests.engine import tiny
+from tests.engine.harness import run_case
 
 
 class CountsByGroup(torch.optim.Optimizer):
@@ -35,3 +39,31 @@ def test_the_count_goes_on_where_it_was(adam):
     assert step_count(part) == 7
     part.optimizer.step()
     assert step_count(part) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "parallel"),
+    [
+        ("qwen3", 2, {}),
+        pytest.param("qwen3_moe", 4, {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 4, {"tp": 2, "etp": 1}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 4, {"pp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_megatron_reads_what_is_saved(tmp_path, family, world, parallel):
+    """With its strict checks of the model; of the optimizer's tensors, of which each rank wrote its own entries, all."""
+    tiny.make_model(str(tmp_path / "model"), family, tied=True)
+    config = tiny.role(str(tmp_path / "model"), backend="megatron", parallel=parallel)
+    case = "tests.engine.checkpoint_cases:megatron_reads"
+    assert run_case(world, case, config=config, folder=str(tmp_path / "checkpoints")) > 40
+
+
+@pytest.mark.parametrize(("rank", "longest"), [(0, 0), (0, 4_000), (1, 40_000)])
+def test_a_rank_that_cannot_write_ends_the_save_of_all(tmp_path, rank, longest):
+    """By one line, and the checkpoint is not there; one of them once waited for the others, or ended with a traceback."""
+    tiny.make_model(str(tmp_path / "model"), "qwen3")
+    config, folder = tiny.role(str(tmp_path / "model"), backend="megatron"), tmp_path / "checkpoints"
+    case = "tests.engine.checkpoint_cases:save_where_files_may_not_grow"
+    said = run_case(2, case, config=config, folder=str(folder), rank=rank, longest=longest)
+    assert said.startswith(str(folder)) and "cannot be written (File too large); give it room" in said
+    assert [p.name for p in folder.glob("step_*")] == ["step_00000002"]

@@ -1,15 +1,21 @@
-"""Where the parts of a stored tensor are looked for. Reading whole checkpoints: tests/convert."""
+"""Where the parts of a stored tensor are looked for, and which boxes a run of entries is. Whole checkpoints: tests/convert."""
 
 import itertools
+import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrl.engine.torch_dist import boxes
+from mrl.engine.torch_dist.boxes import Box, Placed, blocks, boxes_of_run, check, fill, write, write_index
 from mrl.engine.torch_dist.data_files import Item
 from mrl.engine.torch_dist.metadata import write_metadata
 from mrl.engine.torch_dist.reader import Chunk, StoredTensor, TorchDistReader, _overlap
+from mrl.errors import CheckpointError
 
+SHAPES = st.lists(st.integers(1, 5), max_size=4)
 CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
@@ -40,3 +46,84 @@ def test_a_part_that_begins_within_its_storage(tmp_path):
     reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read("w", [(0, 3)]), whole[4:7]) and torch.equal(reader.read("w", [(1, 2)]), whole[5:6])
     reader.close()
+
+
+@given(SHAPES, st.data())
+def test_a_run_of_entries_is_a_few_boxes(sizes, data):
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, math.prod(sizes))] * 2)))
+    numbers = torch.arange(math.prod(sizes)).view(sizes)
+    found = list(boxes_of_run(tuple(sizes), first, last))
+    parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))] for box in found]
+    assert [n for part in parts for n in part.reshape(-1).tolist()] == list(range(first, last))
+    assert len(found) <= max(1, 2 * len(sizes) - 1)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.booleans(), st.integers(0, 3), st.data())
+def test_shards_of_a_parameter_are_boxes_of_what_it_is_made_of(rows, columns, by_rows, lead, data):
+    """A parameter that is two tensors of a checkpoint, split by rows (gate and up) or by columns, in uneven shards."""
+    parameter = torch.arange(rows * columns + lead)[lead:].view(rows, columns)  # somewhere in a buffer
+    dim = 0 if by_rows else 1
+    cut = data.draw(st.integers(0, parameter.shape[dim]))
+    halves = parameter.split([cut, parameter.shape[dim] - cut], dim=dim)
+    views = [Box(key, (9, 9, 9), (3, 1, 2), half[None]) for key, half in zip("ab", halves, strict=True)]
+    placed = Placed(parameter, tuple(view for view in views if view.data.numel()), (0, 0, 0))
+    ends = sorted({0, *data.draw(st.lists(st.integers(0, rows * columns), max_size=3)), rows * columns})
+    found = {key: torch.full((1, rows, columns), -1) for key in "ab"}
+    for start, end in itertools.pairwise(ends):
+        memory = torch.cat([torch.zeros(2, dtype=torch.int64), parameter.reshape(-1)[start:end]])[2:]
+        for box in placed.of_entries(slice(start, end), memory, "master."):
+            assert box.whole == (9, 9, 9) and box.key.startswith("master.")
+            place = tuple(
+                slice(a - b, a - b + n) for a, b, n in zip(box.offsets, (3, 1, 2), box.data.shape, strict=True)
+            )
+            assert (found[box.key[-1]][place] == -1).all()
+            found[box.key[-1]][place] = box.data
+    for key, half in zip("ab", halves, strict=True):
+        assert torch.equal(found[key][0, : half.shape[0], : half.shape[1]], half)
+
+
+@given(SHAPES, st.integers(1, 40))
+def test_blocks_are_small_and_in_order(sizes, block_bytes):
+    numbers = torch.arange(math.prod(sizes), dtype=torch.int32).view(sizes)
+    before, boxes.BLOCK_BYTES = boxes.BLOCK_BYTES, block_bytes
+    try:
+        found = list(blocks(numbers))
+    finally:
+        boxes.BLOCK_BYTES = before
+    assert all(part.numel() * 4 <= max(block_bytes, 4) for _, part in found)
+    assert [n for _, part in found for n in part.reshape(-1).tolist()] == numbers.reshape(-1).tolist()
+    for at, part in found:
+        place = tuple(slice(a, a + n) for a, n in zip(at, part.shape, strict=True))
+        assert torch.equal(numbers[place], part)
+
+
+def test_what_ranks_wrote_is_read_in_another_split_with_other_padding(tmp_path, monkeypatch):
+    """Two ranks with three rows each, of which the last is padding; then one tensor of eight rows, three of them padding."""
+    monkeypatch.setattr(boxes, "BLOCK_BYTES", 16)
+    rows = torch.arange(24.0).view(6, 4)
+    ranks = [
+        write(tmp_path / f"__{r}_0.distcp", [Box("w", (6, 4), (3 * r, 0), rows[3 * r : 3 * r + 3], padded=True)])
+        for r in (0, 1)
+    ]
+    write_index(tmp_path, ranks)
+    reader = TorchDistReader(tmp_path)
+    whole, few = torch.full((8, 4), -1.0), torch.full((2, 4), -1.0)
+    wanted = [Box("w", (8, 4), (0, 0), whole, padded=True), Box("w", (5, 4), (3, 0), few, padded=True)]
+    check(reader, wanted)
+    fill(reader, wanted)
+    assert torch.equal(whole, torch.cat([rows, torch.zeros(2, 4)])) and torch.equal(few, rows[3:5])
+    for box, says in (
+        (Box("w", (8, 4), (0, 0), whole), r"has w in the shape \[6, 4\], and here it is \[8, 4\]"),
+        (Box("w", (6, 5), (0, 0), whole, padded=True), r"here it is \[6, 5\]"),
+        (Box("w", (6, 4, 1), (0, 0, 0), whole, padded=True), r"here it is \[6, 4, 1\]"),
+        (Box("v", (6, 4), (0, 0), whole), "has no v"),
+    ):
+        with pytest.raises(CheckpointError, match=says):
+            check(reader, [box])
+    reader.close()
+
+
+def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):
+    one = write(tmp_path / "__0_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
+    with pytest.raises(CheckpointError, match="w has 24 entries and its parts have 12"):
+        write_index(tmp_path, [one])

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
 
 from mrl.data.batches import BatchSource
+from mrl.engine.megatron import dist_checkpoint
 from mrl.metrics import MetricsLog
 from mrl.trainers import sft
 from tests.trainers.cases import before, train
 
 EVENTS = (
     (BatchSource, "next"), (sft, "save"), (MetricsLog, "write"), (MetricsLog, "sync"), (torch, "save"), (dcp, "save"),
-    (dist_checkpointing, "save"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
+    (dist_checkpoint, "write"), (os, "fsync"), (os, "replace"), (os, "rename"), (os, "mkdir"), (os, "makedirs"),
     (shutil, "rmtree"),
 )  # fmt: skip
 

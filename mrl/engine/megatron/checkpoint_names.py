@@ -46,9 +46,3 @@ def stored(sharded: Mapping[str, Any]) -> dict[str, Any]:
     for entry in kept.values():
         entry.key = stored_name(entry.key)
     return kept
-
-
-def check_loaded(missing: list[str], unexpected: list[str]) -> None:
-    """Takes what `load_state_dict(strict=False)` returns: all that `stored` kept must have been there."""
-    lost = [name for name in (*missing, *unexpected) if _EXTRA not in name]
-    assert not lost, f"the model and its sharded state dict differ in {lost[:8]}"

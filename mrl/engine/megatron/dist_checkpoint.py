@@ -1,7 +1,8 @@
-"""A Megatron engine's state in a checkpoint folder, through megatron's dist_checkpointing.
+"""A Megatron engine's state in a checkpoint folder, in the format of megatron's dist_checkpointing.
 
     mcore/              model and optimizer, sharded by name and place in the whole tensor: any layout and either
                         layer spec loads it; with adapters these alone, under the names of peft's files
+                        (torch_dist/boxes.py writes and reads it: megatron's own writer has all of it on the host first)
     engine.pt           step of the LR schedule, layout, architecture, and the caller's state
     rng/rank_00000.pt   each rank's RNG states; used where layout and type of device are the same, else
                         generators are seeded anew
@@ -13,40 +14,71 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+import io
+import itertools
 import os
-import queue
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 
 from mrl.converters.mcore_weights import architecture
 from mrl.engine import collective
-from mrl.engine.load_errors import LOAD_ERRORS, cannot_load
 from mrl.engine.lora.identity import check_identity
-from mrl.engine.megatron import checkpoint_names, lora, optim_state
+from mrl.engine.megatron import checkpoint_names, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
+from mrl.engine.megatron.optim import optimizers_of
+from mrl.engine.torch_dist.boxes import Box, Placed, Written, check, fill, write, write_index
+from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any]) -> None:
     """Writes this rank's part into the folder `path`. Collective."""
-    rank, described = dist.get_rank(), _description(model)
-    if rank == 0:
-        os.makedirs(os.path.join(path, "mcore"))
-        os.makedirs(os.path.join(path, "rng"))
+    rank, described, folder = dist.get_rank(), _description(model), Path(path)
+
+    def common() -> None:
+        (folder / "mcore").mkdir(parents=True)
+        (folder / "rng").mkdir()
         about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
-        torch.save(about, os.path.join(path, "engine.pt"))
-    collective.wait_for_all()
-    torch.save(_plain_rng(model), os.path.join(path, "rng", f"rank_{rank:05d}.pt"))
-    with _quiet(), _writing_in_process():
-        dist_checkpointing.save(_sharded(model, loading=False), os.path.join(path, "mcore"))
+        _store(about, folder / "engine.pt")
+
+    def own() -> Written:
+        _store(_plain_rng(model), folder / "rng" / f"rank_{rank:05d}.pt")
+        placed = _placed(model)
+        boxes = (box for each in placed if not any(each.replica) for box in each.boxes)
+        moments = () if model.optimizer is None else optim_state.to_write(model.optimizer, placed)
+        return write(folder / "mcore" / f"__{rank}_0.distcp", itertools.chain(boxes, moments))
+
+    collective.on_main(lambda: _writing(path, common))
+    everyone = collective.gather_on_main(collective.on_every(lambda: _writing(path, own)))
+    collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
+
+
+def _store(value: Any, path: Path) -> None:
+    """`torch.save`, whose own writer has no OSError for a full disk.
+
+    Not from `getbuffer`: Python 3.12.1 crashes when it collects one after a write that failed.
+    """
+    data = io.BytesIO()
+    torch.save(value, data)
+    path.write_bytes(data.getvalue())
+
+
+def _writing(path: str, fn: Callable[[], T]) -> T:
+    """Calls `fn`, which writes into `path`; what the disk refuses is the user's to put right."""
+    try:
+        return fn()
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error})"
+        raise CheckpointError(path, why=why, fix="give it room, and run the same command again") from error
 
 
 def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
@@ -65,22 +97,30 @@ def load(model: Model, found: str) -> tuple[int, dict[str, Any]]:
         raise CheckpointError(
             found, why="was saved without an optimizer", fix="resume with the role that it was saved by"
         )
-    sharded = _sharded(model, loading=True)
-    try:
-        with _quiet():
-            loaded = dist_checkpointing.load(sharded, os.path.join(found, "mcore"))
-    except (CheckpointingException, *LOAD_ERRORS) as error:
-        raise cannot_load(found, error) from error
-    for index, chunk in enumerate(model.chunks):
-        if model.adapters:
-            lora.restore(chunk, loaded[f"model{index}"])
-        else:
-            checkpoint_names.check_loaded(*chunk.load_state_dict(loaded[f"model{index}"], strict=False))
+    collective.on_every(lambda: _read_tensors(model, found))
     if model.optimizer is not None:
-        optim_state.restore(model.optimizer, loaded["optimizer"], saved["optimizer_steps"])
+        for part in optimizers_of(model.optimizer):
+            optim_state.set_step_count(part.optimizer, saved["optimizer_steps"])
     if saved["layout"] == dataclasses.asdict(model.dims):
         _restore_rng(model, _read(os.path.join(found, "rng", f"rank_{rank:05d}.pt"), found))
     return saved["schedule_step"], saved["state"]
+
+
+def _read_tensors(model: Model, found: str) -> None:
+    """Fills this rank's tensors, one block after the other. Nothing is changed unless all of them are there."""
+    try:
+        with contextlib.closing(TorchDistReader(os.path.join(found, "mcore"))) as reader:
+            placed = _placed(model)
+            boxes = [box for each in placed for box in each.boxes]
+            if model.optimizer is not None:
+                boxes += optim_state.to_read(model.optimizer, placed)
+            check(reader, boxes)
+            fill(reader, boxes)
+    except CheckpointError as error:
+        where = os.path.basename(error.key or "")
+        raise CheckpointError(
+            found, why=f"cannot be loaded ({where} {error.why})", fix="use another checkpoint"
+        ) from error
 
 
 def check_architecture(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
@@ -129,22 +169,41 @@ def _restore_rng(model: Model, saved: Mapping[str, Any]) -> None:
         torch.set_rng_state(saved["host"])
 
 
-def _sharded(model: Model, *, loading: bool) -> dict[str, Any]:
-    """megatron's sharded state dict. Optimizer state is keyed like the parameters, so tp, pp, ep and dp may change."""
+def _sharded(model: Model) -> dict[str, Any]:
+    """megatron's sharded state dict of the model."""
     metadata = {
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    result: dict[str, Any] = {}
+    whole = (checkpoint_names.stored(chunk.sharded_state_dict(metadata=metadata)) for chunk in model.chunks)
+    return {f"model{index}": of_chunk for index, of_chunk in enumerate(whole)}
+
+
+def _placed(model: Model) -> list[Placed]:
+    """Returns the model's tensors with their places in a checkpoint."""
     if model.adapters:
-        result |= lora.sharded(model.chunks, model.rules)
-    else:
-        for index, chunk in enumerate(model.chunks):
-            result[f"model{index}"] = checkpoint_names.stored(chunk.sharded_state_dict(metadata=metadata))
-    if model.optimizer is not None:
-        result["optimizer"] = optim_state.sharded(model.optimizer, result, loading=loading)
-    return result
+        return list(lora.placed(model.chunks, model.rules))
+    placed = []
+    for entry in nested_values(_sharded(model)):
+        assert isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None, entry
+        entries = nested_values([entry.build() if isinstance(entry, ShardedTensorFactory) else entry])
+        placed.append(Placed(entry.data, tuple(map(_box, entries)), _replica(entry)))
+    held = {id(t): name for c in model.chunks for name, t in weights.tensors_of(c).items()}
+    lost = sorted(held[i] for i in held.keys() ^ {id(each.tensor) for each in placed})
+    assert not lost, f"megatron has no place in a checkpoint for {lost}"
+    return placed
+
+
+def _box(entry: ShardedTensor) -> Box:
+    assert entry.flattened_range is None, entry
+    data = entry.data.detach()
+    data = data[(None,) * (len(entry.global_shape) - data.dim())]  # an expert's: the first dimension is that of experts
+    return Box(entry.key, tuple(entry.global_shape), tuple(entry.global_offset), data, entry.allow_shape_mismatch)
+
+
+def _replica(entry: ShardedBase) -> tuple[int, ...]:
+    return (entry.replica_id,) if isinstance(entry.replica_id, int) else tuple(entry.replica_id)
 
 
 def _read(path: str, found: str) -> Any:
@@ -154,52 +213,3 @@ def _read(path: str, found: str) -> Any:
         raise CheckpointError(
             found, why=f"{os.path.basename(path)} cannot be read ({error})", fix="use another checkpoint"
         ) from error
-
-
-@contextlib.contextmanager
-def _writing_in_process() -> Iterator[None]:
-    """megatron hands what each rank writes to child processes, and starts another one for a queue between them.
-
-    Ours is a save that the run waits for: it writes in this process, so that a run that is killed stops writing, and a
-    program needs no `if __name__ == "__main__"` for the sake of a child that imports it again.
-    """
-    writer = filesystem_async.FileSystemWriterAsync
-    name = "write_preloaded_data_multiproc"
-    original = writer.__dict__.get(name)  # 0.19 has threads instead
-    filesystem_async._results_queue = queue.Queue()
-    if original is not None:
-        setattr(writer, name, staticmethod(_write_here))
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = None
-        if original is not None:
-            setattr(writer, name, original)
-
-
-def _write_here(transforms: list, use_msc: bool, rank: int, buckets: Sequence, results: queue.Queue) -> None:
-    """Writes this rank's files one after the other and reports as megatron's child processes would."""
-    written: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        done: queue.Queue[Any] = queue.Queue()
-        counter: queue.Queue[int] = queue.Queue()
-        counter.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, done, counter, True)
-        _, result = done.get_nowait()
-        if isinstance(result, Exception):
-            results.put(result)
-            return
-        written[index] = result
-    results.put(written)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps from the user what megatron warns of its own use of torch, and logs at every save."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)

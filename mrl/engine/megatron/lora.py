@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from mrl.config.schema import LoraConfig
@@ -25,6 +24,7 @@ from mrl.converters.rules import Rule
 from mrl.converters.stacks import place_of
 from mrl.converters.table import Family
 from mrl.engine.lora.shapes import PREFIX, SCORE, AdapterShape, initial_a
+from mrl.engine.torch_dist.boxes import Box, Placed
 from mrl.mcore_models import lora
 from mrl.mcore_models.build import Model
 
@@ -282,17 +282,12 @@ def off(models: Iterable[Model]) -> Iterator[None]:
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-def sharded(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> dict[str, dict[str, Any]]:
-    """megatron's sharded state dict of what trains: each tensor under its name in peft's file, of experts [E, ...]."""
-    result: dict[str, dict[str, Any]] = {}
-    for index, (model, of_chunk) in enumerate(zip(models, rules, strict=True)):
-        parameters = dict(model.named_parameters())
-        trained = {name: rule for name, rule in of_chunk.items() if name in parameters}  # a router's bias is a buffer
-        trained = {name: rule for name, rule in trained.items() if parameters[name].requires_grad}
-        result[f"model{index}"] = {
-            name: _entry(rule, parameters[name], _replica(rule)) for name, rule in trained.items()
-        }
-    return result
+def placed(models: Sequence[Model], rules: Sequence[Mapping[str, Rule]]) -> Iterator[Placed]:
+    """Yields what trains and its place in a checkpoint: under its name in peft's file, of experts [E, ...]."""
+    for model, of_chunk in zip(models, rules, strict=True):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                yield Placed(parameter, _boxes(of_chunk[name], parameter.detach()), _replica(of_chunk[name]))
 
 
 def _replica(rule: Rule) -> tuple[int, int, int]:
@@ -304,38 +299,13 @@ def _replica(rule: Rule) -> tuple[int, int, int]:
     return (0, parallel_state.get_tensor_model_parallel_rank() if rule.axis is None else 0, copies)
 
 
-def restore(model: Model, loaded: Mapping[str, Tensor]) -> None:
-    """Puts what `sharded` described, now filled, into the chunk."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in loaded.items():
-            parameters[name].copy_(tensor)
-
-
-def _entry(rule: Rule, parameter: Tensor, replica: tuple[int, ...]) -> ShardedTensor | ShardedTensorFactory:
+def _boxes(rule: Rule, data: Tensor) -> tuple[Box, ...]:
     if not isinstance(rule, AdapterRule):
-        return ShardedTensor.from_rank_offsets(SCORE, parameter, replica_id=replica)
+        return (Box(SCORE, tuple(data.shape), (0, 0), data),)
     spans, whole = rule.spans(rule.rank), rule.hf_shapes[0]
+    lead: tuple[int, ...] = ()
+    parts: Sequence[Tensor] = data.split([span.length for span in spans], dim=spans[0].dim)
     if rule.expert is not None:
-        whole = (rule.of.experts, *whole)
-
-    def part(key: str, data: Tensor, span: Span, replica_id: Any) -> ShardedTensor:
-        offset = [0, 0]
-        offset[span.dim] = span.start
-        if rule.expert is not None:
-            offset, data = [rule.expert, *offset], data[None]
-        # without a number of fragments: the ranks' spans may differ in size
-        return ShardedTensor(key, data, data.dtype, tuple(data.shape), whole, tuple(offset), None, replica_id)
-
-    if len(spans) == 1 and rule.expert is None:
-        return part(rule.file_name, parameter, spans[0], replica)
-    lengths, dim = [span.length for span in spans], spans[0].dim
-
-    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
-        parts = data.split(lengths, dim=dim)
-        return [part(key, p.contiguous(), span, replica_id) for p, span in zip(parts, spans, strict=True)]
-
-    def merge(loaded: list[Tensor]) -> Tensor:
-        return torch.cat(loaded, dim=dim - 2).view(parameter.shape)
-
-    return ShardedTensorFactory(rule.file_name, parameter, build, merge, replica)
+        lead, whole, parts = (rule.expert,), (rule.of.experts, *whole), [part[None] for part in parts]
+    offsets = [tuple(span.start if dim == span.dim else 0 for dim in (0, 1)) for span in spans]
+    return tuple(Box(rule.file_name, whole, (*lead, *at), p) for at, p in zip(offsets, parts, strict=True))

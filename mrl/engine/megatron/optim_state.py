@@ -1,5 +1,7 @@
 """AdamW's state in a checkpoint: master weights and moments, keyed and split like the parameters they belong to.
 
+A data-parallel rank writes and reads the entries that it updates, as boxes of the whole tensors: nothing is gathered.
+
 megatron has a format with the same idea ("fully_reshardable"), which loses its place where a gradient buffer has
 several buckets and one of them is padded: state is written that belongs to other parameters (megatron-core 0.16.1,
 distrib_optimizer.get_parameter_state_dp_zero drops the padding, sharded_param_state_fully_reshardable counts it). Tied
@@ -8,20 +10,13 @@ embeddings with an odd vocabulary under pipeline parallelism are enough. So the 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor
 
 from mrl.engine.megatron.optim import optimizers_of, shards
-from mrl.mcore_models import platform
+from mrl.engine.torch_dist.boxes import Box, Placed
 
 PARTS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -44,72 +39,36 @@ def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
             group["step"] = steps
 
 
-def sharded(optimizer: MegatronOptimizer, model_state: Mapping[str, Any], *, loading: bool) -> dict[str, Any]:
-    """Sharded tensors of the whole state, for dist_checkpointing to save or to load into. Collective.
+def to_write(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[Box]:
+    """Yields the boxes of this rank's state that it writes. Moments are zero before the first step.
 
-    model_state: the model chunks' sharded state dict, whose entries say how each parameter is split. Each
-    parameter's state is gathered over its data-parallel ranks, on the host; when `loading`, it is left empty.
+    placed: the model's parameters. Data-parallel ranks have different entries of one; of other ranks that hold the
+    same, one writes.
     """
-    placed, _ = extract_sharded_tensors_and_factories(dict(model_state))
-    of_parameter = {id(entry.data): entry for entry in nested_values(placed)}
-    mine = {id(parameter): (part, main, span) for part, parameter, main, span in shards(optimizer)}
-    result: dict[str, Any] = {}
-    for part in optimizers_of(optimizer):
-        for buffer in part.buffers:
-            for parameter in buffer.param_index_map:
-                entry = of_parameter[id(parameter)]
-                for name in PARTS:
-                    whole = torch.empty(parameter.numel(), dtype=torch.float32)
-                    if not loading:
-                        whole = _gather(
-                            _local(name, mine.get(id(parameter))), parameter.numel(), part.data_parallel_group
-                        )
-                    data = whole.view(parameter.shape)
-                    key = f"optimizer.{name}.{entry.key}"
-                    changes = {"key": key, "data": data} | (
-                        {} if isinstance(entry, ShardedTensorFactory) else {"dtype": data.dtype}
-                    )
-                    result[f"{len(result)}"] = dataclasses.replace(entry, **changes)
-    return result
+    of_parameter = {id(each.tensor): each for each in placed}
+    for part, parameter, main, span in shards(optimizer):
+        place = of_parameter[id(parameter)]
+        if any(place.replica[:-1]):
+            continue
+        moments = part.optimizer.state.get(main, {})
+        for name in PARTS:
+            values = main if name == "master" else moments.get(name)
+            values = torch.zeros_like(main) if values is None else values
+            yield from place.of_entries(span, values.detach().view(-1), _prefix(name))
 
 
-def restore(optimizer: MegatronOptimizer, loaded: Mapping[str, Tensor], steps: int) -> None:
-    """Puts what `sharded(..., loading=True)` described, now filled, into this rank's shards."""
-    mine = {id(parameter): (part, main, span) for part, parameter, main, span in shards(optimizer)}
-    entries = iter(loaded[str(i)] for i in range(len(loaded)))
-    for part in optimizers_of(optimizer):
-        for buffer in part.buffers:
-            for parameter in buffer.param_index_map:
-                whole = {name: next(entries).reshape(-1) for name in PARTS}
-                if id(parameter) not in mine:
-                    continue
-                _, main, span = mine[id(parameter)]
-                main.data.copy_(whole["master"][span].view(main.shape))
-                part.optimizer.state[main] = {
-                    name: whole[name][span].to(main.device).view(main.shape).clone() for name in PARTS[1:]
-                }
-    for part in optimizers_of(optimizer):
-        set_step_count(part.optimizer, steps)
+def to_read(optimizer: MegatronOptimizer, placed: Iterable[Placed]) -> Iterator[Box]:
+    """Yields the boxes of this rank's state, to read into; makes moments where there are none yet."""
+    of_parameter = {id(each.tensor): each for each in placed}
+    for part, parameter, main, span in shards(optimizer):
+        moments = part.optimizer.state[main]
+        for name in PARTS[1:]:
+            if name not in moments:
+                moments[name] = torch.zeros_like(main)
+        for name in PARTS:
+            values = main if name == "master" else moments[name]
+            yield from of_parameter[id(parameter)].of_entries(span, values.detach().view(-1), _prefix(name))
 
 
-def _local(name: str, shard: tuple | None) -> tuple[Tensor, slice] | None:
-    """This rank's part of one kind of state of a parameter; moments are zero before the first step."""
-    if shard is None:
-        return None
-    part, main, span = shard
-    if name == "master":
-        return main.detach().view(-1), span
-    moments = part.optimizer.state.get(main, {}).get(name)
-    return (torch.zeros_like(main) if moments is None else moments).view(-1), span
-
-
-def _gather(local: tuple[Tensor, slice] | None, size: int, group: dist.ProcessGroup) -> Tensor:
-    """[size] fp32 on the host, bit for bit what the ranks of the group hold: bit patterns are summed as integers."""
-    if group.size() == 1:
-        assert local is not None, "one rank has the whole"
-        return local[0].cpu().clone()
-    bits = torch.zeros(size, dtype=torch.int32, device=platform.device())
-    if local is not None:
-        bits[local[1]] = local[0].contiguous().view(torch.int32)
-    dist.all_reduce(bits, group=group)
-    return bits.cpu().view(torch.float32)
+def _prefix(name: str) -> str:
+    return f"optimizer.{name}."

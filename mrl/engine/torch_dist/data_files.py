@@ -96,7 +96,7 @@ class ItemFile:
         """Appends what megatron stores of a module that has no extra state."""
         start, data = self.size, io.BytesIO()
         torch.save([None], data)
-        self.write(data.getbuffer())
+        self.write(data.getvalue())
         return Item(key, None, None, start, self.size - start)
 
     def close(self) -> None:
