@@ -26,7 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.mcore_models import platform
+from mrl.mcore_models import flash, platform
 from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attention
 
 
@@ -159,19 +159,32 @@ class SdpaAttention(MegatronModule):
         split = (t.split([count * length for _, count, length in runs]) for t in (query, key, value))
         for (_, count, length), *run in zip(runs, *split, strict=True):
             q, k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in run)  # [count, heads, length, D]
-            if self.window is None or self.window >= length:
-                out = self._attend(q, k, v, None, causal=True)
-            else:
-                out = self._attend(q, k, v, causal_mask(length, length, self.window, q.device))
-            parts.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+            parts.append(self._causal(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[N, heads, queries, D], which stand at the end of [N, groups, keys, D]."""
+        queries, keys = q.shape[2], k.shape[2]
+        window = None if self.window is None or self.window >= keys else self.window
+        if self.softmax_offset is None and window is None and queries == keys:
+            return self._attend(q, k, v, None, causal=True)
+        if flash.has_kernel(q, v) and not (self.dropout and self.training):
+            return flash.attend(q, k, v, scale=self.scale, window=window, sinks=self.softmax_offset)
+        blocks = [
+            self._attend(q[:, :, rows], k[:, :, seen], v[:, :, seen], causal_mask(*sizes, window, q.device))
+            for rows, seen, sizes in flash.blocks(queries, keys, window)
+        ]
+        return torch.cat(blocks, dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if self.softmax_offset is not None:
-            assert not dropout, "attention sinks have no dropout"
-            places = causal_mask(q.shape[2], k.shape[2], self.window, q.device) if mask is None else mask
-            return explicit_attention(q, k, v, places, scale=self.scale, sinks=self.softmax_offset.view(1, -1, 1, 1))
+            assert not dropout and mask is not None, "attention sinks have no dropout"
+            return explicit_attention(q, k, v, mask, scale=self.scale, sinks=self.softmax_offset.view(1, -1, 1, 1))
+        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # only flash-attn's kernel knows grouped queries, and it knows no mask and no fp32; torch would write the
+            # scores out
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         call = functools.partial(
             F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
             dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1],
@@ -195,19 +208,23 @@ class SdpaAttention(MegatronModule):
         order = zigzag_inverse(packed.padded_lengths, self.cp).to(query.device)
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
         key, value = gathered[order].split([key.shape[-1], value.shape[-1]], dim=-1)
-        parts, local = [], 0
-        for start, count, length in packed.runs:
+        runs = packed.runs
+        parts = []
+        here = query.split([count * length // self.cp for _, count, length in runs])
+        split = (t.split([count * length for _, count, length in runs]) for t in (key, value))
+        for (_, count, length), of_run, *both in zip(runs, here, *split, strict=True):
+            k, v = (t.unflatten(0, (count, length)).transpose(1, 2) for t in both)
             segment = length // (2 * self.cp)
-            for s in range(count):
-                k, v = (t[start + s * length : start + (s + 1) * length].transpose(0, 1)[None] for t in (key, value))
-                for part in (self.cp_rank, 2 * self.cp - 1 - self.cp_rank):
-                    q = query[local : local + segment].transpose(0, 1)[None]
-                    seen = (part + 1) * segment
-                    mask = causal_mask(segment, seen, self.window, q.device)
-                    out = self._attend(q, k[:, :, :seen], v[:, :, :seen], mask)
-                    parts.append(out[0].transpose(0, 1).flatten(1))
-                    local += segment
-        return torch.cat(parts).unsqueeze(1)
+            outs = []
+            for q, place in zip(
+                of_run.unflatten(0, (count, 2, segment)).unbind(1),
+                (self.cp_rank, 2 * self.cp - 1 - self.cp_rank),
+                strict=True,
+            ):
+                seen = (place + 1) * segment
+                outs.append(self._causal(q.transpose(1, 2), k[:, :, :seen], v[:, :, :seen]).transpose(1, 2).flatten(2))
+            parts.append(torch.stack(outs, dim=1).flatten(0, 2))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
 
     def _left_padded(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> Tensor:
         """query [Lq, S, H, D], key, value [Lk, S, G, D]; padding [S, >=Lk] bool, True at left padding. [Lq, S, H*D]."""

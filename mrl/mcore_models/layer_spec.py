@@ -13,7 +13,7 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import te_refuses
+from mrl.mcore_models.te_limits import te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -40,6 +40,8 @@ def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype:
     if wanted == "local":
         return LayerSpec("local", "as configured")
     absent, refusal = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
+    slow = te_slows(fields, dims, dtype=dtype)
+    slow = f"; {slow}" if slow is not None else ""
     if absent not in (None, platform.NO_GPU, platform.ABSENT):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
@@ -49,7 +51,7 @@ def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype:
             raise ConfigError(KEY, wanted, f"needs {lacks}", "set auto or local, or see docs/gpu.md")
         if refusal is not None:
             raise ConfigError(KEY, wanted, f"does not work here: transformer-engine {refusal}", "set auto or local")
-        return LayerSpec("te", "as configured")
+        return LayerSpec("te", "as configured" + slow)
     if absent == platform.NO_GPU:
         where = "te" if refusal is None else f"local too, as transformer-engine {refusal}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
@@ -57,7 +59,7 @@ def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype:
         return LayerSpec("local", f"transformer-engine {absent}")
     if refusal is not None:
         return LayerSpec("local", f"transformer-engine {refusal}")
-    return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
+    return LayerSpec("te", "transformer-engine is installed, and there is a GPU" + slow)
 
 
 def notes(spec: LayerSpec) -> list[str]:

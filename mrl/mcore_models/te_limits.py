@@ -38,11 +38,11 @@ class Gpu:
         """This process's GPU; of a machine without one nothing is known, as the run may be for another."""
         if not torch.cuda.is_available():
             return cls()
-        number = torch.backends.cudnn.version() or 0  # 92501 is 9.25.1
+        number = torch.backends.cudnn.version()  # 92501 is 9.25.1; None where torch has no cuDNN
         return cls(
             torch.cuda.get_device_capability(),
             installed("flash-attn"),
-            (number // 10_000, number // 100 % 100, number % 100),
+            None if number is None else (number // 10_000, number // 100 % 100, number % 100),
             installed("transformer-engine") or None,
         )
 
@@ -131,6 +131,18 @@ def te_refuses(
     if kernels(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         return f"has no kernel for {what} on {kind} without flash-attn 2"
     return f"has no kernel for {what} on {kind}"
+
+
+def te_slows(
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """What to know of a model's attention under transformer-engine where it is the unfused one alone; else None."""
+    gpu = Gpu.here() if gpu is None else gpu
+    if gpu.capability is None or kernels(Attention.of(fields, dims), gpu, dtype) != ("unfused",):
+        return None
+    with_flash = kernels(Attention.of(fields, dims), dataclasses.replace(gpu, flash_attn=None), dtype)
+    cure = "flash-attn 2 or engine.layer_spec: local" if "flash" in with_flash else "engine.layer_spec: local"
+    return f"its attention is the unfused one, whose memory grows with the square of a row; it does not under {cure}"
 
 
 def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:

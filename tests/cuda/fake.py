@@ -192,6 +192,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
     answers |= {name: answer(0) for name in figures}
     for name, value in answers.items():
         setattr(cuda, name, value)
+    torch.backends.cudnn.version = answer(92000)
     random: Any = sys.modules["torch.cuda.random"]
     random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.nvtx = types.SimpleNamespace(

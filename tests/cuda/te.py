@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,45 @@ def boot() -> None:
     sys.meta_path.insert(0, _Finder)
 
 
+ABSENT = (
+    "transformer_engine.pytorch.onnx_extensions",  # needs onnxscript
+    "transformer_engine.pytorch.triton",
+    "transformer_engine.common.triton",
+)
+"""Its modules that need packages which a machine without a GPU has not: kernels in Triton, and the export to ONNX."""
+
+
 class _Finder:
-    """Finds transformer_engine.common, and keeps it from loading the extension, for which the stub stands in."""
+    """Finds transformer_engine.common, and keeps it from loading the extension, for which the stub stands in; and gives
+    `ABSENT` and what is in them as modules in which any name is a function that refuses to be called."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if name.startswith(ABSENT):
+            return importlib.machinery.ModuleSpec(name, _Names(), is_package=True)
         if name != "transformer_engine.common":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
+
+
+class _Names:
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+
+        def refuse(name: str) -> Any:
+            def value(*_: Any, **__: Any) -> None:
+                raise NotImplementedError(f"{spec.name}.{name} is a name alone here")
+
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return value
+
+        module.__getattr__ = refuse
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mrl.mcore_models.te_limits import Gpu, cp_comm_type, te_refuses
+from mrl.mcore_models.te_limits import Gpu, cp_comm_type, te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}
@@ -45,3 +45,11 @@ def test_how_ranks_exchange_keys():
     ways = [cp_comm_type(f, layout(cp=2)) for f in (DENSE, WINDOWS, SINKS)]
     assert ways == ["p2p", "a2a", "a2a"] and cp_comm_type(WINDOWS, layout(tp=8, cp=2)) == "all_gather"
     assert cp_comm_type(WINDOWS | {"window_attn_skip_freq": [0, 0]}, layout(cp=2)) == "p2p"
+
+
+def test_the_unfused_attention_is_said():
+    one = layout()
+    assert te_slows(DENSE, one, H100) is None and te_slows(DENSE, one, Gpu()) is None
+    assert "under flash-attn 2 or engine.layer_spec: local" in te_slows(DENSE, one, A100)
+    assert te_slows(DENSE, one, dataclasses.replace(A100, flash_attn=(2, 8, 3))) is None
+    assert te_slows(SINKS, one, A100).endswith("not under engine.layer_spec: local")

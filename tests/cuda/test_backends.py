@@ -1,0 +1,53 @@
+"""Every micro-batch has an attention kernel of transformer-engine's on each generation of GPUs, or is refused by name.
+
+transformer-engine is asked itself (te_attention.py), and mrl's own table (te_limits.py) says the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.attention_cases import Layout
+from tests.cuda.worker import Worker
+
+GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0))
+GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
+DENSE, WINDOWS, SINKS = "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.1", "openai/gpt-oss-20b"
+LATENT = "deepseek-ai/DeepSeek-V3"
+FEW_EXPERTS = {"num_local_experts": 4}
+NONE = "no kernel"
+
+# What is reached without and with flash-attn, on sm80, sm89, sm90, sm100.
+FUSED = [("fused", "fused")] * 2
+TABLE = [
+    (Layout(DENSE), [("unfused", "flash")] * 2 + FUSED),
+    (Layout(DENSE, cp=2), [(NONE, "flash")] * 2 + FUSED),
+    (Layout(WINDOWS), [("unfused", "flash")] * 2 + FUSED),
+    (Layout(WINDOWS, cp=2), [(NONE, "flash")] * 2 + FUSED),
+    (Layout(WINDOWS, tp=8, cp=2), [(NONE, "flash")] * 2 + FUSED),  # a key-value head a rank: all_gather
+    (Layout(SINKS, changes=FEW_EXPERTS), [("unfused", "unfused")] * 2 + FUSED),
+    (Layout(SINKS, cp=2, changes=FEW_EXPERTS), [(NONE, NONE)] * 2 + FUSED),
+    (Layout(SINKS, tp=8, cp=2, changes=FEW_EXPERTS), [(NONE, NONE)] * 4),
+    (Layout(LATENT, changes={"first_k_dense_replace": 2}), [("unfused", "flash")] * 2 + FUSED),
+    (Layout(LATENT, cp=2, changes={"first_k_dense_replace": 2}), [(NONE, "flash")] * 2 + FUSED),
+    (Layout(DENSE, dtype="float32"), [("unfused", "unfused")] * 4),
+    (Layout(DENSE, cp=2, dtype="float32"), [(NONE, NONE)] * 4),
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(te=True) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("layout, wanted", TABLE, ids=lambda value: str(value) if isinstance(value, Layout) else "")
+def test_transformer_engine_and_the_table_choose_alike(worker, layout, wanted):
+    found = worker.call("tests.cuda.te_attention:ask", layout, GPUS)
+    wanted = [kernel for pair in wanted for kernel in pair]
+    for (capability, flash_attn), result, kernel in zip(GPUS, found, wanted, strict=True):
+        where = f"sm{capability[0]}{capability[1]} {'with' if flash_attn else 'without'} flash-attn: {result}"
+        if kernel == NONE:
+            assert not result.reached & {"flash", "fused", "unfused"} and not result.kernels and result.told, where
+        else:
+            assert result.reached == {kernel} and result.told is None and kernel in result.kernels, where

@@ -1,0 +1,24 @@
+"""The local spec's attention on a GPU takes memory in proportion to the length, in every kind of layer and layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.worker import Worker
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cp": 2}, {"cp": 2, "value_size": 64}, {"window": 128}, {"window": 4096, "cp": 2}, {"sinks": True},
+     {"sinks": True, "window": 128, "cp": 2}],
+    ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
+)  # fmt: skip
+def test_memory_grows_with_the_length(worker, options):
+    short, long = (worker.call("tests.cuda.local_attention:peak", length, **options) for length in (8192, 16384))
+    assert long < 2.1 * short, f"{short / 2**20:.0f} MiB at 8192 tokens, {long / 2**20:.0f} MiB at 16384"
