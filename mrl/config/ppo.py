@@ -80,7 +80,7 @@ class RewardModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means an engine inside the trainer's process")
+    urls: tuple[str, ...] = key((), "servers, as http://host:8000; none means engines inside the trainer's processes")
     weights_dir: str | None = key(
         None, "folder that trainer and servers share, for new weights; null is one in output_dir"
     )

@@ -229,7 +229,9 @@ def check_inside(rollout: RolloutConfig, world_size: int, hf: Mapping[str, Any])
     tp = rollout.server.tp
     if world_size % tp:
         near = divisors_near(world_size, tp, most=2).replace(", ", " or ")
-        raise ConfigError("rollout.server.tp", tp, f"does not divide the {world_size} processes", f"give {near}")
+        raise ConfigError(
+            "rollout.server.tp", tp, f"does not divide the number of processes, {world_size}", f"give {near}"
+        )
     text = hf.get("text_config")
     heads = (text if isinstance(text, Mapping) else hf).get("num_attention_heads")
     if isinstance(heads, int) and heads % tp:

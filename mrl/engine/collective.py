@@ -141,6 +141,9 @@ def from_main(found: Sequence[tuple[str, Tensor]] | None, device: torch.device) 
 
     One tensor travels at a time. device: where the ranks talk; it holds one tensor then.
     """
+    if dist.get_world_size() == 1:
+        yield from found or ()
+        return
     about: list[Any] = [None if found is None else [(name, t.shape, t.dtype) for name, t in found]]
     dist.broadcast_object_list(about, src=0)
     for i, (name, shape, dtype) in enumerate(about[0]):

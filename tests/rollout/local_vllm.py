@@ -33,6 +33,7 @@ from mrl.errors import UserError  # noqa: E402
 from mrl.rollout import vllm_local  # noqa: E402
 from mrl.trainers import ppo  # noqa: E402
 
+RANK = int(os.environ.get("RANK", "0"))  # no launcher says it to a run of one process
 CALLS = ("sleep", "wake_up", "collective_rpc", "generate")
 
 
@@ -109,7 +110,7 @@ def run(config: dict[str, Any], broken_on: int | None) -> dict[str, Any]:
     patches += [recorder.around(cls, "init_model", lambda *_: "a role builds") for cls in (FSDPEngine, MegatronEngine)]
     patches += [recorder.around(BaseEngine, "to", lambda _, where, **kwargs: None if kwargs else f"roles to {where}")]
     patches += [unchanged(name) for name in ("__init__", "update_weights", "sample", "sleep", "wake", "close")]
-    if broken_on == int(os.environ["RANK"]):
+    if broken_on == RANK:
         original, calls = vllm_local._reload, []
 
         def reload(worker: Any, weights: Any) -> None:
@@ -132,7 +133,7 @@ def run(config: dict[str, Any], broken_on: int | None) -> dict[str, Any]:
 
 def main() -> None:
     found = [run(each["config"], each.get("broken_on")) for each in TASK["runs"]]
-    out = pathlib.Path(TASK["out"]) / f"rank_{os.environ['RANK']}.json"
+    out = pathlib.Path(TASK["out"]) / f"rank_{RANK}.json"
     out.write_text(json.dumps(found))
 
 

@@ -65,13 +65,13 @@ def run(folder: pathlib.Path, world: int, *runs: dict) -> list[list[dict]]:
     """What each rank wrote down of each run."""
     task = {"out": str(folder), "lent": sysconfig.get_path("purelib"), "runs": runs}
     (folder / "task.json").write_text(json.dumps(task))
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(world)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    meet = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(VENV / "bin" / "python"), "-m", "tests.rollout.local_vllm", str(folder / "task.json")]
     ranks = [
         subprocess.Popen(
-            command, cwd=ROOT, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment | (meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}),
         )
         for rank in range(world)
     ]  # fmt: skip

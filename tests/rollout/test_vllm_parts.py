@@ -214,7 +214,9 @@ def test_keys_reach_vllm():
 def test_what_an_engine_cannot_be_split_into_is_refused():
     rollout = config_of(server={"tp": 4}).rollout
     check_inside(rollout, 8, {"num_attention_heads": 8})
-    with pytest.raises(ConfigError, match=r"rollout.server.tp: value 4 does not divide the 6 processes; give 2 or 3"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.server.tp: value 4 does not divide the number of processes, 6; give 2 or 3"
+    ):
         check_inside(rollout, 6, {"num_attention_heads": 8})
     with pytest.raises(ConfigError, match=r"value 4 does not divide the model's 14 attention heads; give 1 or 2"):
         check_inside(rollout, 8, {"num_attention_heads": 14})
