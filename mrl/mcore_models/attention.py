@@ -1,4 +1,5 @@
-"""Core attention on `scaled_dot_product_attention`, for the layer spec that needs no transformer-engine.
+"""Core attention on torch's kernels (flash.py has those beside `scaled_dot_product_attention`), for the layer spec that
+needs no transformer-engine.
 
 Dimensions: `T` tokens of a micro-batch on this rank, `H` query heads and `G` key/value groups on this tensor-parallel
 rank, `D` head size, `S` sequences, `L` length of a sequence.
