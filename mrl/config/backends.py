@@ -12,8 +12,8 @@ GROUP = "mrl.engines"
 
 OWN: dict[str, tuple[str, ...]] = {
     "megatron": (
-        "model.lora", "engine.parallel", "engine.recompute", "engine.moe", "engine.offload.parameters",
-        "engine.offload.gradients", "engine.offload.optimizer", "engine.layer_spec",
+        "model.lora", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
+        "engine.offload.parameters", "engine.offload.gradients", "engine.offload.optimizer", "engine.layer_spec",
     ),
     "fsdp": (
         "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",

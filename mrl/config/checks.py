@@ -198,6 +198,7 @@ def check_backend(model: ModelConfig, engine: EngineConfig, role: str = "") -> N
         return
     check_supported(engine.backend, OWN[engine.backend], model, engine, role)
     check_recompute_every(engine, role)
+    check_recompute_modules(engine, role)
 
 
 def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
@@ -207,6 +208,20 @@ def check_recompute_every(engine: EngineConfig, role: str = "") -> None:
         why = f'is not used by {path}.recompute "{engine.recompute}"'
         fix = f"set {path}.recompute to full, or leave it out"
         raise ConfigError(f"{path}.recompute_every", engine.recompute_every, why, fix)
+
+
+def check_recompute_modules(engine: EngineConfig, role: str = "") -> None:
+    """Names of modules are for recompute selective, and there is one at least."""
+    path, modules = f"{role}.engine" if role else "engine", engine.recompute_modules
+    if modules is None:
+        return
+    if engine.recompute != "selective":
+        why = f'is not used by {path}.recompute "{engine.recompute}"'
+        fix = f"set {path}.recompute to selective, or leave it out"
+        raise ConfigError(f"{path}.recompute_modules", list(modules), why, fix)
+    if not modules:
+        why, fix = "recomputes nothing", f"name modules, or set {path}.recompute to none"
+        raise ConfigError(f"{path}.recompute_modules", [], why, fix)
 
 
 def check_replicate(engine: EngineConfig, processes: int, path: str = "engine") -> None:

@@ -135,6 +135,7 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
         return
     backward = {
         "recompute_every": (engine.recompute_every, engine.recompute_every > 1),
+        "recompute_modules": (list(engine.recompute_modules or ()), engine.recompute_modules is not None),
         "recompute": (engine.recompute, engine.recompute != "none"),
         "fsdp.reshard_after_forward": (engine.fsdp.reshard_after_forward, not engine.fsdp.reshard_after_forward),
         "offload": (list(engine.offload), {"gradients", "optimizer", "activations"} & set(engine.offload)),

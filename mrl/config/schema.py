@@ -148,6 +148,9 @@ class FSDPConfig:
     compile: bool = key(False, "torch.compile each layer; needs a C++ compiler, and time at the first steps")
 
 
+RecomputeModule = Literal["layernorm", "mlp", "moe", "shared_experts", "moe_act", "mla_up_proj", "core_attn"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     backend: str = key(
@@ -164,7 +167,15 @@ class EngineConfig:
         may_change=True,
     )
     recompute: Literal["none", "selective", "full"] = key(
-        "none", "activations computed again in the backward pass: none, attention only, every layer", may_change=True
+        "none",
+        "activations computed again in the backward pass: none, those of recompute_modules, every layer",
+        may_change=True,
+    )
+    recompute_modules: tuple[RecomputeModule, ...] | None = key(
+        None,
+        "with recompute selective, what is computed again (megatron backend, docs/layouts.md); null is all of a layer "
+        "but its attention: layernorm, mla_up_proj, and mlp or moe, as the model has them",
+        may_change=True,
     )
     recompute_every: int = key(
         1,

@@ -25,6 +25,7 @@ from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
 from mrl.mcore_models.layout import check_layout
+from mrl.mcore_models.recompute import chosen_modules
 from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims, stage_layers
 
@@ -56,6 +57,7 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     recompute: Literal["none", "selective", "full"] = "none",
+    recompute_modules: Sequence[str] | None = None,
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
     layer_spec: Literal["te", "local"] = "local",
@@ -63,7 +65,8 @@ def transformer_config(
     """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
-    fields |= _layout_fields(fields["num_layers"], dims) | _recompute_fields(fields["num_layers"], recompute, dims)
+    fields |= _layout_fields(fields["num_layers"], dims)
+    fields |= _recompute_fields(fields, recompute, recompute_modules, layer_spec)
     if "num_moe_experts" in fields:
         fields |= {
             "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
@@ -123,11 +126,14 @@ def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:
     return fields
 
 
-def _recompute_fields(num_layers: int, recompute: str, dims: ParallelDims) -> dict[str, Any]:
+def _recompute_fields(
+    fields: Mapping[str, Any], recompute: str, modules: Sequence[str] | None, layer_spec: str
+) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        modules = chosen_modules(fields, modules, layer_spec=layer_spec)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -54,6 +54,7 @@ def prepare() -> None:
         for name in _MODULES:
             importlib.import_module(name)
     _name_what_is_absent()
+    _recompute_without_fp8_and_compiler()
     if not has_gpu():
         _mend_megatron()
 
@@ -226,6 +227,25 @@ def _name_what_is_absent() -> None:
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _recompute_without_fp8_and_compiler() -> None:
+    """Outputs that are dropped and computed again (`recompute_modules` layernorm, moe_act, mla_up_proj), GPU or not.
+
+    `CheckpointWithoutOutput(fp8=False)` asks transformer-engine for its state of FP8, as `False is not None`: there is
+    none where that is not installed, and nothing here is FP8. 0.19 puts the new output into the old one's storage by a
+    C++ extension that it compiles in the first backward pass; a copy, as in 0.16, needs no compiler.
+    """
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+    def share(old: torch.Tensor, new: torch.Tensor) -> None:
+        with torch.no_grad():
+            old.untyped_storage().resize_(new.untyped_storage().size())
+            old.untyped_storage().copy_(new.untyped_storage())
+
+    if hasattr(random, "_get_share_storage"):
+        random._get_share_storage = lambda: share
 
 
 def _mend_megatron() -> None:

@@ -103,7 +103,13 @@ class LatentAttention(MegatronModule):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
         """Returns (hidden states, None: no bias)."""
-        query, key, value = self._heads(hidden_states, packed_seq_params)
+        latents, positions = self._latents(hidden_states), packed_seq_params.positions
+        dropped = None
+        if self._recomputes("mla_up_proj"):
+            dropped = tensor_parallel.CheckpointWithoutOutput()
+            query, key, value = dropped.checkpoint(self._heads, *latents, positions)
+        else:
+            query, key, value = self._heads(*latents, positions)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(
@@ -111,22 +117,38 @@ class LatentAttention(MegatronModule):
                 packed_seq_params=packed_seq_params,
             )  # fmt: skip
 
-        if self.config.recompute_granularity == "selective" and self.training:
+        if self._recomputes("core_attn"):
             out = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
             out = attend(query, key, value)
+        if dropped is not None:
+            dropped.discard_output_and_register_recompute(out)
         return self.linear_proj(out.reshape(out.shape[0], 1, -1))
 
-    def _heads(self, hidden: Tensor, layout: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, H, D + R] and value [T, H, V] of all T tokens."""
+    def _recomputes(self, module: str) -> bool:
+        """Returns whether a forward keeps no activations of a part, by megatron's name for it."""
+        selective = self.config.recompute_granularity == "selective" and module in self.config.recompute_modules
+        return selective and self.training and torch.is_grad_enabled()
+
+    def _latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The latents of queries (the hidden states where there are none) and of keys and values, and the rotary key
+        before it turns."""
         config = self.config
-        if config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden)
-        else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        query = hidden if config.q_lora_rank is None else self.linear_q_down_proj(hidden)
         latent, key_turned = self.linear_kv_down_proj(hidden).split(
             [config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1
         )
+        return query, latent, key_turned
+
+    def _heads(
+        self, query: Tensor, latent: Tensor, key_turned: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key [T, H, D + R] and value [T, H, V] of all T tokens, from what `_latents` gives."""
+        config = self.config
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(query)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(query))
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         # every rank's heads use the one rotary key: its gradient is the sum over them
         if config.sequence_parallel:
@@ -137,7 +159,7 @@ class LatentAttention(MegatronModule):
         both = both.view(both.shape[0], -1, config.qk_head_dim + config.v_head_dim)
         still, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         key_still, value = both.split([config.qk_head_dim, config.v_head_dim], dim=-1)
-        cos_sin = self._cos_sin(layout.positions, query.dtype)
+        cos_sin = self._cos_sin(positions, query.dtype)
         query = torch.cat([still, self._turn(turned, cos_sin)], dim=-1)
         key_turned = self._turn(key_turned, cos_sin).expand(-1, key_still.shape[1], -1)
         return query, torch.cat([key_still, key_turned], dim=-1), value

@@ -44,6 +44,7 @@ CASES = [
     Case("fsdp with tp", "critic.engine.parallel.tp", ("fsdp", "critic.engine.backend to megatron"), ("algorithm.name=ppo", "critic.engine={backend: fsdp, parallel: {tp: 2}}")),
     Case("two devices", "critic.engine.device", ("same processes",), ("algorithm.name=ppo", "critic.engine.device=cuda")),
     Case("recompute of a reference", "reference.engine.recompute", ("never trains",), ("reference.engine.recompute=full",)),
+    Case("recompute_modules of a reference", "reference.engine.recompute_modules", ("never trains",), ("reference.engine={recompute: selective, recompute_modules: [mlp]}",)),
     Case("optimizer of a reference", "reference.engine.offload", ("never trains",), ("reference.engine.offload=[optimizer]",)),
     # What scores.
     Case("no rewards", "rewards", ("nothing to learn from", "rollout.environment"), ("rewards=null",)),

@@ -118,10 +118,7 @@ ENGINE = [
     Row("engine.backend", looks.marker, [(DEFAULT, "megatron"), ("fsdp", "fsdp")], on=MEGATRON),
     Row(
         "engine.device", looks.devices,
-        [
-            (DEFAULT, {HERE}), ("cpu", {"cpu"}),
-            ("cuda", Refusal("ConfigError", "engine.device: ") if HERE == "cpu" else {"cuda"}),
-        ],
+        [(DEFAULT, {HERE}), ("cpu", {"cpu"}), ("cuda", Refusal("ConfigError", "engine.device: ") if HERE == "cpu" else {"cuda"})],
     ),
     Row(
         "engine.layer_spec", looks.layer_spec,
@@ -137,18 +134,21 @@ ENGINE = [
     ),
     Row(
         "engine.recompute", looks.forwards,
-        [
-            (DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 2, "mlp": 1}),
-            ("full", {"attention": 2, "mlp": 2}),
-        ],
+        [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", {"attention": 1, "mlp": 2}), ("full", {"attention": 2, "mlp": 2})],
         on=MEGATRON,
     ),
     Row(
+        "engine.recompute_modules", looks.forwards,
+        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1})],
+        {"engine.recompute": "selective"}, on=MEGATRON,
+    ),
+    Row(
+        "engine.recompute_modules", steps, [(DEFAULT, [1]), (["mlp"], Refusal("ConfigError", "engine.recompute_modules: value \"mlp\""))],
+        what="on fsdp", on=FSDP,
+    ),
+    Row(
         "engine.recompute", looks.forwards,
-        [
-            (DEFAULT, {"attention": 1, "mlp": 1}), ("selective", Refusal("ConfigError", "engine.recompute")),
-            ("full", {"attention": 2, "mlp": 2}),
-        ],
+        [(DEFAULT, {"attention": 1, "mlp": 1}), ("selective", Refusal("ConfigError", "engine.recompute")), ("full", {"attention": 2, "mlp": 2})],
         on=FSDP,
     ),
     Row(

@@ -277,6 +277,7 @@ OTHER_VALUES = {
     "offload": ["parameters"], "options": {}, "tokens": 5000, "size": 3, "sp": True, "schedule": "linear", "betas": [0.5, 0.5], "device": "cpu",
     "min_lr": 1e-9, "eps": 1e-6, "reshard_after_forward": False, "compile": True, "dropout": 0.1, "target_modules": ["q_proj"],
     "exclude_modules": ["q_proj"], "rslora": True, "export": "merged",
+    "recompute_modules": ["core_attn"],
 }  # fmt: skip
 """Key's last name -> a value that is not its default; of numbers, one more."""
 
@@ -296,7 +297,9 @@ def test_a_roles_key_reaches_what_its_engine_is_built_from(key):
         given |= {f"{role}.engine.backend": "fsdp"} | (
             {f"{role}.engine.recompute": "full"} if "fsdp" not in path else {}
         )
-    of_training = ("recompute", "recompute_every", "reshard_after_forward")
+    if name == "recompute_modules":
+        given |= {f"{role}.engine.recompute": "selective"}
+    of_training = ("recompute", "recompute_every", "recompute_modules", "reshard_after_forward")
     if role not in TRAINED and ("moe" in path or name in of_training):
         with pytest.raises(ConfigError, match=f"^{key.path}: value .* is for training"):
             made(given | {key.path: value})

@@ -14,6 +14,7 @@ from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import layer_spec
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.mcore_models.layout import check_layout
+from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
 
 
@@ -29,13 +30,20 @@ class MegatronChecks(EngineChecks):
         fields = fields_of(normalize(dict(hf_config)))
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)
+        if engine.recompute == "selective":
+            chosen_modules(fields, engine.recompute_modules, layer_spec=None)
 
     @classmethod
     def notes_on(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        return layer_spec.notes(layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype))
+        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
+        lines = layer_spec.notes(spec)
+        if engine.recompute == "selective":
+            modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
+            lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
+        return lines
 
 
 def check_text_alone(model: Mapping[str, Any]) -> None:

@@ -36,7 +36,8 @@ class Model:
         self.layer_spec = layer_spec.choose(config.engine.layer_spec, fields_of(dict(self.hf)), dims, dtype=self.dtype)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
-            self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute, aux_loss=config.engine.moe.aux_loss,
+            self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
+            recompute_modules=config.engine.recompute_modules, aux_loss=config.engine.moe.aux_loss,
             z_loss=config.engine.moe.z_loss, layer_spec=self.spec,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)

@@ -1,0 +1,193 @@
+"""What `engine.recompute` and `engine.recompute_modules` leave for the backward pass, and that they change no bit.
+
+Measured are the storages of all that autograd has saved when the loss is computed, each once and as large as it is then, without
+parameters: what a forward pass leaves on the device. `python -m tests.engine.test_recompute` prints the table of docs/layouts.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.config.schema import LoraConfig, MoEConfig, RoleConfig
+from mrl.errors import ConfigError
+from tests.engine import tiny
+from tests.engine.contract import assert_equal, loss_fn
+from tests.engine.harness import run_case
+
+ALL_BUT_ATTENTION = {
+    "llama": ["layernorm", "mlp"],
+    "mixtral": ["layernorm", "moe"],
+    "deepseek_v3": ["layernorm", "mla_up_proj", "mlp", "moe"],
+    "gpt_oss": ["layernorm", "moe"],
+}
+SINGLE = {
+    "llama": ["layernorm", "mlp", "core_attn"],
+    "mixtral": ["layernorm", "moe"],
+    "deepseek_v3": ["layernorm", "mlp", "moe", "shared_experts", "mla_up_proj", "core_attn"],
+    "gpt_oss": ["core_attn", "moe"],
+}
+TOGETHER = {"deepseek_v3": [["mla_up_proj", "core_attn"], ["layernorm", "shared_experts", "mla_up_proj"]]}
+
+
+@dataclasses.dataclass
+class Trained:
+    """One call of forward_backward_step. saved: bytes. forwards: of each layer norm, MLP and so on, by its class."""
+
+    saved: int
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def trained(config: RoleConfig) -> Trained:
+    from mrl.engine.registry import build_engine
+
+    engine = build_engine(config)
+    engine.init_model()
+    engine.optimizer_zero_grad()
+    kept = {p.untyped_storage()._cdata for chunk in engine.model.chunks for p in chunk.parameters()}
+    saved: list[Tensor] = []
+    at_loss: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    def loss(*arguments: Any) -> Any:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().size() for t in saved}
+        at_loss.append(sum(size for key, size in storages.items() if key not in kept))
+        return loss_fn(*arguments)
+
+    engine.set_loss_fn(loss)
+    share = engine.shard_data(tiny.uneven_batch(longest=40))
+    with engine.train_mode(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _, found, _ = engine.forward_backward_step(share)
+    assert len(at_loss) == 1, "one micro-batch"
+    return Trained(at_loss[0], found, dict(engine.hf_gradients()))
+
+
+def with_modules(config: RoleConfig, modules: list[str] | None, recompute: str = "selective") -> RoleConfig:
+    chosen = None if modules is None else tuple(modules)
+    engine = dataclasses.replace(config.engine, recompute=recompute, recompute_modules=chosen)
+    return dataclasses.replace(config, engine=engine)
+
+
+def saves(config: RoleConfig, choices: list[list[str] | None]) -> dict[str, int]:
+    """Bytes saved without recomputation, with each of `choices`, and with full; loss and gradients are those without."""
+    plain = trained(config)
+    found = {"none": plain.saved}
+    for modules in choices:
+        ours = trained(with_modules(config, modules))
+        assert ours.loss == plain.loss
+        assert_equal(ours.gradients, plain.gradients)
+        found["default" if modules is None else "+".join(modules)] = ours.saved
+    found["full"] = trained(with_modules(config, None, "full")).saved
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: tiny.make_model(str(tmp_path_factory.mktemp(family)), family) for family in SINGLE}
+
+
+@pytest.mark.parametrize("family", SINGLE)
+def test_each_name_saves_memory_and_changes_no_bit(folders, family):
+    experts = {} if family == "llama" else {"moe": MoEConfig(aux_loss=0.1, z_loss=0.1)}
+    config = tiny.role(folders[family], backend="megatron", tokens=2000, **experts)
+    choices = [*([name] for name in SINGLE[family]), *TOGETHER.get(family, []), ALL_BUT_ATTENTION[family], None]
+    found = run_case(1, f"{__name__}:saves", config=config, choices=choices)
+    together = found.pop("+".join(ALL_BUT_ATTENTION[family]))
+    assert together == found.pop("default"), "the default is all of a layer but its attention"
+    plain, full = found.pop("none"), found.pop("full")
+    assert all(saved < plain for saved in found.values()), found
+    assert full < together < min(found[name] for name in ALL_BUT_ATTENTION[family] if name in found)
+    # together they save what each of them saves
+    each = [plain - found[name] for name in ALL_BUT_ATTENTION[family] if name in found]
+    assert len(each) < len(ALL_BUT_ATTENTION[family]) or plain - together >= 0.9 * sum(each)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"parallel": {"tp": 2}, "model": {"lora": LoraConfig(rank=4, dropout=0.2)}}),
+        ("deepseek_v3", {"parallel": {"tp": 2}, "dtype": "bfloat16"}),
+        ("deepseek_v3", {"parallel": {"ep": 2}}),
+    ],
+    ids=["llama tp2 lora", "deepseek_v3 tp2", "deepseek_v3 dp2xep2"],
+)
+def test_on_two_ranks(folders, family, options):
+    config = tiny.role(folders[family], backend="megatron", tokens=2000, **options)
+    choices = [None, ["core_attn"], ["layernorm"]]
+    found = run_case(2, f"{__name__}:saves", config=config, choices=choices)
+    assert found["full"] < found["default"] < found["layernorm"] < found["none"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "why"),
+    [
+        ("llama", "moe", "the model has none"), ("llama", "moe_act", "the model has none"),
+        ("llama", "shared_experts", "the model has none"), ("llama", "mla_up_proj", "which the model does not have"),
+        ("mixtral", "mlp", "all layers of the model have experts"), ("mixtral", "shared_experts", "the model has none"),
+        ("deepseek_v3", "moe_act", "engine.layer_spec te has them"),
+    ],
+)  # fmt: skip
+def test_what_a_model_lacks_is_refused(folders, family, name, why):
+    config = with_modules(tiny.role(folders[family], backend="megatron"), [name])
+    found = run_case(1, f"{__name__}:refusal", config=config)
+    assert found.startswith(f"engine.recompute_modules: value {name!r}".replace("'", '"')) and why in found
+
+
+def saves_under_te(config: RoleConfig, choices: list[list[str] | None]) -> dict[str, int]:
+    from tests.engine.te_like import te_like
+
+    with te_like():
+        return saves(config, choices)
+
+
+def test_activations_of_grouped_experts(folders):
+    """megatron's own TEGroupedMLP, around linear layers in plain torch (tests/engine/te_like.py)."""
+    config = tiny.role(folders["mixtral"], backend="megatron", tokens=2000, layer_spec="te")
+    choices = [["moe_act"], ["layernorm"], ["layernorm", "moe_act"], None]
+    found = run_case(1, f"{__name__}:saves_under_te", config=config, choices=choices)
+    assert found["default"] < found["layernorm+moe_act"] < min(found["moe_act"], found["layernorm"])
+    assert max(found["moe_act"], found["layernorm"]) < found["none"]
+
+
+def refusal(config: RoleConfig) -> str:
+    try:
+        trained(config)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+# -- the table of docs/layouts.md --------------------------------------------------------------------------------------
+
+SIZES = {
+    "llama": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+    "deepseek_v3": {
+        "hidden_size": 512, "intermediate_size": 1536, "moe_intermediate_size": 256, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 4, "q_lora_rank": 192, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    },
+}  # fmt: skip
+
+
+def main() -> None:
+    for family, sizes in SIZES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            tiny.make_model(folder, family, layers=4, **sizes)
+            config = tiny.role(folder, backend="megatron", tokens=2000, dtype="bfloat16")
+            choices = [*([name] for name in SINGLE[family]), None]
+            found = run_case(1, "tests.engine.test_recompute:saves", config=config, choices=choices)
+        for name, saved in found.items():
+            print(f"{family:12} {name:16} {saved / 2**20:7.1f} MiB  {saved / found['none']:.0%}")
+
+
+if __name__ == "__main__":
+    main()
