@@ -170,6 +170,7 @@ def build_chunks(
                     layer.self_attention.rotary_scale = scale
             if config.add_bias_linear:
                 _experts_keep_their_sums(model)
+            _mark_own_parts(model)
             if chunk.has_output:
                 replaced = (
                     LanguageHead.replacing(model.output_layer, config) if head == "lm" else ValueHead(config, groups.tp)
@@ -182,18 +183,29 @@ def build_chunks(
 def _experts_keep_their_sums(model: Model) -> None:
     """Experts with biases lie on one rank each (`check_layout`): there is nothing to sum over tensor-parallel ranks.
 
-    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input. It
-    sums the bias' gradient over the ranks of a sequence, where the experts' replicas are summed already; and it leaves
-    it out of the gradient's norm on all tensor-parallel ranks but the first, though each has an own part of it. So it
-    does with the biases of transformer-engine's grouped experts, which say nothing of who has them under ep.
+    megatron adds the bias in place to a sum over that one rank, which autograd refuses as it is the sum's input.
     """
     for module in model.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.explicit_expert_comm = True
+
+
+def _mark_own_parts(model: Model) -> None:
+    """Parameters of which each tensor-parallel rank has a part of its own, and are not marked so: the gradient's norm
+    would leave them out on all tensor-parallel ranks but the first.
+
+    These are biases of experts, which megatron also sums over the ranks of a sequence, where the experts' replicas are
+    summed already; all of transformer-engine's grouped experts (2.20.2 marks them only if they are one tensor;
+    megatron-core 0.19 does it, 0.16 does not); and its attention's sinks, which are fp32 there whatever the model is.
+    """
     for name, parameter in model.named_parameters():
-        if ".experts." in name and _BIAS.search(name):
-            parameter.sequence_parallel = False
+        if ".experts." in name:
             parameter.tensor_model_parallel = True
+            if _BIAS.search(name):
+                parameter.sequence_parallel = False
+        elif name.endswith(".softmax_offset"):
+            parameter.tensor_model_parallel = True
+            parameter.data = parameter.data.to(model.config.params_dtype)
 
 
 class _no_deprecation_notice:

@@ -62,7 +62,8 @@ class NormAndColumn(ColumnParallelLinear):
 
 
 class Grouped(torch.nn.Module):
-    """As TEGroupedLinear: the matrices `weight0`, `weight1`, ... of all experts of a rank, and biases."""
+    """As TEGroupedLinear: the matrices `weight0`, `weight1`, ... of all experts of a rank, and biases. Nothing marks them
+    as parts, as of transformer-engine 2.20.2 in megatron-core 0.16.1."""
 
     axes: dict[str, int]
     made = 0
@@ -77,7 +78,6 @@ class Grouped(torch.nn.Module):
         for expert in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
             init_method(weight)
-            weight.tensor_model_parallel = True
             self.register_parameter(f"weight{expert}", weight)
             if bias:
                 self.register_parameter(

@@ -9,10 +9,15 @@ from tests.engine.lora import random_adapter
 from tests.engine.parity import Outcome, Row, Table
 
 ROWS = (
-    Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
     Row("qwen3_moe", "dp2xep2", size=4, lora="all"),
-    Row("gpt_oss", "tp2+spxdp2xep2", size=4, why="biases of experts, each of which a rank has for itself"),
+    Row("gpt_oss", "tp2+spxdp2xep2", size=4, why="experts and their biases, each of which a rank has for itself"),
+)
+SLOW_ROWS = (
+    Row("deepseek_v3", size=4, why="norms of latents have an epsilon of their own, in the linear after them"),
     Row("mixtral", "tp2+spxdp2xep2xetp2", size=4, lora="all", why="experts that two ranks share"),
+    Row("qwen3_moe", "tp2+spxdp2xep2", size=4, recompute="full", lora="stacks"),
+    Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
+    Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
 )
 
 
@@ -28,6 +33,12 @@ def test_row(table: Table, row: Row):
     outcome = run_world(row.world_size, [case])[0].get()
     assert isinstance(outcome, Outcome)
     assert not outcome.problems, f"{row}: " + "; ".join(outcome.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", SLOW_ROWS, ids=str)
+def test_slow_row(table: Table, row: Row):
+    test_row(table, row)
 
 
 @pytest.mark.parametrize("specs", [("te", "local"), ("local", "te")], ids="-".join)

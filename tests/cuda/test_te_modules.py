@@ -1,0 +1,62 @@
+"""transformer-engine's own modules, without its C++: names, shapes, norms, adapters and checkpoints of every family.
+
+Each model is built twice, of transformer-engine's modules and of the local spec's. The families' tables name every
+parameter of both; what mrl and megatron know a parameter by is the same; and so is every entry of a checkpoint, so that
+one of either spec goes on under the other. What the modules compute is not seen here: tests/engine/test_te_like.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.worker import Worker
+
+SMALLER = {  # config.json with fewer experts, and a dense layer before those where a model can have one
+    "meta-llama/Llama-3.1-8B": {},
+    "mistralai/Mistral-7B-v0.1": {},
+    "Qwen/Qwen2.5-7B": {},
+    "Qwen/Qwen3-8B": {},
+    "Qwen/Qwen3-30B-A3B": {"num_experts": 8, "mlp_only_layers": [0]},
+    "allenai/OLMoE-1B-7B-0924": {"num_experts": 8},
+    "Qwen/Qwen1.5-MoE-A2.7B": {"num_experts": 4},
+    "zai-org/GLM-4.5-Air": {"n_routed_experts": 8, "use_qk_norm": True},
+    "deepseek-ai/DeepSeek-V3": {"n_routed_experts": 16, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+    "openai/gpt-oss-20b": {"num_local_experts": 4},
+    "mistralai/Mixtral-8x7B-v0.1": {"num_local_experts": 4},
+}
+EXPERTS, DENSE = {"rank": 3, "world": 4, "tp": 2, "ep": 2}, {"rank": 3, "world": 4, "tp": 2, "pp": 2}
+FAST = {("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-30B-A3B", True), ("deepseek-ai/DeepSeek-V3", False),
+        ("openai/gpt-oss-20b", False)}  # fmt: skip
+CASES = [
+    pytest.param(
+        model, lora, id=model.split("/")[1] + " lora" * lora, marks=() if (model, lora) in FAST else pytest.mark.slow
+    )
+    for lora in (False, True)
+    for model in SMALLER
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with Worker(te=True) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("model, lora", CASES)
+def test_both_specs_hold_the_same(worker, model, lora):
+    """Trap 10: a parameter that is not marked as a part is left out of the gradient's norm."""
+    changes = SMALLER[model]
+    experts = any("experts" in name for name in changes)
+    layout = EXPERTS if experts else DENSE
+    te, local = worker.call("tests.cuda.te_modules:both", model, layers=2, lora=lora, changes=changes, **layout)
+    assert (te.spec, local.spec) == ("te", "local")
+    theirs = {name for package, names in te.modules.items() if "transformer_engine" in package for name in names}
+    assert {"TERowParallelLinear", "TEDotProductAttention"} <= theirs
+    assert ("TEColumnParallelGroupedLinear" in theirs) == experts
+    assert te.parameters.keys() == local.parameters.keys()
+    different = {name: (p, local.parameters[name]) for name, p in te.parameters.items() if p != local.parameters[name]}
+    assert not different
+    assert {p.device for p in te.parameters.values()} == {"cuda"}
+    assert te.stored == local.stored and len(te.stored) > 4
+    adapted = {expert is not None for _, _, expert, tensor in te.parameters if tensor is not None}
+    assert adapted == ({False} | ({True} if experts else set()) if lora else set())
