@@ -15,43 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import importlib.metadata
-import importlib.util
 import os
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.cuda import guard
+
 HERE = str(Path(__file__).parent)
-GUARD = Path(__file__).with_name("guard.cpp")
-
-
-# -- the guard ---------------------------------------------------------------------------------------------------------
-
-
-def build_guard() -> Path:
-    """Returns the shared library of guard.cpp for this torch; compiles it where that was not done yet (7 s)."""
-    root = Path(importlib.util.find_spec("torch").origin).parent
-    known = hashlib.sha256(GUARD.read_bytes() + f"{importlib.metadata.version('torch')} {root}".encode()).hexdigest()[
-        :16
-    ]
-    built = Path(tempfile.gettempdir()) / f"mrl-fake-cuda-{os.getuid()}-{known}.so"
-    if not built.exists():
-        part = built.with_suffix(f".{os.getpid()}")
-        libraries = ["-lc10", "-ltorch_cpu", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"]
-        command = ["g++", "-O1", "-shared", "-fPIC", "-std=c++20", str(GUARD), f"-I{root}/include", "-o", str(part)]
-        subprocess.run([*command, *libraries], check=True)
-        os.replace(part, built)  # two test processes may build it at once
-    return built
-
-
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what megatron compiles for a GPU runs as it is written
-_guard = ctypes.CDLL(str(build_guard()), mode=ctypes.RTLD_GLOBAL)
+_guard = ctypes.CDLL(str(guard.build()), mode=ctypes.RTLD_GLOBAL)
 
 import torch
 import torch.distributed as dist

@@ -16,11 +16,14 @@ import traceback
 import warnings
 from typing import Any
 
+from tests.cuda import guard
+
 
 class Worker:
     """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py)."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0), *, te: bool = False) -> None:
+        guard.build()  # here, where its failure is a test's
         command = [sys.executable, "-m", "tests.cuda.worker", *map(str, capability), *["te"] * te]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True
