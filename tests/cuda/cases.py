@@ -72,6 +72,8 @@ def _few(model: str, count: int = 8) -> dict[str, Any]:
 
 def _case(model: str, **options: Any) -> Case:
     stages = options.get("pp", 1) * options.get("vpp", 1)
+    if model == SINKS and options.get("tp", 1) > 1:
+        options["etp"] = 1  # its experts have biases
     return Case(model, **{"layers": max(2, stages), "changes": _few(model)} | options)
 
 
