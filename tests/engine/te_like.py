@@ -149,7 +149,9 @@ def _layer(config: Any, experts: int | None) -> ModuleSpec:
         return spec
     parts.pre_mlp_layernorm = IdentityOp
     of_mlp = dataclasses.replace(of_mlp, linear_fc1=NormAndColumn)
-    parts.mlp = functools.partial(MLP, submodules=of_mlp) if partial else ModuleSpec(module=MLP, submodules=of_mlp)
+    parts.mlp = (
+        functools.partial(parts.mlp, submodules=of_mlp) if partial else ModuleSpec(module=MLP, submodules=of_mlp)
+    )
     return spec
 
 
