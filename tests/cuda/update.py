@@ -19,7 +19,7 @@ from mrl.config.schema import (
     ParallelConfig,
     RoleConfig,
 )
-from mrl.engine.megatron import optim
+from mrl.engine.megatron import optim, optim_state
 from mrl.engine.megatron.engine import MegatronEngine
 from tests.cuda import models
 from tests.cuda.cases import Case, Result
@@ -64,16 +64,21 @@ def make(
     after_backward = memory.peak
     syncs.clear()
     engine.optimizer_step()
+    peak, after_step = memory.peak, memory.alive
+    parts = optim.optimizers_of(engine.model.optimizer)
+    for part in parts:
+        optim_state.set_step_count(part.optimizer, 1)  # as after a resume
     parameters = [p for model in engine.model.chunks for p in model.parameters()]
     everything = {
         "parameters": parameters,
         "masters": [main for _, _, main, _ in optim.shards(engine.model.optimizer)],
         "gradients": [buffer.grad_data for buffer in optim.gradient_buffers(engine.model.wrapped)],
         "states": list(optim._state_tensors(engine.model.optimizer)),
+        "steps": [state["step"] for part in parts for state in part.optimizer.state.values()],
     }
     return Result(
         parameters=sum(p.numel() * p.element_size() for p in parameters), after_init=after_init,
-        backward_peak=after_backward, peak=memory.peak, after_step=memory.alive, syncs=in_micro_batch,
+        backward_peak=after_backward, peak=peak, after_step=after_step, syncs=in_micro_batch,
         step_syncs=dict(syncs),
         tensors={name: sorted({f"{t.device.type} {t.dtype}" for t in some}) for name, some in everything.items()},
     )  # fmt: skip

@@ -32,8 +32,8 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
     """The other way: puts the count where this AdamW keeps it."""
     if isinstance(adam, torch.optim.AdamW):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(steps))
+        for main, state in adam.state.items():
+            state["step"] = torch.tensor(float(steps), device=main.device)  # fused kernels read it there
     else:
         for group in adam.param_groups:
             group["step"] = steps
