@@ -176,7 +176,12 @@ def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
 
 
 def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
-    """flash-attn 2. Its third and fourth generations serve GPUs that the fused kernels serve too."""
+    """flash-attn 2. Its third and fourth generations serve GPUs that the fused kernels serve too.
+
+    Where keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence
+    (2.20.2: its AttnFuncWithCPAndKVAllGather says that this kernel cannot take both, and nothing refuses it): queries
+    and keys are then those of other tokens.
+    """
     assert gpu.capability is not None
     least = (2, 7, 3) if gpu.capability >= (10, 0) else (2, 3)
     size = max(attention.query_size, attention.value_size)
@@ -185,6 +190,7 @@ def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
         and (gpu.flash_attn is None or gpu.flash_attn >= least)
         and dtype in (torch.bfloat16, torch.float16)
         and not attention.sinks
+        and attention.cp_communication != "all_gather"
         and size % 8 == 0
         and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
     )

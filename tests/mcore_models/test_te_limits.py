@@ -30,6 +30,7 @@ def layout(**degrees):
         (WINDOWS, {"cp": 2}, H100, None),
         (WINDOWS, {"tp": 8, "cp": 2}, H100, None),  # one key-value head: all_gather
         (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 16)), "2.18 does"),
+        (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(A100, flash_attn=(2, 8, 3)), "windows under cp 2 on GPUs"),
         (SINKS, {"cp": 2}, H100, None),
         (SINKS, {"cp": 2}, A100, "on GPUs of compute capability 8.0"),
         (SINKS, {"tp": 8, "cp": 2}, Gpu(), "there are 1 key-value heads"),
