@@ -41,7 +41,7 @@ class Model(GPTModel):
         Returns hidden states [T (/tp), 1, H] for the next stage, or the head's output [1, T, K] on the last one.
         """
         assert layout.positions is not None
-        self.rotary_pos_emb.positions = None if layout.qkv_format == "thd" else layout.positions
+        self.rotary_pos_emb.positions = layout.positions
         if padding is not None and self.config.sequence_parallel and not self.pre_process:
             # GPTModel scatters the mask on the first stage alone; later stages get their part from here
             padding = padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]

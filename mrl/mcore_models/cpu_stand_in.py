@@ -55,6 +55,7 @@ def prepare() -> None:
             importlib.import_module(name)
     _name_what_is_absent()
     _recompute_without_fp8_and_compiler()
+    _turn_packed_tokens_as_others()
     if not has_gpu():
         _mend_megatron()
 
@@ -246,6 +247,21 @@ def _recompute_without_fp8_and_compiler() -> None:
 
     if hasattr(random, "_get_share_storage"):
         random._get_share_storage = lambda: share
+
+
+def _turn_packed_tokens_as_others() -> None:
+    """Rotary embedding of packed tokens (`qkv_format` "thd"), GPU or not: by angles that are given for each token.
+
+    megatron's function cuts angles of 0, 1, 2, ... by the lengths of sequences, which it reads on the host twice in a
+    layer's forward; and angles of as many positions as the micro-batch has places it takes for those of the whole row.
+    """
+    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+    def turn(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, *, cp_group: Any, **named: Any) -> torch.Tensor:
+        """t [T, heads, D], freqs [T, 1, 1, D] of this rank's tokens."""
+        return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **named).squeeze(1)
+
+    rope._apply_rotary_pos_emb_thd = turn
 
 
 def _mend_megatron() -> None:

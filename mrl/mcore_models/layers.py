@@ -161,19 +161,16 @@ def rotary_scale(scaling: dict | None) -> float:
 class Rotary(RotaryEmbedding):
     """Megatron's rotary embedding with the frequencies of `inverse_frequencies`, at given positions.
 
-    positions: [T] of the micro-batch at hand, set by the model before each forward; None for 0, 1, 2, ... (what
-    transformer-engine's packed rotary embedding indexes for each sequence).
+    positions: [T] of this rank's tokens of the micro-batch at hand, set by the model before each forward.
     """
 
     def __init__(self, inverse: Tensor, cp_group: Any) -> None:
         super().__init__(kv_channels=2 * inverse.numel(), rotary_percent=1.0, cp_group=cp_group)
         self.inv_freq = inverse.to(platform.device())
-        self.positions: Tensor | None = None
+        self.positions = torch.empty(0)
 
-    def forward(self, max_seq_len: int, offset: int = 0, **_: Any) -> Tensor:
+    def forward(self, *_: Any, **__: Any) -> Tensor:
         """[T, 1, 1, head_dim] angles in fp32."""
-        if self.positions is None:
-            return self.get_emb(max_seq_len, offset)
         angles = torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
