@@ -189,6 +189,9 @@ def test_a_shell_completes_keys_and_choices():
     assert complete("sft", "c.yaml", "unknown=") == [] and "convert" in complete("c")
 
 
+NO_GPU = "local (torch sees no GPU; with one and transformer-engine it is te)"
+
+
 def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
     before = workspace.snapshot()
     result = invoke("sft", "config.yaml", "engine.parallel.tp=2", "--nproc", "4", "--dry-run")
@@ -196,6 +199,7 @@ def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
     assert from_dict(yaml.safe_load(result.stdout)) == load_config("config.yaml", ["engine.parallel.tp=2"])
     comments = [line for line in result.stdout.splitlines() if line.startswith("# ")]
     assert comments == [
+        f"# engine.layer_spec: {NO_GPU}",
         "# layout: tp2+spxdp2 on 4 processes",
         "# micro-batch: up to 4096 tokens",
         "# length: 2 steps of 4 sequences a step",
@@ -213,6 +217,7 @@ def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):
     assert result.exit_code == 0, result.output
     assert from_dict(yaml.safe_load(result.stdout), PPOConfig) == load_config("ppo.yaml", overrides, PPOConfig)
     assert [line for line in result.stdout.splitlines() if line.startswith("# ")] == [
+        *(f"# {role}.engine.layer_spec: {NO_GPU}" for role in ("actor", "reference")),
         "# actor: megatron tp2+spxdp3 on 6 processes, micro-batches of up to 4096 tokens",
         "# critic: fsdp dp6 on 6 processes, micro-batches of up to 4096 tokens",
         "# reference: megatron pp3xdp2 on 6 processes, micro-batches of 2 sequences",

@@ -139,7 +139,7 @@ ENGINE = [
     ),
     Row(
         "engine.recompute_modules", looks.forwards,
-        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1})],
+        [(DEFAULT, {"attention": 1, "mlp": 2}), (["core_attn"], {"attention": 2, "mlp": 1}), (["layernorm"], {"attention": 1, "mlp": 1}), (["moe", "shared_experts", "moe_act", "mla_up_proj"], Refusal("ConfigError", "engine.recompute_modules: "))],
         {"engine.recompute": "selective"}, on=MEGATRON,
     ),
     Row(

@@ -49,8 +49,6 @@ def both(model: str, *, layers: int, rank: int, world: int, lora: bool, changes:
 
 
 def _of(role: Any) -> Found:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     from mrl.engine.lora import identity
     from mrl.engine.megatron import dist_checkpoint
@@ -80,11 +78,10 @@ def _of(role: Any) -> Found:
         for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
             parameter.requires_grad_(not model.adapters or id(parameter) in adapters)  # as with an optimizer
         with model.state.installed():
-            entries = []
-            for entry in nested_values(dist_checkpoint._sharded(model, loading=False)):
-                entries += nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+            placed = dist_checkpoint._placed(model)
         stored = {
-            (e.key, str(e.dtype), tuple(e.local_shape), tuple(e.global_shape), tuple(e.global_offset), e.replica_id)
-            for e in entries
+            (box.key, str(box.data.dtype), tuple(box.data.shape), tuple(box.whole), tuple(box.offsets), each.replica)
+            for each in placed
+            for box in each.boxes
         }
     return Found(model.spec, modules, parameters, stored)

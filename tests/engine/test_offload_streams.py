@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ class Cuda(TorchFunctionMode):
         self.current = self.main = Stream(eager=late == "host")
         self.late, self.pinned, self.streams = late, [], [self.main]
 
+    def empty(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`torch.empty`, which notes what is pinned and pins nothing: megatron's stand-in for a CPU may be in its place."""
+
+        def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            if pin_memory:
+                self.pinned.append((args[0], pin_memory))
+            return make(*args, **kwargs)
+
+        return empty
+
     def new_stream(self, device: torch.device) -> Stream:
         self.streams.append(Stream(eager=self.late == "device"))
         return self.streams[-1]
@@ -91,8 +102,6 @@ class Cuda(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is torch.empty and "pin_memory" in kwargs:
-            self.pinned.append((args[0], kwargs.pop("pin_memory")))
         if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
             target, source = args
 
@@ -115,6 +124,7 @@ def cuda(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", simulated.new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: simulated.current)
     monkeypatch.setattr(torch.cuda, "stream", simulated.stream)
+    monkeypatch.setattr(torch, "empty", simulated.empty(torch.empty))
     monkeypatch.setattr(offload, "is_asynchronous", lambda device: True)
     monkeypatch.setattr(offload, "BLOCK", 1024)
     monkeypatch.setattr(offload, "_shrink", lambda storages, real=offload._shrink: (simulated.frees(), real(storages)))

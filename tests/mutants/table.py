@@ -258,7 +258,7 @@ MODELS = (
     *_of(
         "mcore_models/attention.py",
         "mcore_models/test_attention.py",
-        ("self.window is None or self.window >= length", "self.window is None or self.window + 1 >= length"),
+        ("self.window is None or self.window >= keys", "self.window is None or self.window + 1 >= keys"),
         ("config.window_size[0] + 1 if windowed", "config.window_size[0] if windowed"),
     ),
 )  # fmt: skip
