@@ -119,17 +119,17 @@ class VLLMSampler(Sampler):
         """
         self._whole = False
         stream, why = _Stream(weights), None
-        try:
-            self._wake("weights")
-            with self._apart.inside():
+        with self._apart.inside():  # to the end of the stream: its engine puts its own generators in place, and these back
+            try:
+                self._wake("weights")
                 self._engine.collective_rpc(_reload, args=(iter(stream),))
                 if not self._engine.reset_prefix_cache():
                     raise RuntimeError("the prefix cache of the old weights cannot be emptied")
-        except Exception as error:
-            if stream.broken:  # the others are not at its end, and never will be
-                raise
-            why = _in_words(error)
-        stream.read_to_its_end()  # the other ranks are in it too
+            except Exception as error:
+                if stream.broken:  # the others are not at its end, and never will be
+                    raise
+                why = _in_words(error)
+            stream.read_to_its_end()  # the other ranks are in it too
         self._agree(
             why,
             "rollout.backend: vLLM inside the trainer has not taken the actor's weights",
@@ -156,7 +156,8 @@ class VLLMSampler(Sampler):
             return
         why = None
         try:
-            self._wake("kv_cache")
+            with self._apart.inside():
+                self._wake("kv_cache")
         except Exception as error:
             why = _in_words(error)
         self._agree(
@@ -166,9 +167,9 @@ class VLLMSampler(Sampler):
         )
 
     def _wake(self, tag: str) -> None:
+        """Inside, as vLLM's."""
         if tag not in self._awake:
-            with self._apart.inside():
-                self._engine.wake_up(tags=[tag])
+            self._engine.wake_up(tags=[tag])
             self._awake.add(tag)
 
     def _agree(self, why: str | None, what: str, fix: str) -> None:

@@ -174,6 +174,11 @@ def test_a_failed_load_is_said_on_every_rank(bad_rank):
     assert lines[0] == lines[1] and f"on rank {bad_rank} (ValueError: a tensor of a wrong shape);" in lines[0]
 
 
+def test_a_failed_load_moves_no_generators():
+    """What was trained is saved then, with the actor's generators, and goes on to the bit."""
+    assert run_case(2, "tests.rollout.vllm_cases:generators_moved_by_a_failed_load") == []
+
+
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_cache_that_finds_no_memory_is_said_on_every_rank(bad_rank):
     lines = run_case(2, "tests.rollout.vllm_cases:a_cache_without_memory_is_said_on_every_rank", bad_rank=bad_rank)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine import collective
+from mrl.engine.rng import Generators
 from mrl.engine.sampling import SamplingKey, SamplingParams
 from mrl.errors import ServerError
 from mrl.rollout.base import SampleRequest
@@ -80,6 +81,35 @@ def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
         sampler.update_weights(stream(2.0, "c", "d"))
         assert len(sampler.sample(requests(2))) == 2
     return list(collective.all_ranks().gather(said))
+
+
+def generators_moved_by_a_failed_load() -> list[str]:
+    """Whose generators are elsewhere after a load that fails in the middle of a stream, in which the actor's are in use."""
+    actor, trainer = Generators(3, CPU), Generators(4, CPU)
+
+    def actors() -> Iterator[tuple[str, torch.Tensor]]:
+        with actor.installed():
+            yield from stream(1.0, "c", "d")
+
+    with stand_in_vllm.installed() as vllm, trainer.installed():
+        vllm.names = ["a", "b", "c", "d"]
+        sampler = sampler_of()
+        load = vllm.made[0].model.load_weights
+        vllm.made[0].model.load_weights = lambda weights: load(
+            ("faulty", t) if n == "b" else (n, t) for n, t in weights
+        )
+        before = {"trainer": trainer.states()}
+        with actor.installed():
+            before["actor"] = actor.states()
+        try:
+            sampler.update_weights(actors())
+        except ServerError:
+            pass
+        else:
+            raise AssertionError("no error")
+        moved = ["trainer"] if trainer.drawn_since(before["trainer"]) else []
+        with actor.installed():
+            return moved + (["actor"] if actor.drawn_since(before["actor"]) else [])
 
 
 def a_cache_without_memory_is_said_on_every_rank(bad_rank: int) -> list[str]:
