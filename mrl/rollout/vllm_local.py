@@ -37,6 +37,8 @@ from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
 
 SLEEP_LEVEL = 2
+AFTER_A_FAILED_LOAD = 1
+"""Level 2 copies the model's buffers to the host, and a load that broke off has left some of them without memory."""
 
 
 class VLLMSampler(Sampler):
@@ -66,6 +68,7 @@ class VLLMSampler(Sampler):
         self._mode = RAW if temperature == 1 else PROCESSED
         self._awake: set[str] = {"weights", "kv_cache"}
         self._whole = False  # whether it holds one set of weights, all of them
+        self._broken = False  # whether this process's last load broke off
         # Without a process of its own: what `update_weights` streams could not reach another one.
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": str(self._ranks.rank)}
         variables["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
@@ -117,9 +120,9 @@ class VLLMSampler(Sampler):
 
         After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
-        self._whole = False
+        self._whole = self._broken = False
         stream, why = _Stream(weights), None
-        with self._apart.inside():  # to the end of the stream: its engine puts its own generators in place, and these back
+        with self._apart.inside():  # to its end: its engine puts generators of its own in place, and these back
             try:
                 self._wake("weights")
                 self._engine.collective_rpc(_reload, args=(iter(stream),))
@@ -128,7 +131,7 @@ class VLLMSampler(Sampler):
             except Exception as error:
                 if stream.broken:  # the others are not at its end, and never will be
                     raise
-                why = _in_words(error)
+                self._broken, why = True, _in_words(error)
             stream.read_to_its_end()  # the other ranks are in it too
         self._agree(
             why,
@@ -141,7 +144,7 @@ class VLLMSampler(Sampler):
         if self._awake:
             self._whole = False
             with self._apart.inside():
-                self._engine.sleep(level=SLEEP_LEVEL)
+                self._engine.sleep(level=AFTER_A_FAILED_LOAD if self._broken else SLEEP_LEVEL)
             self._awake = set()
 
     def wake(self) -> None:

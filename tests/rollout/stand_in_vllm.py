@@ -22,6 +22,7 @@ class Model(torch.nn.Module):
         super().__init__()
         for name in names:
             self.register_parameter(name, torch.nn.Parameter(torch.full((2,), float("nan"))))
+        self.register_buffer("rotary", torch.ones(2))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = set()
@@ -58,8 +59,11 @@ class LLM:
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
         self.there = set()
-        for parameter in self.model.parameters():
-            parameter.data.fill_(float("nan"))
+        if level == 2:
+            for buffer in self.model.buffers():
+                buffer.cpu()  # kept on the host
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {tags[0]}")
@@ -74,7 +78,9 @@ class LLM:
         method(self, *args)
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        rotary, self.model.rotary = torch.ones(2), self.model.rotary.to("meta")  # without memory until all is loaded
         self.model.load_weights(weights_iterator)
+        self.model.rotary = rotary
 
     def reset_prefix_cache(self) -> bool:
         return True

@@ -77,6 +77,7 @@ def a_failed_load_is_said_on_every_rank(bad_rank: int) -> list[str]:
         else:
             raise AssertionError("sampled from weights of which some are new")
         sampler.sleep()
+        assert not engine.there, "the device's memory is free, for what is saved then"
         engine.model.load_weights = load
         sampler.update_weights(stream(2.0, "c", "d"))
         assert len(sampler.sample(requests(2))) == 2
