@@ -127,3 +127,12 @@ def test_a_checkpoint_that_lacks_entries_is_never_made(tmp_path):
     one = write(tmp_path / "__0_0.distcp", [Box("w", (6, 4), (0, 0), torch.zeros(3, 4))])
     with pytest.raises(CheckpointError, match="w has 24 entries and its parts have 12"):
         write_index(tmp_path, [one])
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "metadata.json"])
+def test_a_full_disk_is_an_error_of_the_disk_whatever_is_written(tmp_path, file):
+    """torch's writer has a RuntimeError for it, which would be a traceback of a save."""
+    one = write(tmp_path / "__0_0.distcp", [Box("w", (3, 4), (0, 0), torch.zeros(3, 4))])
+    (tmp_path / file).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_index(tmp_path, [one])

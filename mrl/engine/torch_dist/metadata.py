@@ -5,6 +5,7 @@ The files are those that megatron's dist_checkpointing writes and reads.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,9 @@ def write_metadata(
     metadata = Metadata(stored, None, storage, StorageMeta(checkpoint_id=None))
     with (folder / ".metadata").open("wb") as out:
         pickle.dump(metadata, out)
-    torch.save({}, folder / "common.pt")
+    common = io.BytesIO()
+    torch.save({}, common)  # its own writer has no OSError for a full disk
+    (folder / "common.pt").write_bytes(common.getvalue())
     about = {
         "sharded_backend": "torch_dist", "sharded_backend_version": 1,
         "common_backend": "torch", "common_backend_version": 1,
