@@ -6,8 +6,9 @@ later grown and filled again; every view stays valid.
 
 On a GPU copies to the host run on a stream of their own, behind all work that the current stream has been given. Until
 such a copy has ended its storage keeps its memory on the device: `wait` ends the copies and frees that memory, and so
-does whatever here takes memory on the device. A kind that is used again before then is where it was. Copies to the
-device run in the current stream, so that all that follows there finds them done.
+does whatever here takes memory on the device, and the next use of the parameters, as for a forward pass. A kind that is
+used again before then is where it was. Copies to the device run in the current stream, so that all that follows there
+finds them done.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Offload:
         away = [kind for kind in kinds if kind in self._parked or kind in self.kinds]
         for kind in kinds:
             self._recall(kind)
+        if "parameters" in kinds:  # a pass through the model takes the memory of what is on its way
+            self.wait()
         taken: list[str] = []
         try:
             for kind in kinds:

@@ -285,6 +285,18 @@ def test_what_is_used_again_before_its_copy_has_ended_stays(cuda):
 
 
 @pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+@pytest.mark.parametrize("kinds", [("optimizer",), ("parameters", "optimizer"), KINDS], ids=" ".join)
+@pytest.mark.parametrize("used", [("parameters",), ("parameters", "gradients")], ids=" ".join)
+def test_the_memory_of_what_waits_is_free_while_the_model_computes(cuda, kinds, used):
+    """A forward and a backward pass take it, though nobody has moved anything to the device since the copy began."""
+    state = State(cuda, kinds)
+    for _ in range(2):
+        state.backward(1.0), state.step(1.0)
+        with state.offload.used(*used):
+            assert not state.of["optimizer"][0].untyped_storage().size()
+
+
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
 def test_all_kinds_are_on_their_way_at_once(cuda):
     state = State(cuda, ())
     state.backward(1.0)
