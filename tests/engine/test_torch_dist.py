@@ -82,6 +82,14 @@ def test_shards_of_a_parameter_are_boxes_of_what_it_is_made_of(rows, columns, by
         assert torch.equal(found[key][0, : half.shape[0], : half.shape[1]], half)
 
 
+def test_a_box_of_a_copy_is_no_place_of_a_parameter():
+    """What is read into one would be lost."""
+    parameter = torch.arange(6.0).view(2, 3)
+    Placed(parameter, (Box("a", (2, 3), (0, 0), parameter.t().t()[None]),), (0, 0, 0))
+    with pytest.raises(AssertionError, match="copies"):
+        Placed(parameter, (Box("a", (2, 3), (0, 0), parameter.clone()),), (0, 0, 0))
+
+
 @given(SHAPES, st.integers(1, 40))
 def test_blocks_are_small_and_in_order(sizes, block_bytes):
     numbers = torch.arange(math.prod(sizes), dtype=torch.int32).view(sizes)

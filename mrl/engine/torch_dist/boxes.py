@@ -47,6 +47,11 @@ class Placed:
     replica: tuple[int, ...]  # megatron's replica_id: all zeros on one of the ranks that hold the same; the last number
     # is the data-parallel rank
 
+    def __post_init__(self) -> None:
+        own = self.tensor.untyped_storage()._cdata
+        copies = [box.key for box in self.boxes if box.data.untyped_storage()._cdata != own]
+        assert not copies, f"{copies} would be read into copies"
+
     def of_entries(self, span: slice, memory: Tensor, prefix: str) -> Iterator[Box]:
         """Yields the boxes of entries `span` of the flattened tensor, for other numbers of the same places.
 
