@@ -39,9 +39,12 @@ class PackedLayout(PackedSeqParams):
     """Places of each sequence in the micro-batch, with its padding, over all context-parallel ranks; each a multiple of
     2*cp where cp > 1."""
     positions: Tensor | None = None  # [T] int64, each local place's index in its sequence
+    order: Tensor | None = None  # `zigzag_inverse` of the lengths where cp > 1: made once, not in every layer
 
     @classmethod
-    def make(cls, padded: Sequence[int], *, positions: Tensor, qkv_format: str = "sbhd") -> "PackedLayout":
+    def make(
+        cls, padded: Sequence[int], *, positions: Tensor, order: Tensor | None = None, qkv_format: str = "sbhd"
+    ) -> "PackedLayout":
         """For sequences in `padded` places each. qkv_format "thd" is for transformer-engine.
 
         All four `cu_seqlens` are one tensor, of padded lengths: a sequence's padding belongs to it and sees it, behind
@@ -57,7 +60,7 @@ class PackedLayout(PackedSeqParams):
         return cls(
             qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
             cu_seqlens_kv_padded=places, max_seqlen_q=longest, max_seqlen_kv=longest, padded_lengths=tuple(padded),
-            positions=positions,
+            positions=positions, order=order,
         )  # fmt: skip
 
     @functools.cached_property
@@ -206,9 +209,8 @@ class SdpaAttention(MegatronModule):
         )  # fmt: skip
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLayout) -> Tensor:
-        order = zigzag_inverse(packed.padded_lengths, self.cp).to(query.device)
         gathered = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.cp_group)
-        key, value = gathered[order].split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = gathered[packed.order].split([key.shape[-1], value.shape[-1]], dim=-1)
         runs = packed.runs
         parts = []
         here = query.split([count * length // self.cp for _, count, length in runs])

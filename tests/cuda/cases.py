@@ -134,7 +134,8 @@ def ceilings(case: Case) -> dict[str, float]:
     """How often the host may wait in a micro-batch's forward and backward pass, by the line of code that makes it.
 
     Dense layers never wait. A layer of experts waits for the numbers of tokens, and twice for a choice of tokens and of
-    their weights; stages wait for the shapes of what they send each other.
+    their weights; stages wait for the shapes of what they send each other. A copy of what the host has just made
+    (`to_gpu`) is waited for too. Those that lay a micro-batch out (inputs.py) are not seen here: run.py gives them.
     """
     layers = (case.layers or 0) * (2 if case.recompute != "none" else 1)
     moe = "megatron/core/transformer/moe"
@@ -146,4 +147,7 @@ def ceilings(case: Case) -> dict[str, float]:
         rf"{moe}/token_dispatcher.py \w+ d2h_event.synchronize": layers,
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,
+        rf"{between} to_gpu": 4 * case.vpp,
+        r"mrl/batch.py to to_gpu": 4,  # tokens, labels, mask and lengths, before the first micro-batch
+        r"mrl/engine/(megatron/engine.py most|collective.py in_batch_order) to_gpu": 1,
     }

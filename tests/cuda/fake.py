@@ -296,6 +296,7 @@ class _Functions(TorchFunctionMode):
             args = (self._numbers(args[0]), *args[1:])
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             device = kwargs.pop("device")  # data of the host goes through a tensor of the host
+            waits("to_gpu")
             return func(*args, **kwargs).to(device)
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].device.type == "cuda":
             return attention(*args, **kwargs)
@@ -308,6 +309,10 @@ class _Functions(TorchFunctionMode):
                     func is torch.Tensor.to and _device_of(args, kwargs) == "cpu" and not kwargs.get("non_blocking")
                 ):
                     waits("cpu")
+            elif (
+                func is torch.Tensor.to and _device_of(args, kwargs) == "cuda" and not kwargs.get("non_blocking")
+            ) or func is torch.Tensor.cuda:
+                waits("to_gpu")  # torch waits for the copy, and so for all that was asked of the stream before
             elif func in _READS and isinstance(tensor, fake_tensor.FakeTensor):
                 return self._value(func, tensor, args)
         return func(*args, **kwargs)

@@ -15,7 +15,7 @@ def peak(length: int, *, cp: int = 1, window: int | None = None, sinks: bool = F
     import torch.distributed as dist
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mrl.mcore_models.attention import PackedLayout, SdpaAttention
+    from mrl.mcore_models.attention import PackedLayout, SdpaAttention, zigzag_inverse
 
     # the last rank has no first segment, which has as many queries as keys: torch's call chooses its kernel on the GPU
     fake.join_world(cp - 1, cp)
@@ -28,7 +28,9 @@ def peak(length: int, *, cp: int = 1, window: int | None = None, sinks: bool = F
         )  # fmt: skip
         process_groups: Any = types.SimpleNamespace(cp=dist.group.WORLD, tp=None)
         module = SdpaAttention(config, 1, pg_collection=process_groups)
-        layout = PackedLayout.make((length,), positions=torch.arange(length, device="cuda"))
+        order = zigzag_inverse((length,), cp).to("cuda")
+        layout = PackedLayout.make((length,), positions=torch.arange(length, device="cuda"), order=order)
+        run.syncs.clear()
         q, k, v = (
             torch.empty(length // cp, 1, n, d, dtype=torch.bfloat16, device="cuda", requires_grad=True)
             for n, d in ((heads, size), (groups, size), (groups, value_size))

@@ -70,7 +70,15 @@ def test_memory_is_that_of_a_real_update(worker, case):
 def test_what_the_host_reads_is_counted(worker):
     """The ceilings hold nothing back if reads go unseen: here are some of every kind, in a backward pass too."""
     assert worker.call("tests.cuda.reads:count") == {
-        "forward": {"item": 1, "cpu": 1, "tolist": 1, "torch.cuda.synchronize": 1, "masked_select": 1, "__bool__": 1},
+        "forward": {
+            "item": 1,
+            "cpu": 1,
+            "tolist": 1,
+            "torch.cuda.synchronize": 1,
+            "to_gpu": 2,
+            "masked_select": 1,
+            "__bool__": 1,
+        },
         "backward": {"item": 1},
         "mixed": "Expected all tensors to be on the same device",
     }

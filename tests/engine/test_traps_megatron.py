@@ -149,7 +149,8 @@ def test_traps_14_and_15_short_sequences_come_back_from_the_zigzag(tp, cp, sp, p
         ]
         for field in ("tokens", "labels"):
             whole = torch.cat([getattr(shard, field) for shard in shards])
-            whole = whole if shards[0].order is None else whole[shards[0].order]
+            order = shards[0].layout.order
+            whole = whole if order is None else whole[order]
             assert torch.equal(whole[shards[0].places], getattr(batch, field))
         assert sum(int((~shard.padding).sum()) for shard in shards) == sum(lengths)
 

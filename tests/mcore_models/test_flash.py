@@ -19,7 +19,7 @@ cpu_stand_in.prepare()
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mrl.mcore_models import attention, flash  # noqa: E402
-from mrl.mcore_models.attention import PackedLayout, SdpaAttention, zigzag_places  # noqa: E402
+from mrl.mcore_models.attention import PackedLayout, SdpaAttention, zigzag_inverse, zigzag_places  # noqa: E402
 from mrl.mcore_models.kv_cache import causal_mask  # noqa: E402
 
 LONG = 2 * flash.BLOCK + 5
@@ -85,7 +85,7 @@ def test_every_rank_has_its_part_of_the_whole(monkeypatch, cp, window, sinks):
     lengths = (2 * cp, 2 * cp, 10 * cp)
     torch.manual_seed(0)
     whole = [torch.randn(sum(lengths), 1, heads, 8) for heads in (2, 1, 1)]
-    layout = PackedLayout.make(lengths, positions=torch.arange(sum(lengths)))
+    layout = PackedLayout.make(lengths, positions=torch.arange(sum(lengths)), order=zigzag_inverse(lengths, cp))
     alone = core(monkeypatch, window=window, sinks=sinks)
     wanted = alone(*whole, packed_seq_params=layout)
     places, ranks = of_ranks(monkeypatch, whole, lengths, cp)
@@ -121,7 +121,7 @@ class Alive(TorchDispatchMode):
 def peak(monkeypatch, length, cp, **options):
     whole = [torch.randn(length, 1, heads, 8, requires_grad=True) for heads in (2, 1, 1)]
     _, ranks = of_ranks(monkeypatch, [t.detach() for t in whole], (length,), cp)
-    layout = PackedLayout.make((length,), positions=torch.arange(length))
+    layout = PackedLayout.make((length,), positions=torch.arange(length), order=zigzag_inverse((length,), cp))
     given = [t.requires_grad_() for t in ranks[0]] if cp > 1 else whole
     module = core(monkeypatch, cp=cp, **options)
     with Alive() as alive:

@@ -31,7 +31,6 @@ class ModelInputs:
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
     layout: PackedLayout  # which places belong together
     places: Tensor  # [T] the place of each real token among all P
-    order: Tensor | None  # [P] index that undoes the zigzag, None without cp
 
 
 def padded_lengths(lengths: list[int], dims: ParallelDims, *, packed: bool) -> list[int]:
@@ -66,11 +65,9 @@ def prepare(
         mine = zigzag_places(tuple(padded), dims.cp, coords.cp_rank)
         tokens, labels, padding, counts, positions = (t[mine] for t in (tokens, labels, padding, counts, positions))
         order = zigzag_inverse(tuple(padded), dims.cp).to(device)
-    layout = PackedLayout.make(padded, positions=positions.to(device), qkv_format="thd" if thd else "sbhd")
+    layout = PackedLayout.make(padded, positions=positions.to(device), order=order, qkv_format="thd" if thd else "sbhd")
     trained = None if counts.all() else counts.nonzero()[:, 0].to(device)
-    return ModelInputs(
-        tokens.to(device), labels.to(device), padding.to(device), trained, layout, places.to(device), order
-    )
+    return ModelInputs(tokens.to(device), labels.to(device), padding.to(device), trained, layout, places.to(device))
 
 
 def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -> Tensor:
@@ -79,7 +76,8 @@ def restore(outputs: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup) -
     Every rank then computes the whole loss, and the backward pass hands each rank the gradient of its own places
     alone: over the group they add up to the gradient of one loss.
     """
-    if inputs.order is not None:
+    order = inputs.layout.order
+    if order is not None:
         outputs = gather_from_sequence_parallel_region(outputs, tensor_parallel_output_grad=False, group=cp_group)
-        outputs = outputs[inputs.order]
+        outputs = outputs[order]
     return outputs[inputs.places]
