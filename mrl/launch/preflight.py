@@ -69,9 +69,12 @@ def needed_processes(parts: Sequence[Part]) -> int:
 
 
 def check_layout(
-    command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int
+    command: TrainingCommand, config: Config, parts: Sequence[Part], world_size: int, *, here: bool = True
 ) -> list[ParallelDims]:
-    """Returns the layout of each part on `world_size` processes, checked against the batch and the model."""
+    """Returns the layout of each part on `world_size` processes, checked against the batch and the model.
+
+    here: the run is to be on this machine, whose GPUs and packages are then looked at too.
+    """
     made = []
     for part in parts:
         with command.keys_of(config, part.role):
@@ -81,7 +84,7 @@ def check_layout(
             _check_ranges(part)
             longest, key = command.longest(config)
             packed, generated = config.data.packing, command.generates
-            _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated))
+            _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
         made.append(dims)
     command.check_processes(config, parts, world_size)
     return made
@@ -95,7 +98,7 @@ def _check_ranges(part: Part) -> None:
         check_fields(part.hf, os.path.join(part.model.path, "config.json"))
 
 
-def _check_model(part: Part, dims: ParallelDims, sequences: Sequences) -> None:
+def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool) -> None:
     """What the engine would refuse of config.json: a family or a field it does not know, sizes that the layout cannot
     split, sequences that are longer than a model has positions, adapters that match none of its modules.
 
@@ -112,7 +115,8 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences) -> None:
         checks = checks_of(part.engine.backend)
         checks.check_config(part.model, part.engine)
         checks.check_model(part.engine, dims, part.hf, sequences)
-        checks.notes_on(part.model, part.engine, dims, part.hf)  # for what it refuses
+        if here:
+            checks.notes_on(part.model, part.engine, dims, part.hf)  # for what it refuses
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 

@@ -155,6 +155,13 @@ def test_bad_requests(workspace, name):
     assert all(text in message for text in case.says), message
 
 
+def test_a_job_has_what_its_nodes_have(workspace):
+    """GPUs, and perhaps an image with transformer-engine: this machine has neither."""
+    on_gpus = ("--gpus-per-node", "2", "engine.device=cuda", "engine.layer_spec=te", "model.dtype=bfloat16")
+    done = slurm_site.invoke("render", "sft", "config.yaml", *on_gpus)
+    assert done.exit_code == 0 and "#SBATCH --gpus-per-node=2" in done.stdout, done.output
+
+
 def test_there_are_thirty():
     assert len(CASES) >= 30
 

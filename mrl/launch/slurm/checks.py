@@ -29,7 +29,7 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
     _check_restarts(config, options)
     parts = preflight.check_files(command, config)
     try:
-        layouts = preflight.check_layout(command, config, parts, options.world_size)
+        layouts = preflight.check_layout(command, config, parts, options.world_size, here=False)
     except ConfigError as error:
         nodes = f"{options.nodes} {'node' if options.nodes == 1 else 'nodes'} of {options.per_node}"
         if error.key is None:  # a package's engine may raise an error of one text
