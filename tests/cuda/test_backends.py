@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from tests.cuda.attention_cases import Layout
-from tests.cuda.worker import Worker
 
 GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0))
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
@@ -38,15 +37,9 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(te=True) as worker:
-        yield worker
-
-
 @pytest.mark.parametrize("layout, wanted", TABLE, ids=lambda value: str(value) if isinstance(value, Layout) else "")
-def test_transformer_engine_and_the_table_choose_alike(worker, layout, wanted):
-    found = worker.call("tests.cuda.te_attention:ask", layout, GPUS)
+def test_transformer_engine_and_the_table_choose_alike(te_worker, layout, wanted):
+    found = te_worker.call("tests.cuda.te_attention:ask", layout, GPUS)
     wanted = [kernel for pair in wanted for kernel in pair]
     for (capability, flash_attn), result, kernel in zip(GPUS, found, wanted, strict=True):
         where = f"sm{capability[0]}{capability[1]} {'with' if flash_attn else 'without'} flash-attn: {result}"

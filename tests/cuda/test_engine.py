@@ -13,16 +13,8 @@ import re
 import pytest
 
 from tests.cuda.cases import CORNERS, DENSE, MOE, OF_EACH_FAMILY, PRODUCT, Case, ceilings
-from tests.cuda.worker import Worker
 from tests.engine import harness
 from tests.tiers import slow_but
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with Worker() as worker:
-        yield worker
-
 
 ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.worker import Worker
-
-
-@pytest.fixture(scope="module")
-def worker():
-    with Worker() as worker:
-        yield worker
-
 
 @pytest.mark.parametrize(
     "options",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cuda.worker import Worker
-
 SMALLER = {  # config.json with fewer experts, and a dense layer before those where a model can have one
     "meta-llama/Llama-3.1-8B": {},
     "mistralai/Mistral-7B-v0.1": {},
@@ -37,19 +35,13 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with Worker(te=True) as worker:
-        yield worker
-
-
 @pytest.mark.parametrize("model, lora", CASES)
-def test_both_specs_hold_the_same(worker, model, lora):
+def test_both_specs_hold_the_same(te_worker, model, lora):
     """Trap 10: a parameter that is not marked as a part is left out of the gradient's norm."""
     changes = SMALLER[model]
     experts = any("experts" in name for name in changes)
     layout = EXPERTS if experts else DENSE
-    te, local = worker.call("tests.cuda.te_modules:both", model, layers=2, lora=lora, changes=changes, **layout)
+    te, local = te_worker.call("tests.cuda.te_modules:both", model, layers=2, lora=lora, changes=changes, **layout)
     assert (te.spec, local.spec) == ("te", "local")
     theirs = {name for package, names in te.modules.items() if "transformer_engine" in package for name in names}
     assert {"TERowParallelLinear", "TEDotProductAttention"} <= theirs
