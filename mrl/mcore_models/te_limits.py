@@ -208,7 +208,7 @@ def _fused(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
     if query > 128 or value > 128:
         if query == value == 256 and blackwell:
             least = max(least, (9, 25, 0))
-        elif (query, value) == (192, 128) and blackwell:
+        elif (query, value) == (192, 128) and blackwell and gpu.capability != (12, 0):
             least = max(least, (9, 11, 0))
         elif not hopper or max(query, value) > 256 or _hopper_fault(query, value):
             return False

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cuda.attention_cases import Layout
 
-GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0))
+GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
 DENSE, WINDOWS, SINKS = "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.1", "openai/gpt-oss-20b"
 LATENT = "deepseek-ai/DeepSeek-V3"
@@ -19,8 +19,8 @@ WRONG = "flash, of other tokens"
 """transformer-engine comes to flash-attn 2 and hands it the whole buffer of queries beside offsets that leave out half of
 every sequence: its docstring of AttnFuncWithCPAndKVAllGather says that this kernel cannot serve it, and no check does."""
 
-# What is reached without and with flash-attn, on sm80, sm89, sm90, sm100.
-FUSED = [("fused", "fused")] * 2
+# What is reached without and with flash-attn, on sm80, sm89, sm90, sm100, sm120.
+FUSED = [("fused", "fused")] * 3
 TABLE = [
     (Layout(DENSE), [("unfused", "flash")] * 2 + FUSED),
     (Layout(DENSE, cp=2), [(NONE, "flash")] * 2 + FUSED),
@@ -29,11 +29,14 @@ TABLE = [
     (Layout(WINDOWS, tp=8, cp=2), [(NONE, WRONG)] * 2 + FUSED),  # a key-value head a rank: all_gather
     (Layout(SINKS, changes=FEW_EXPERTS), [("unfused", "unfused")] * 2 + FUSED),
     (Layout(SINKS, cp=2, changes=FEW_EXPERTS), [(NONE, NONE)] * 2 + FUSED),
-    (Layout(SINKS, tp=8, cp=2, changes=FEW_EXPERTS), [(NONE, NONE)] * 4),
-    (Layout(LATENT, changes={"first_k_dense_replace": 2}), [("unfused", "flash")] * 2 + FUSED),
-    (Layout(LATENT, cp=2, changes={"first_k_dense_replace": 2}), [(NONE, "flash")] * 2 + FUSED),
-    (Layout(DENSE, dtype="float32"), [("unfused", "unfused")] * 4),
-    (Layout(DENSE, cp=2, dtype="float32"), [(NONE, NONE)] * 4),
+    (Layout(SINKS, tp=8, cp=2, changes=FEW_EXPERTS), [(NONE, NONE)] * 5),
+    (
+        Layout(LATENT, changes={"first_k_dense_replace": 2}),
+        [("unfused", "flash")] * 2 + FUSED[:2] + [("unfused", "flash")],
+    ),
+    (Layout(LATENT, cp=2, changes={"first_k_dense_replace": 2}), [(NONE, "flash")] * 2 + FUSED[:2] + [(NONE, "flash")]),
+    (Layout(DENSE, dtype="float32"), [("unfused", "unfused")] * 5),
+    (Layout(DENSE, cp=2, dtype="float32"), [(NONE, NONE)] * 5),
 ]
 
 
