@@ -23,9 +23,8 @@ ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_E
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
     for kind, found in result.tensors.items():
-        trains_in_fp32 = case.lora and kind == "parameters"
         expected = ["cuda torch.bfloat16"] if kind == "parameters" else ["cuda torch.float32"]
-        assert found == expected or trains_in_fp32 or not found, f"{kind}: {found}"
+        assert found == expected, f"{kind}: {found}"
     assert result.parameters < result.after_init < result.peak
     allowed = ceilings(case)
     for line, count in result.syncs.items():
