@@ -1,4 +1,10 @@
-"""The order of tests: those of a real Slurm wait for most of their time, and come first, so that others fill it."""
+"""The order of tests: those of a real Slurm wait for most of their time, and come first, so that others fill it. And none
+fails for being slow: hypothesis would end an example after 200 ms, which a machine with other work on it may take."""
+
+import hypothesis
+
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items):

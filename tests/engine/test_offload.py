@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.config.schema import RoleConfig
-from mrl.engine.offload import KINDS, Offload
+from mrl.engine.offload import KINDS, Copies, Offload
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, gradients, make_engine
 from tests.engine.harness import run_case
@@ -136,6 +136,44 @@ def test_an_error_inside_puts_everything_back():
         assert where(tensors) == {"parameters": 40, "gradients": 0, "optimizer": 40}
         raise ZeroDivisionError
     assert where(tensors) == dict.fromkeys(KINDS, 0)
+    assert_whole(tensors, offload)
+
+
+def test_what_is_in_use_stays_until_its_last_user_has_done():
+    tensors, offload = toy()
+    with offload.used("parameters"):
+        with offload.used("parameters", "optimizer"):
+            pass
+        assert where(tensors) == {"parameters": 40, "gradients": 0, "optimizer": 0}
+    assert where(tensors) == dict.fromkeys(KINDS, 0)
+
+
+def test_what_was_sent_away_by_hand_goes_back_after_use():
+    tensors, offload = toy(kinds=())
+    offload.park("parameters")
+    with offload.used("parameters", "gradients"):
+        assert where(tensors) == dict.fromkeys(KINDS, 40)
+    assert where(tensors) == {"parameters": 0, "gradients": 40, "optimizer": 40}
+
+
+def test_a_copy_that_fails_keeps_no_memory_of_either_side(monkeypatch):
+    tensors, offload = toy(kinds=())
+    free = offload._host._free
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Copies, "to_host", refuse)
+        with pytest.raises(RuntimeError):
+            offload.park("parameters")
+    assert len(free) == len(offload._host.blocks) == 1 and where(tensors)["parameters"] == 40
+    offload.park("parameters")
+    with monkeypatch.context() as broken:
+        broken.setattr(Copies, "to_device", refuse)
+        with pytest.raises(RuntimeError):
+            offload.restore("parameters")
+    assert where(tensors)["parameters"] == 0
     assert_whole(tensors, offload)
 
 

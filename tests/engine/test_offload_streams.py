@@ -297,6 +297,42 @@ def test_the_memory_of_what_waits_is_free_while_the_model_computes(cuda, kinds, 
 
 
 @pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_what_takes_memory_frees_first_what_is_on_its_way(cuda):
+    state = State(cuda, KINDS)
+    storages = {kind: state.of[kind][0].untyped_storage() for kind in KINDS}
+    assert [storage.size() for storage in storages.values()] == [0, 0, 0], "before any use"
+    state.backward(1.0)
+    assert storages["parameters"].size() and storages["gradients"].size() and not storages["optimizer"].size()
+    with state.offload.used("optimizer"):
+        assert not storages["parameters"].size() and not storages["gradients"].size()
+
+
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
+def test_kinds_that_are_used_together_do_not_send_each_other_away(cuda):
+    state = State(cuda, KINDS)
+    state.backward(1.0)
+    before = len(cuda.main.queue)
+    with state.offload.used("optimizer", "parameters"):
+        assert len(cuda.main.queue) - before == 1 + 3, "a wait for the parameters, and 2,800 bytes of moments"
+
+
+@pytest.mark.parametrize("cuda", ["device late"], indirect=True)
+def test_a_block_is_not_written_while_another_stream_reads_it(cuda):
+    """Two streams of the trainer's take turns: what one of them brings back waits in a block that the other one is given."""
+    state, other = State(cuda, ()), Stream(eager=False)
+    cuda.streams.append(other)
+    state.offload.park("parameters")
+    state.offload.wait()
+    with cuda.stream(other):
+        state.offload.restore("parameters")
+    assert other.done < len(other.queue)
+    state.offload.park("optimizer")
+    assert len(state.offload._host.blocks) == 3, "of one kind alone"
+    cuda.synchronize()
+    assert torch.equal(torch.cat(state.of["parameters"]), torch.arange(700.0))
+
+
+@pytest.mark.parametrize("cuda", ["host late"], indirect=True)
 def test_all_kinds_are_on_their_way_at_once(cuda):
     state = State(cuda, ())
     state.backward(1.0)

@@ -41,6 +41,15 @@ def test_the_count_goes_on_where_it_was(adam):
     assert step_count(part) == 8
 
 
+def test_the_count_is_where_the_tensor_is():
+    """Fused kernels read it there."""
+    p = torch.nn.Parameter(torch.ones(3, device="meta"))
+    adam = torch.optim.AdamW([p])
+    adam.state[p]["exp_avg"] = torch.zeros_like(p)
+    set_step_count(adam, 7)
+    assert adam.state[p]["step"].device == p.device
+
+
 @pytest.mark.parametrize(
     ("family", "world", "parallel"),
     [

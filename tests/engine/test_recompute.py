@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mrl.config.schema import LoraConfig, MoEConfig, RoleConfig
 from mrl.errors import ConfigError
+from mrl.mcore_models.recompute import chosen_modules
 from tests.engine import tiny
 from tests.engine.contract import assert_equal, loss_fn
 from tests.engine.harness import run_case
@@ -140,6 +141,28 @@ def test_what_a_model_lacks_is_refused(folders, family, name, why):
     config = with_modules(tiny.role(folders[family], backend="megatron"), [name])
     found = run_case(1, f"{__name__}:refusal", config=config)
     assert found.startswith(f"engine.recompute_modules: value {name!r}".replace("'", '"')) and why in found
+
+
+def chosen(modules: list[str] | None, spec: str | None, **fields: Any) -> list[str] | str:
+    try:
+        return chosen_modules(fields, modules, layer_spec=spec)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_a_layer_spec_lacks():
+    """Norms of a dense model are in transformer-engine's linears; those before experts and of latents are not."""
+    experts, some = {"num_moe_experts": 4, "moe_layer_freq": [1, 1]}, {"moe_layer_freq": [0, 1]}
+    latent = {"multi_latent_attention": True}
+    assert chosen(None, "local") == chosen(None, None) == ["layernorm", "mlp"] and chosen(None, "te") == ["mlp"]
+    assert "under engine.layer_spec te norms are part of the linear layers" in chosen(["layernorm"], "te")
+    assert chosen(None, "te", **latent) == ["layernorm", "mla_up_proj", "mlp"]
+    for spec in ("te", "local"):
+        assert chosen(None, spec, **experts) == ["layernorm", "moe"]
+        assert chosen(None, spec, **experts | some) == ["layernorm", "mlp", "moe"]
+    assert chosen(["moe_act"], "te", **experts) == ["moe_act"]
+    assert "needs experts that are computed together" in chosen(["moe_act"], "local", **experts)
+    assert "is within moe, which computes it again already" in chosen(["moe", "moe_act"], "te", **experts)
 
 
 def saves_under_te(config: RoleConfig, choices: list[list[str] | None]) -> dict[str, int]:

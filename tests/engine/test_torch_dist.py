@@ -65,14 +65,16 @@ def test_shards_of_a_parameter_are_boxes_of_what_it_is_made_of(rows, columns, by
     dim = 0 if by_rows else 1
     cut = data.draw(st.integers(0, parameter.shape[dim]))
     halves = parameter.split([cut, parameter.shape[dim] - cut], dim=dim)
-    views = [Box(key, (9, 9, 9), (3, 1, 2), half[None]) for key, half in zip("ab", halves, strict=True)]
+    views = [
+        Box(key, (9, 9, 9), (3, 1, 2), half[None], padded=key == "b") for key, half in zip("ab", halves, strict=True)
+    ]
     placed = Placed(parameter, tuple(view for view in views if view.data.numel()), (0, 0, 0))
     ends = sorted({0, *data.draw(st.lists(st.integers(0, rows * columns), max_size=3)), rows * columns})
     found = {key: torch.full((1, rows, columns), -1) for key in "ab"}
     for start, end in itertools.pairwise(ends):
         memory = torch.cat([torch.zeros(2, dtype=torch.int64), parameter.reshape(-1)[start:end]])[2:]
         for box in placed.of_entries(slice(start, end), memory, "master."):
-            assert box.whole == (9, 9, 9) and box.key.startswith("master.")
+            assert box.whole == (9, 9, 9) and box.key.startswith("master.") and box.padded == (box.key[-1] == "b")
             place = tuple(
                 slice(a - b, a - b + n) for a, b, n in zip(box.offsets, (3, 1, 2), box.data.shape, strict=True)
             )
@@ -144,3 +146,10 @@ def test_a_full_disk_is_an_error_of_the_disk_whatever_is_written(tmp_path, file)
     (tmp_path / file).symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         write_index(tmp_path, [one])
+
+
+def test_memory_that_was_written_can_go_to_the_host(tmp_path):
+    """Offload shrinks its storage, which torch refuses of memory that numpy, and so a file, was given."""
+    data = torch.arange(6.0)
+    write(tmp_path / "__0_0.distcp", [Box("w", (6,), (0,), data)])
+    data.untyped_storage().resize_(0)

@@ -110,7 +110,7 @@ def test_megatron_sees_none_that_does_not_load(machine, kind):
     platform.hide_what_does_not_load()
     for name in ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch", "apex"):
         with pytest.raises(ImportError):
-            __import__(name)
+            importlib.import_module(name)  # as `from NAME import ...` does, which is content with a part alone
     assert "apex is installed and not used" in layer_spec.notes(spec_for("local"))[1]
 
 
@@ -161,6 +161,37 @@ def test_what_transformer_engine_refuses(machine, monkeypatch):
         layer_spec.choose("te", sinks, layout, dtype=torch.bfloat16)
     machine(gpu=False)
     assert f"it is local too, as {why}" in str(layer_spec.choose("auto", sinks, layout, dtype=torch.bfloat16))
+
+
+def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
+    """No kernel of transformer-engine's has fp32 but the unfused one, which context parallelism has not."""
+    machine(gpu=True, transformer_engine=WORKS)
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((9, 0)))
+    cp = ParallelDims(world_size=2, cp=2)
+    for wanted in ("auto", "te"):
+        slow = layer_spec.choose(wanted, DENSE, ONE, dtype=torch.float32)
+        assert slow.name == "te" and "its attention is the unfused one" in str(slow)
+        assert "unfused" not in str(layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16))
+        assert layer_spec.choose(wanted, DENSE, cp, dtype=torch.bfloat16).name == "te"
+    chosen = layer_spec.choose("auto", DENSE, cp, dtype=torch.float32)
+    assert str(chosen).startswith("engine.layer_spec: local (transformer-engine has no kernel for attention in float32")
+    with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2"):
+        layer_spec.choose("te", DENSE, cp, dtype=torch.float32)
+
+
+def test_an_apex_without_its_kernels_is_not_used(machine):
+    """Built for Python alone it is imported, and its optimizer fails when it is made."""
+    apex = {"__init__.py": "", "optimizers.py": "", "multi_tensor_apply.py": ""}
+    machine(gpu=True, apex=apex)
+    assert "No module named 'amp_C'" in layer_spec.notes(spec_for("auto"))[1]
+    machine(gpu=True, apex=apex, amp_C={"__init__.py": ""})
+    assert platform.without_apex() is None and len(layer_spec.notes(spec_for("auto"))) == 1
+
+
+def test_models_live_on_the_processs_own_gpu(monkeypatch):
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert platform.device() == torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize("spec, ways", [("local", None), ("te", "a2a")])

@@ -1,8 +1,10 @@
 """Which models transformer-engine's attention is said not to serve. Its own choice: tests/cuda/test_backends.py."""
 
 import dataclasses
+import importlib.metadata
 
 import pytest
+import torch
 
 from mrl.mcore_models.te_limits import Gpu, cp_comm_type, te_refuses, te_slows
 from mrl.parallel import ParallelDims
@@ -46,6 +48,8 @@ def test_how_ranks_exchange_keys():
     ways = [cp_comm_type(f, layout(cp=2)) for f in (DENSE, WINDOWS, SINKS)]
     assert ways == ["p2p", "a2a", "a2a"] and cp_comm_type(WINDOWS, layout(tp=8, cp=2)) == "all_gather"
     assert cp_comm_type(WINDOWS | {"window_attn_skip_freq": [0, 0]}, layout(cp=2)) == "p2p"
+    # a key-value head that tensor-parallel ranks share
+    assert cp_comm_type(WINDOWS | {"num_query_groups": 2}, layout(tp=8, cp=2)) == "all_gather"
 
 
 def test_the_unfused_attention_is_said():
@@ -54,3 +58,50 @@ def test_the_unfused_attention_is_said():
     assert "under flash-attn 2 or engine.layer_spec: local" in te_slows(DENSE, one, A100)
     assert te_slows(DENSE, one, dataclasses.replace(A100, flash_attn=(2, 8, 3))) is None
     assert te_slows(SINKS, one, A100).endswith("not under engine.layer_spec: local")
+
+
+ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}
+LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    "fields, degrees, gpu, reason",
+    [
+        (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # they are sent in halves
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 9)), "2.10 does"),
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 10)), None),
+        (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 11)), "2.12 does"),
+        (SINKS, {"cp": 2}, dataclasses.replace(H100, cudnn=(9, 17, 0)), "with sinks under cp 2 on GPUs"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), (2, 7, 2), (9, 6, 0)), "without flash-attn 2"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), (2, 7, 3), (9, 6, 0)), None),
+        (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn 2"),
+        (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=(2, 8, 3)), "attention under cp 2"),
+        (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=(2, 8, 3)), "with heads of 320"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), (2, 8, 3)), "with heads of 256"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 0), (2, 8, 3)), None),
+        (LATENT, {"cp": 2}, H100, "with heads of 256 and 128"),  # the fault of cuDNN 9.11
+        (LATENT | {"qk_pos_emb_head_dim": 64}, {"cp": 2}, H100, None),
+        (DENSE | {"num_query_groups": 2}, {"tp": 8}, H100, None),
+    ],
+)  # fmt: skip
+def test_bounds_of_versions_and_sizes(fields, degrees, gpu, reason):
+    test_reasons(fields, degrees, gpu, reason)
+
+
+def test_a_gpu_and_its_software_are_read(monkeypatch):
+    """cuDNN's number is 10000, 100 and 1 times its parts; builds of a version are that version."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
+    versions = {"flash-attn": "2.8.3+cu13torch2.13", "transformer-engine": "2.20.2"}
+
+    def version(package):
+        if package not in versions:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert Gpu.here() == Gpu((9, 0), (2, 8, 3), (9, 18, 1), (2, 20, 2))
+    versions.clear()
+    # a transformer-engine that is not there yet is not too old
+    assert Gpu.here() == Gpu((9, 0), (), (9, 18, 1), None)

@@ -311,4 +311,65 @@ CHECKPOINTS = (
     ),
 )  # fmt: skip
 
-MUTANTS = (*LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS)
+ON_GPUS = (
+    *_of(
+        "mcore_models/flash.py",
+        "mcore_models/test_flash.py::test_a_gpus_kernel_is_called_for_the_same_attention",
+        ('else window - 1, "window_size_right"', 'else window, "window_size_right"'),
+        ('"window_size_right": 0}', '"window_size_right": -1}'),
+        ("return out.transpose(1, 2), sums, state", "return out, sums, state"),
+    ),
+    *_of(
+        "mcore_models/attention.py",
+        (
+            "mcore_models/test_flash.py::test_heads_of_a_group_are_neighbours_where_a_gpu_has_no_kernel",
+            "mcore_models/test_packed_layout.py::test_all_tokens_belong_to_a_sequence",
+        ),
+        ("t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)", "t.repeat(1, q.shape[1] // t.shape[1], 1, 1)"),
+        ("cu_seqlens_q_padded=places,", "cu_seqlens_q_padded=places.clone(),"),
+    ),
+    *_of(
+        "mcore_models/te_limits.py",
+        "mcore_models/test_te_limits.py",
+        ("not any(n % self.cp or n % 2 for n in", "not any(n % self.cp for n in"),
+        ("number // 100 % 100", "number // 1000 % 10"),
+    ),
+    *_of(
+        "mcore_models/platform.py",
+        "mcore_models/test_layer_spec.py::test_models_live_on_the_processs_own_gpu",
+        ('torch.device("cuda", torch.cuda.current_device())', 'torch.device("cuda", 0)'),
+    ),
+    *_of(
+        "mcore_models/layer_spec.py",
+        "mcore_models/test_layer_spec.py::test_what_its_attention_has_for_a_dtype",
+        ("te_refuses(fields, dims, dtype=dtype)", "te_refuses(fields, dims)"),
+    ),
+    *_of(
+        "mcore_models/lora.py",
+        "mcore_models/test_lora.py",
+        ("return all(adapter.enabled for adapter in self)", "return True"),
+        ("zip(self, x.split(list(splits)), strict=True)", "zip(reversed(list(self)), x.split(list(splits)), strict=True)"),
+    ),
+    *_of(
+        "engine/torch_dist/boxes.py",
+        "engine/test_torch_dist.py",
+        ('yield block.to("cpu", copy=True, memory', 'yield block.to("cpu", memory'),
+        ("_added(box.offsets, at), data, box.padded)", "_added(box.offsets, at), data)"),
+    ),
+    *_of(
+        "engine/offload.py",
+        ("engine/test_offload_streams.py", "engine/test_offload.py::test_what_is_in_use_stays_until_its_last_user_has_done"),
+        ("        self.stream.wait_stream(torch.cuda.current_stream(self.device))\n", ""),
+        ("            self.stream.wait_event(self._read)\n", "            pass\n"),
+        ("                    if not self._users[kind]:\n", "                    if True:\n"),
+    ),
+    *_of(
+        "rollout/vllm_local.py",
+        "rollout/test_vllm_parts.py::test_the_engine_is_made_asleep_and_takes_weights_before_its_cache",
+        ("if not self._engine.reset_prefix_cache():", "if False:"),
+    ),
+)  # fmt: skip
+
+MUTANTS = (
+    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS
+)  # fmt: skip

@@ -4,6 +4,7 @@ rules of vLLM 0.32.0's GPU worker (sleep at level 2, tags). Its completions tell
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ class LLM:
     names = ["a", "b"]
     fails: str | None = None
     no_room: set[str] = set()
+    keeps_cache = False
 
     def __init__(self, **arguments: Any) -> None:
         if self.fails is not None:
@@ -49,7 +51,8 @@ class LLM:
         self.there = {"weights", "kv_cache"}
         self.model = Model(self.names)
         self.model_runner = types.SimpleNamespace(get_model=lambda: self.model)
-        self.ended = False
+        self.ended = self.cached = self.stale = False
+        self.environment = dict(os.environ)
         self.llm_engine = types.SimpleNamespace(engine_core=types.SimpleNamespace(shutdown=self._shutdown))
         self.made.append(self)
 
@@ -79,17 +82,22 @@ class LLM:
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         rotary, self.model.rotary = torch.ones(2), self.model.rotary.to("meta")  # without memory until all is loaded
+        self.stale = self.cached
         self.model.load_weights(weights_iterator)
         self.model.rotary = rotary
 
     def reset_prefix_cache(self) -> bool:
-        return True
+        if not self.keeps_cache:
+            self.cached = self.stale = False
+        return not self.keeps_cache
 
     def generate(self, prompts: list[dict], params: list[dict], use_tqdm: bool) -> list[Any]:
         self.calls.append("generate")
         assert self.there == {"weights", "kv_cache"}, f"only {self.there} is awake"
         weight = float(self.model.a.sum())
         assert weight == weight, "samples from weights that were thrown away"
+        assert not self.stale, "goes on from keys and values of other weights"
+        self.cached = True
 
         def output(prompt: list[int]) -> Any:
             found = types.SimpleNamespace(logprob=weight)

@@ -18,6 +18,8 @@ from mrl.commands.ppo import COMMAND
 from mrl.config.load import from_dict
 from mrl.config.ppo import PPOConfig, ServerConfig
 from mrl.config.ppo_checks import check_inside
+from mrl.engine import collective
+from mrl.engine.atomic_checkpoint import Ranks
 from mrl.errors import ConfigError, ServerError
 from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
@@ -168,6 +170,27 @@ def test_engines_share_requests_and_the_parts_of_one_do_not(tp, count, given):
     assert run_case(2, "tests.rollout.vllm_cases:requests_are_shared", tp=tp, count=count) == given
 
 
+def test_neighbours_make_an_engine(monkeypatch):
+    """Four processes, two engines: what a rank's engine is given, of five requests. The parts of one must run the same."""
+    from tests.rollout.vllm_cases import requests, sampler_of
+
+    given = []
+    for rank in range(4):
+        ranks = Ranks(rank, 4, lambda value: [value] * 4)
+        monkeypatch.setattr(collective, "all_ranks", lambda ranks=ranks: ranks)
+        with stand_in_vllm.installed() as vllm:
+            sampler = sampler_of(tp=2)
+            sampler.update_weights((name, torch.ones(2)) for name in ("a", "b"))
+            engine = vllm.made[0]
+            generate = engine.generate
+            engine.generate = lambda prompts, *args, generate=generate, **options: (
+                given.append([prompt["prompt_token_ids"][0] - 10 for prompt in prompts]),
+                generate(prompts, *args, **options),
+            )[1]
+            sampler.sample(requests(5))
+    assert given == [[0, 1], [0, 1], [2, 3, 4], [2, 3, 4]]
+
+
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_failed_load_is_said_on_every_rank(bad_rank):
     lines = run_case(2, "tests.rollout.vllm_cases:a_failed_load_is_said_on_every_rank", bad_rank=bad_rank)
@@ -192,6 +215,20 @@ def test_a_start_that_fails_is_one_line():
     line = run_case(2, "tests.rollout.vllm_cases:a_start_that_fails_names_its_rank")
     assert "does not start on rank 0 (ValueError: Free memory on device cuda:0 (1/2 GiB) on startup is less" in line
     assert "and more" not in line
+
+
+def test_an_engine_is_of_its_process():
+    assert run_case(2, "tests.rollout.vllm_cases:an_engine_is_of_its_process") == [("0", "0", "5"), ("0", "1", "6")]
+
+
+def test_a_cache_of_old_weights_is_no_hand_over():
+    """vLLM says so where requests are still under way."""
+    said = run_case(2, "tests.rollout.vllm_cases:a_cache_of_old_weights_is_no_hand_over")
+    assert "the prefix cache of the old weights cannot be emptied" in said
+
+
+def test_a_run_that_an_error_ends_waits_for_no_group():
+    assert not run_case(2, "tests.rollout.vllm_cases:a_run_that_an_error_ends_waits_for_no_group")
 
 
 def test_one_tensor_travels_at_a_time():

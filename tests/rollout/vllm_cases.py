@@ -129,6 +129,43 @@ def a_cache_without_memory_is_said_on_every_rank(bad_rank: int) -> list[str]:
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
 
 
+def a_cache_of_old_weights_is_no_hand_over() -> str:
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of()
+        vllm.keeps_cache = True
+        try:
+            sampler.update_weights(stream(1.0))
+        except ServerError as error:
+            return str(error)
+    raise AssertionError("it may sample")
+
+
+def an_engine_is_of_its_process() -> list[tuple[str, ...]]:
+    """What vLLM finds in the environment of each rank. It would make a process of its own, which has no group to join."""
+    os.environ["LOCAL_RANK"], outside = str(5 + dist.get_rank()), os.environ.get("LOCAL_RANK")
+    try:
+        with stand_in_vllm.installed() as vllm:
+            sampler_of()
+            names = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "LOCAL_RANK")
+            found = tuple(vllm.made[0].environment[name] for name in names)
+    finally:
+        os.environ.pop("LOCAL_RANK")
+        if outside is not None:
+            os.environ["LOCAL_RANK"] = outside
+    return list(collective.all_ranks().gather(found))
+
+
+def a_run_that_an_error_ends_waits_for_no_group() -> bool:
+    """Ending an engine's groups is collective, and other ranks may be gone."""
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of()
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            sampler.close()
+        return vllm.made[0].ended
+
+
 def a_start_that_fails_names_its_rank() -> str:
     with stand_in_vllm.installed() as vllm:
         vllm.fails = "Free memory on device cuda:0 (1/2 GiB) on startup is less than desired\nand more"
