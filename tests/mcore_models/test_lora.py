@@ -75,3 +75,14 @@ def test_adapters_that_are_off_add_nothing(grouped):
     for adapter in adapters:
         adapter.enabled = True
     assert not torch.allclose(module(x, COUNTS)[0], base)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_adapters_are_parts_of_their_own_rank(grouped, ep):
+    """The gradient's norm counts them on every tensor-parallel rank, and under ep the ranks of other experts have others."""
+    config = types.SimpleNamespace(sequence_parallel=True, params_dtype=torch.float32, expert_model_parallel_size=ep)
+    adapter = Adapter(
+        config, [Part("up", ((0, 4),))], split="column", expert=True, inputs=6, outputs=4, rank=2, scale=0.5, dropout=0.0
+    )  # fmt: skip
+    marks = {(p.tensor_model_parallel, p.allreduce, p.sequence_parallel) for p in adapter.parameters()}
+    assert marks == {(True, ep == 1, False)}
