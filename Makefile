@@ -25,6 +25,8 @@ DOCS_STAMP := $(VENV)/.installed-docs
 TE_STAMP := $(VENV)/te/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# What the tests of vLLM start: this venv, or one that MRL_TEST_VLLM_VENV names. Without Python 3.11 they say that they were skipped.
+TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(shell command -v python3.11),$(VLLM_STAMP)))
 
 export OMP_NUM_THREADS ?= 1
 
@@ -40,10 +42,10 @@ test: $(TE_STAMP)
 	$(BIN)/python $(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
 
 # In the order of tests/conftest.py, and not the files with most tests first.
-test-slow: $(TE_STAMP)
+test-slow: $(TE_STAMP) $(TEST_VLLM)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m "slow and not nightly" $(PYTEST_ARGS)
 
-test-nightly: $(TE_STAMP) $(VLLM_STAMP)
+test-nightly: $(TE_STAMP) $(TEST_VLLM)
 	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl.launch.slurm": ["templates/*.sbatch"]},
+    package_data={"mrl.launch.slurm": ["templates/*.sbatch"], "mrl.report": ["*.html", "*.css", "*.js"]},
     install_requires=[
         "megatron-core>=0.16.1",
         "torch>=2.13.0a0",  # NVIDIA builds 2.13 under this name (docs/gpu.md); PyPI has no such versions
@@ -29,13 +29,16 @@ setup(
         "fsspec",  # remote checkpoints
         "huggingface_hub",
         "jinja2",  # chat templates, job scripts
+        "matplotlib>=3.9",  # pictures of `mrl report`
         "numpy",
         "peft>=0.18",  # LoRA adapters
+        "plotly>=6",  # its JavaScript is in the pages of `mrl report`
         "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher
         "pyarrow",  # Parquet
         "pyyaml>=6",
         "rich>=13",
         "safetensors>=0.4",
+        "tokenizers",  # transformers' own; `mrl report` takes it alone
         "zlib-ng>=1",  # checksums of large files at the speed of memory
     ],
     extras_require={

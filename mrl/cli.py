@@ -188,7 +188,8 @@ def _parameter(of: Argument | Option) -> click.Parameter:
 def _complete_override(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Returns keys of the command's config that begin with what was typed; after `KEY=` the choices of the key."""
     command = record(ctx.params.get("command") or ctx.info_name)
-    keys = {key.path: key for key in walk(command.root)}
+    roots = [command.root] if command.root is not None else [one.root for one in all_training()]
+    keys = {key.path: key for root in roots for key in walk(root)}
     path, equals, begun = incomplete.partition("=")
     if not equals:
         return [CompletionItem(f"{name}=", help=key.help) for name, key in keys.items() if name.startswith(path)]

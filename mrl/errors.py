@@ -42,6 +42,11 @@ def one_line(text: object, longest: int | None = None) -> str:
     return f"{line[: longest - tail - 5]} ... {line[-tail:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text that is not empty; the error's type where there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def shortened(text: str, longest: int = 160) -> str:
     """Returns a path or a name as the user wrote it; of a long one, both ends."""
     if len(text) <= longest:

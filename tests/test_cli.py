@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
+import pathlib
 import shlex
 import subprocess
 import sys
@@ -23,7 +25,8 @@ from mrl.launch import local, start
 from tests.bad_input.mistakes import Workspace
 from tests.tiers import slow_but
 
-HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow")
+HEAVY = ("torch", "jinja2", "megatron", "transformers", "numpy", "wandb", "datasets", "yaml", "rich", "pyarrow",
+         "matplotlib", "plotly")  # fmt: skip
 
 
 @pytest.fixture
@@ -54,9 +57,11 @@ def train_with(monkeypatch, function) -> None:
         ["config"],
         ["config", "ppo"],
         ["slurm", "--help"],
+        ["doctor", "--help"],
         ["slurm", "submit", "--help"],
         ["convert", "--help"],
         ["convert", "import", "--help"],
+        ["report", "--help"],
     ],
 )
 def test_help_imports_nothing_heavy(args):
@@ -87,7 +92,8 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    assert sorted(cli.main.commands) == ["config", "convert", "ppo", "sft", "slurm"], "a command exists when it works"
+    expected = ["check", "config", "convert", "doctor", "eval", "generate", "plan", "ppo", "report", "sft", "slurm"]
+    assert sorted(cli.main.commands) == expected, "a command exists when it works"
 
 
 def test_the_package_says_the_same_version():
@@ -167,7 +173,7 @@ def test_every_help_ends_with_examples_that_are_of_it(path):
         command, arguments = cli.main, words[1:]
         while isinstance(command, click.Group):
             command, arguments = command.commands[arguments[0]], arguments[1:]
-        arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        arguments = list(itertools.takewhile(lambda word: word not in ("<", ">"), arguments))
         with command.make_context("mrl", arguments):
             pass
 
@@ -186,6 +192,7 @@ def test_a_shell_completes_keys_and_choices():
     assert complete("ppo", "c.yaml", "rollout.backend=v") == ["rollout.backend=vllm"]
     assert complete("slurm", "submit", "ppo", "c.yaml", "critic.engine.parallel.t") == ["critic.engine.parallel.tp="]
     assert complete("sft", "c.yaml", "data.packing=") == ["data.packing=true", "data.packing=false"]
+    assert complete("check", "c.yaml", "rollout.tem") == ["rollout.temperature="]
     assert complete("sft", "c.yaml", "unknown=") == [] and "convert" in complete("c")
 
 
@@ -252,10 +259,10 @@ def test_a_dry_run_loads_the_code_that_the_run_would(workspace):
 def test_ppo_takes_its_own_trainer(workspace, monkeypatch):
     seen, calls = [], []
     monkeypatch.setattr(start, "trainer_of", lambda command: lambda *given: seen.append((command.name, *given)))
-    monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
+    monkeypatch.setattr(local, "launch", lambda *args, **kept: calls.append((*args, kept)))
     assert invoke("ppo", "ppo.yaml").exit_code == 0
     assert invoke("ppo", "ppo.yaml", "--nproc", "2").exit_code == 0
-    [(command, config, _)], [(target, launched, _, nproc)] = seen, calls
+    [(command, config, _)], [(target, launched, _, nproc, _)] = seen, calls
     assert config == launched == load_config("ppo.yaml", root=PPOConfig)
     assert (command, target, nproc) == ("ppo", "mrl.trainers.ppo:run", 2)
 
@@ -332,7 +339,7 @@ def test_a_fault_is_a_traceback_and_exit_code_1(workspace):
 
 
 def test_a_failed_rank_is_shown_once(workspace, monkeypatch):
-    def fail(*args):
+    def fail(*args, **kept):
         raise local.RankFailed("rank 1 failed\nTraceback ...\nZeroDivisionError")
 
     monkeypatch.setattr(local, "launch", fail)
@@ -342,10 +349,11 @@ def test_a_failed_rank_is_shown_once(workspace, monkeypatch):
 
 def test_more_processes_are_launched(workspace, monkeypatch):
     calls = []
-    monkeypatch.setattr(local, "launch", lambda *args: calls.append(args))
+    monkeypatch.setattr(local, "launch", lambda *args, **kept: calls.append((*args, kept)))
     assert invoke("sft", "config.yaml", "--nproc", "2").exit_code == 0
-    [(target, config, _, nproc)] = calls
+    [(target, config, _, nproc, kept)] = calls
     assert (target, config.output_dir, nproc) == ("mrl.trainers.sft:run", "run", 2)
+    assert kept == {"log_dir": pathlib.Path("run/logs").absolute(), "quiet": False}
 
 
 def test_under_torchrun_it_joins(workspace, monkeypatch):

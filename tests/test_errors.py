@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from mrl.errors import LONGEST, CheckpointError, ConfigError, ModelError, UserError, quoted, show
+from mrl.errors import LONGEST, CheckpointError, ConfigError, ModelError, UserError, first_line, quoted, show
 
 KEY = "optimizer.min_lr"
 
@@ -30,6 +30,11 @@ def test_the_line_of_an_error(error, line):
 def test_a_value_of_any_length_leaves_room_for_what_would_work(kind):
     error = kind(KEY, {"a": ["x" * 9999] * 99}, "is " + "very " * 200 + "long", "give a number")
     assert len(str(error)) <= kind.longest >= LONGEST and str(error).endswith("give a number")
+
+
+def test_the_first_line_of_another_programs_error():
+    assert first_line(ValueError("\n  one \ntwo")) == "one"
+    assert first_line(ValueError()) == first_line(ValueError(" \n")) == "ValueError"
 
 
 def test_a_key_below_a_section():

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 
-def slow_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+def nightly_but(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """As `slow_but`, with the others in the nightly tier."""
+    return slow_but(fast, values, pytest.mark.nightly)
+
+
+def slow_but(fast: Collection[Any], values: Iterable[Any], other: Any = pytest.mark.slow) -> list[Any]:
     """The values as parameters of a test; those that are not in `fast` are marked `slow`. A tuple is several arguments."""
     values = list(values)
     assert all(value in values for value in fast), f"not among the values: {[v for v in fast if v not in values]}"
-    marks = [() if value in fast else pytest.mark.slow for value in values]
+    marks = [() if value in fast else other for value in values]
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
         for value, mark in zip(values, marks, strict=True)

@@ -18,11 +18,15 @@ FLOORS = [
         ("mrl sft · ppo", "the runs: local processes,", "torchrun, srun"),
         ("mrl slurm", "a job that starts again", "where it stopped"),
         ("mrl convert", "HF, GGUF and mcore weights,", "compared bit for bit"),
+        ("mrl report", "curves and samples of runs", "as a page"),
+        ("plan · doctor · check", "a run before it starts:", "fit, machine, layouts"),
+        ("mrl generate · eval", "completions, a chat;", "accuracy with intervals"),
     ]),
     ("training", "knows algorithms and mini-batches", "#e4f1dd", [
         ("trainers", "the loop: rollout, train,", "evaluate, save, resume"),
         ("roles + dispatch", "actor, critic, reference, reward:", "engines that share the ranks"),
         ("rollout", "the actor's own engine,", "vLLM, SGLang, environments"),
+        ("inference", "a model that is there:", "ask it, score it, measure it"),
     ]),
     ("engine", "knows micro-batches and ranks", "#fbecd2", [
         ("engine: megatron", "Megatron-Core: tp, sp, pp, vpp,", "cp, ep, etp, dp"),

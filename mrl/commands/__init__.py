@@ -55,6 +55,7 @@ class Command:
     examples: str  # command lines at the end of the help
     run: Callable[..., int | None]  # gets the arguments and options as keywords; returns the exit code, None for 0
     params: Sequence[Argument | Option] = ()
+    root: type | None = None  # what has the keys of its KEY=VALUE, which a shell completes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config.command import Part, Server, TrainingCommand
+from mrl.config.phases import Phases
 from mrl.config.ppo import ALGORITHMS, PPOConfig
+from mrl.config.schema import RoleConfig
 from mrl.parallel import ParallelDims
 
 NULL_IS_ACTORS = (
@@ -51,12 +54,15 @@ class PPO(TrainingCommand[PPOConfig]):
         return f"{close[0]} is an algorithm of `mrl ppo`; write mrl ppo CONFIG algorithm.name={close[0]}"
 
     def parts(self, config: PPOConfig) -> list[Part]:
-        from mrl.config.roles import ROLES, engine_of, model_of
+        from mrl.config.roles import ROLES, TRAINED, engine_of, model_of
 
         return [
-            Part(role, model_of(config, role), engine_of(config, role), "value" if role == "critic" else "lm")
+            Part(
+                role, model_of(config, role), engine_of(config, role), "value" if role == "critic" else "lm",
+                getattr(config, role).optimizer if role in TRAINED else None,
+            )
             for role in ROLES
-        ]
+        ]  # fmt: skip
 
     def needed(self, config: PPOConfig) -> Sequence[str]:
         from mrl.algorithms.configured import check_algorithm  # it imports torch
@@ -152,6 +158,36 @@ class PPO(TrainingCommand[PPOConfig]):
             memory = f"{server.memory_fraction:g} of each GPU's memory"
             lines.append(f"rollout: vLLM inside the trainer, {engines}, with {memory} while sampling")
         return lines
+
+    def engine_config(self, config: PPOConfig, part: Part) -> RoleConfig:
+        made = super().engine_config(config, part)
+        return dataclasses.replace(made, head="value") if part.role == "reward" else made
+
+    def phases(self, config: PPOConfig) -> Phases:
+        from mrl.algorithms.configured import configured_recipe
+        from mrl.config.phases import Phase
+        from mrl.config.roles import reference_is_base
+
+        recipe, rollout, size = configured_recipe(config.algorithm), config.rollout, config.train.global_batch_size
+        inside = rollout.backend == "vllm" and not rollout.server.urls
+        found = []
+        if rollout.backend == "native":
+            found.append(Phase("sampling", "actor", "sample", size, cache_tokens=rollout.cache_tokens))
+        elif inside:
+            fraction = rollout.server.memory_fraction
+            found.append(
+                Phase("new weights to vLLM", "actor", "sample", size, engine_fraction=fraction, handed_over=True)
+            )
+            found.append(Phase("sampling by vLLM", "actor", "sample", size, engine_fraction=fraction))
+        for role in self.needed(config):
+            of = "actor" if role == "reference" and reference_is_base(config) else role
+            if role != "actor" or config.steps_per_iteration > 1 or recipe.kl_in == "reward":
+                found.append(Phase(f"forward of the {role}", of, "forward", size))
+        entropy: Literal["detached", "differentiable"] = "differentiable" if recipe.entropy_coef else "detached"
+        for role in ("actor", "critic") if recipe.needs_critic else ("actor",):
+            of_all = size * config.algorithm.epochs
+            found.append(Phase(f"update of the {role}", role, "train", of_all, steps=config.steps_per_iteration))
+        return Phases(tuple(found), config.train.offload_idle != "never", entropy)
 
     def server(self, config: PPOConfig) -> Server | None:
         rollout = config.rollout

@@ -36,7 +36,7 @@ class SFT(TrainingCommand[SFTConfig]):
         return None
 
     def parts(self, config: SFTConfig) -> list[Part]:
-        return [Part("", config.model, config.engine)]
+        return [Part("", config.model, config.engine, optimizer=config.optimizer)]
 
     def longest(self, config: SFTConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"

@@ -88,10 +88,14 @@ def render(command: str, config_path: str, overrides: tuple[str, ...], profile: 
     echo(script_of(checked.job, checked.options), end="")
 
 
-def submit(command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, **given: Any) -> None:
+def submit(
+    command: str, config_path: str, overrides: tuple[str, ...], profile: str | None, force: bool, **given: Any
+) -> None:
     from mrl.launch.slurm.submit import submit as put_into_queue
 
     checked = _checked(command, config_path, overrides, profile, given)
+    if not force:
+        _refuse_what_does_not_fit(command, checked)
     done, options = put_into_queue(checked), checked.options
     for warning in done.warnings:
         say(f"warning: {warning}")
@@ -103,6 +107,23 @@ def submit(command: str, config_path: str, overrides: tuple[str, ...], profile: 
         f"submitted job {done.job_id}{array}: {_nodes(options.nodes)} x {per_node}\n"
         f"script: {done.script}\nconfig: {done.config}\nlog:    {done.log}"
     )
+
+
+def _refuse_what_does_not_fit(command: str, checked: Any) -> None:
+    """Raises ConfigError for a job whose plan takes more than its GPUs have."""
+    from mrl.config.command import record
+    from mrl.launch.planning import verdict
+    from mrl.plan.gpus import gpu_of
+
+    options = checked.options
+    if options.gpu is None:
+        return
+    card = gpu_of(options.gpu, "slurm.gpu")
+    fits, line = verdict(record(command), checked.config, options.world_size, card)
+    say(f"plan: {line}")
+    if fits is False:
+        fix = "give more nodes, other degrees (mrl plan --suggest), or --force to submit it all the same"
+        raise ConfigError("slurm.gpu", options.gpu, "has too little memory for this job", fix)
 
 
 def _nodes(count: int) -> str:
@@ -174,7 +195,10 @@ COMMAND = Group(
                 mrl slurm submit sft sft.yaml --nodes 2 --gpus-per-node 8
                 mrl slurm submit ppo grpo.yaml train.steps=500 --profile site.yaml""",
             run=submit,
-            params=tuple(_job_params()),
+            params=(
+                *_job_params(),
+                Option(names="--force", kind="flag", help="Submit a job that does not fit its GPUs (--gpu), too."),
+            ),
         ),
         "template": Command(
             help="Print a template, to change and give to --template. All others are blocks in `base`.",

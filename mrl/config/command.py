@@ -17,8 +17,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import mrl
+from mrl.config.checks import micro_batch_tokens
 from mrl.config.keys import types_of, walk
-from mrl.config.schema import CheckpointConfig, EngineConfig, LogConfig, ModelConfig, RowsConfig
+from mrl.config.phases import Phase, Phases
+from mrl.config.schema import (
+    CheckpointConfig,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoleConfig,
+    RowsConfig,
+)
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 
@@ -69,6 +79,7 @@ class Part:
     model: ModelConfig
     engine: EngineConfig
     head: Literal["lm", "value"] = "lm"
+    optimizer: OptimizerConfig | None = None  # where it trains
     hf: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its config.json, once that is read
 
     def key(self, name: str) -> str:
@@ -153,6 +164,23 @@ class TrainingCommand(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def describe(self, config: C, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> Sequence[str]:
         """Returns what a dry run says beside the resolved config, line by line. layouts: of each part."""
+
+    def engine_config(self, config: C, part: Part) -> RoleConfig:
+        """Returns what the engine of a part is built from, as the run does it."""
+        longest, _ = self.longest(config)
+        tokens = micro_batch_tokens(part.engine.micro_batch, longest)
+        micro_batch = dataclasses.replace(part.engine.micro_batch, tokens=tokens)
+        return RoleConfig(
+            model=part.model, engine=dataclasses.replace(part.engine, micro_batch=micro_batch),
+            optimizer=part.optimizer, head=part.head, packing=config.data.packing,
+        )  # fmt: skip
+
+    def phases(self, config: C) -> Phases:
+        """Returns what a step consists of, for `mrl plan`: by default an update of every part that trains."""
+        size = config.train.global_batch_size
+        built = self.needed(config)
+        trained = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
+        return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
 
     def server(self, config: C) -> Server | None:
         """Returns the inference server that a run samples from, as many as there are; None where it needs none."""

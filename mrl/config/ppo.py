@@ -90,7 +90,7 @@ class ServerConfig:
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")
     memory_fraction: float = key(
         0.5,
-        "of a GPU's memory, for the weights and KV cache of an engine inside the trainer, while it samples",
+        "of a GPU's memory, for weights, activations and KV cache of an engine inside the trainer, while it samples",
         above=0,
         maximum=1,
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch, check_optimizer, check_schedule
 from mrl.config.keys import Key, changed, listed
-from mrl.config.ppo import PPOConfig, RolloutConfig
+from mrl.config.ppo import PPOConfig, PromptsConfig, RolloutConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, check_spec, label_of
 from mrl.config.roles import ROLES, TRAINED, has_own_engine, model_of
 from mrl.config.schema import EngineConfig
@@ -27,6 +27,19 @@ NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
 OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")
 """Keys that only decide what is sampled; the temperature is the trainer's too."""
+
+
+class Samples(Protocol):
+    """A config whose model samples."""
+
+    @property
+    def rollout(self) -> RolloutConfig: ...
+
+    @property
+    def data(self) -> PromptsConfig: ...
+
+    @property
+    def max_length(self) -> int: ...
 
 
 def check_ppo(config: PPOConfig) -> None:
@@ -48,7 +61,7 @@ def check_ppo(config: PPOConfig) -> None:
             "set it to 0, or train.guards to false to go on with it",
         )
     _check_rewards(config)
-    _check_rollout(config)
+    check_rollout(config)
     _check_eval(config)
     _check_best(config)
     check_log(config.log)
@@ -131,8 +144,12 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
             f"does not go with actor.engine.device {config.actor.engine.device}: all roles share the same processes",
             "give both the same, or leave this one out",
         )
-    if role in TRAINED:
-        return
+    if role not in TRAINED:
+        check_never_trains(engine, path, f"the {role}")
+
+
+def check_never_trains(engine: EngineConfig, path: str, who: str) -> None:
+    """Raises ConfigError for keys of an engine at `path` that are for training alone. who: never trains, in words."""
     backward = {
         "recompute_every": (engine.recompute_every, engine.recompute_every > 1),
         "recompute_modules": (list(engine.recompute_modules or ()), engine.recompute_modules is not None),
@@ -144,7 +161,7 @@ def _check_engine(config: PPOConfig, role: str, engine: EngineConfig) -> None:
     }
     for name, (value, is_set) in backward.items():
         if is_set:
-            raise ConfigError(f"{path}.{name}", value, f"is for training, and the {role} never trains", "leave it out")
+            raise ConfigError(f"{path}.{name}", value, f"is for training, and {who} never trains", "leave it out")
 
 
 def _check_rewards(config: PPOConfig) -> None:
@@ -169,7 +186,8 @@ def _check_rewards(config: PPOConfig) -> None:
     raise ConfigError(key, value, "leaves nothing to learn from", fix)
 
 
-def _check_rollout(config: PPOConfig) -> None:
+def check_rollout(config: Samples) -> None:
+    """Raises ConfigError where keys of `rollout` contradict each other, or one would be left unread."""
     rollout = config.rollout
     if "" in rollout.stop:
         raise ConfigError("rollout.stop", "", "would end every completion at once", "give texts, or leave it out")
@@ -197,7 +215,7 @@ def _check_rollout(config: PPOConfig) -> None:
     _check_environment(config)
 
 
-def _check_server(config: PPOConfig) -> None:
+def _check_server(config: Samples) -> None:
     backend, server = config.rollout.backend, config.rollout.server
     given = changed(server, "rollout.server")
     if backend not in SERVERS:
@@ -248,7 +266,7 @@ def _refuse(section: object, names: tuple[str, ...], reason: str, instead: str, 
     refuse_unread(given, reason, f"leave it out, or {instead}")
 
 
-def _check_environment(config: PPOConfig) -> None:
+def _check_environment(config: Samples) -> None:
     rollout = config.rollout
     if rollout.environment is None:
         _refuse(rollout, OF_ENVIRONMENTS, "without rollout.environment", "set rollout.environment")

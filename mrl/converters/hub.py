@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from mrl.converters.hf_config import reads_images
 from mrl.converters.safetensors_io import INDEX
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
-from mrl.errors import ConfigError, ModelError, quoted
+from mrl.errors import ConfigError, ModelError, first_line, quoted
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "LICENSE*")
 """What a model needs: no copies of its weights in other formats."""
@@ -49,9 +49,8 @@ def model_folder(path: str, *, weights: bool = True, key: str = "model.path") ->
     except (OSError, ValueError, HTTPError) as error:
         if cached and _is_whole(cached, weights=weights, tokenizer=False):  # who needs a tokenizer says so
             return cached
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
-            key, quoted(path), f"is no folder here and cannot be read from the hub ({reason})",
+            key, quoted(path), f"is no folder here and cannot be read from the hub ({first_line(error)})",
             "give a model folder, or a hub id that is cached or can be downloaded",
         ) from error  # fmt: skip
 

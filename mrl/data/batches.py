@@ -22,6 +22,7 @@ from mrl.errors import DataError
 __all__ = [
     "BatchSource",
     "Report",
+    "batch_of",
     "count_usable",
     "eval_batches",
     "may_leave_out",
@@ -95,10 +96,11 @@ class BatchSource(RowStream[Example]):
 
     def _build(self, start: Progress) -> _Built:
         taken = self._after(start, self.global_batch_size)
-        return _Built(_batch_of(taken.items), taken)
+        return _Built(batch_of(taken.items), taken)
 
 
-def _batch_of(examples: Sequence[Example]) -> Batch:
+def batch_of(examples: Sequence[Example]) -> Batch:
+    """Returns the global mini-batch of some rows."""
     inputs = [e.multi_modal_inputs for e in examples]
     return make_batch([e.ids for e in examples], [e.mask for e in examples], multi_modal_inputs=inputs)
 
@@ -113,7 +115,7 @@ def eval_batches(dataset: SFTDataset, global_batch_size: int, report: Report | N
         if example is not None:
             examples.append(example)
         if examples and (len(examples) == global_batch_size or row == len(dataset) - 1):
-            yield _batch_of(examples)
+            yield batch_of(examples)
             any_batch, examples = True, []
     if not any_batch:
         raise report.of_which_none_is_left(dataset)

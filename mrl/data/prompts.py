@@ -62,16 +62,23 @@ class PromptDataset(RowDataset[Prompt]):
         limit = self.config.max_prompt_length
         too_long = len(ids) > limit
         if too_long:
-            what = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {limit}"
             match self.config.truncation:
                 case "error":
-                    raise DataError(f"{what}; raise data.max_prompt_length, or set data.truncation to left or drop")
+                    raise DataError(self.too_long(len(ids)))
                 case "drop":
+                    what = f"the prompt has {len(ids)} tokens and data.max_prompt_length is {limit}"
                     return Rejected("dropped", f"{self.where(index)}: {what}")
                 case "left":
                     ids = ids[-limit:]
         content = asked.messages if isinstance(asked, Chat) else asked.text
         return Prompt(index, self.where(index), row, content, ids, too_long)
+
+    def too_long(self, tokens: int) -> str:
+        """Returns what is said of a prompt with too many tokens, where data.truncation is error."""
+        return (
+            f"the prompt has {tokens} tokens and data.max_prompt_length is {self.config.max_prompt_length}; raise "
+            "data.max_prompt_length, or set data.truncation to left or drop"
+        )
 
 
 class PromptSource(RowStream[Prompt]):

@@ -84,7 +84,7 @@ class BaseEngine(EngineChecks, abc.ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the user on what the engine chose, as `notes_on` has them; after `init_model`."""
+        """Lines for the user on what the engine chose, as `notes_on` has them; before `init_model` too."""
         return []
 
     def set_total_steps(self, total_steps: int) -> None:
@@ -128,8 +128,12 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Data-parallel degree."""
 
     @abc.abstractmethod
-    def init_model(self) -> None:
-        """Builds or loads model, optimizer and LR schedule. Afterwards every other method may be called."""
+    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
+        """Builds or loads model, optimizer and LR schedule. Afterwards every other method may be called.
+
+        read: where weights come from, in place of the folder of `model.path` (Hugging Face name -> tensor or lazy
+        slice, of a family that mrl has a table of); an engine of another package need not take it.
+        """
 
     @abc.abstractmethod
     def train_mode(self) -> contextlib.AbstractContextManager[None]:

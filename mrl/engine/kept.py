@@ -10,8 +10,8 @@ from mrl.engine.sampling import SamplingKey
 
 
 def share(count: int, part: int, parts: int) -> range:
-    """Returns which of `count` requests a replica takes: neighbours, because samples of one prompt share its
-    prefill."""
+    """Returns which of `count` requests a replica (or an engine of vLLM's) takes: neighbours, because samples of one
+    prompt share its prefill."""
     return range(count * part // parts, count * (part + 1) // parts)
 
 

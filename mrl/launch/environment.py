@@ -112,3 +112,9 @@ def interface_towards(host: str) -> str | None:
             if any(one.address.partition("%")[0] == ours for one in addresses):
                 return name
     return None
+
+
+def loopback() -> dict[str, str]:
+    """gloo on the loopback interface: one machine's host name may resolve to an address that it cannot reach."""
+    names = {name for _, name in socket.if_nameindex()}
+    return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}

@@ -11,15 +11,17 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
+import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
@@ -31,6 +33,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from mrl.config.command import Config, command_of
 from mrl.config.load import to_dict
 from mrl.errors import Stopped, UserError, unwritable
+from mrl.launch.environment import loopback
 from mrl.launch.worker import Outcome, Task, log_path, read_outcomes, warnings_in
 
 GRACE_S = 5.0
@@ -38,43 +41,84 @@ GRACE_S = 5.0
 
 POLL_S = 0.1
 
+C = TypeVar("C")
+
 
 class RankFailed(Exception):
     """A rank ended by a fault of ours or was killed; the message is its traceback or says what killed it."""
 
 
-def run_here(target: Callable[[Config, str], object], config: Config, command_line: str) -> None:
-    """Runs `target(config, command_line)` as the only rank, in this process. It has nobody to meet, and so no port."""
-    log = log_path(pathlib.Path(config.output_dir) / "logs", rank=0)
-    with _environment(_unless_set(_loopback())), warnings_in(log):
+def run_here(target: Callable[[C, str], object], config: C, command_line: str, *, log_dir: Path | None = None) -> None:
+    """Runs `target(config, command_line)` as the only rank, in this process. It has nobody to meet, and so no port.
+
+    log_dir: where Python warnings go; None drops them.
+    """
+    dropped = warnings.catch_warnings(action="ignore")
+    with _environment(_unless_set(loopback())), dropped if log_dir is None else warnings_in(log_path(log_dir, rank=0)):
         target(config, command_line)
 
 
-def launch(target: str, config: Config, command_line: str, nproc: int) -> None:
-    """Runs `target` (`module:function`) in `nproc` processes and waits for them.
+def launch(
+    target: str, config: Any, command_line: str, nproc: int, *, log_dir: Path | None = None, quiet: bool = False
+) -> None:
+    """Runs `target` (`module:function`) in `nproc` processes, as `function(config, command_line)`, and waits for them.
+
+    config: of a command that trains, or any frozen dataclass of keys that a module holds by its name. log_dir: of what
+    ranks above 0 and libraries print; None is a temporary one, which stays where a rank failed. quiet: nothing is said
+    while rank 0 loads.
 
     Raises UserError or Stopped where the ranks did, RankFailed with the first failing rank's error, and
     KeyboardInterrupt after Ctrl-C. No process is left in any case. Call it in the main thread.
     """
-    log_dir = pathlib.Path(config.output_dir).absolute() / "logs"
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(config.output_dir, log_dir, error) from None
-    with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name:
-        folder = pathlib.Path(name)
-        task = Task(target, command_of(type(config)).name, to_dict(config), command_line, str(log_dir), os.getpid())
+    with tempfile.TemporaryDirectory(prefix="mrl_launch_") as name, _logs(log_dir) as logs:
+        folder = Path(name)
+        task = Task(target, _root_of(config), to_dict(config), command_line, quiet, str(logs), os.getpid())
         (folder / "task.json").write_text(json.dumps(dataclasses.asdict(task)), encoding="utf-8")
         group = _ProcessGroup(nproc, folder)
         with _environment(_worker_variables()):
             result = group.run()
-        _raise_first_failure(read_outcomes(folder), result, log_dir, group.forwarded)
+        _raise_first_failure(read_outcomes(folder), result, logs, group.forwarded, resumes=":" not in task.root)
+
+
+def logs_of(config: Config) -> Path:
+    """Returns the folder of a run's logs, which is there then."""
+    log_dir = Path(config.output_dir).absolute() / "logs"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(config.output_dir, log_dir, error) from None
+    return log_dir
+
+
+@contextlib.contextmanager
+def _logs(log_dir: Path | None) -> Iterator[Path]:
+    """The folder of the logs: one that is given, or a temporary one, which stays where a rank failed."""
+    if log_dir is not None:
+        yield log_dir
+        return
+    made = Path(tempfile.mkdtemp(prefix="mrl_logs_"))
+    try:
+        yield made
+    except RankFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def _root_of(config: Any) -> str:
+    """Returns what a worker finds the type of a config by."""
+    root = type(config)
+    with contextlib.suppress(LookupError):
+        return command_of(root).name
+    return f"{root.__module__}:{root.__qualname__}"
 
 
 class _ProcessGroup:
     """The worker processes and what the launcher does to them from signal handlers and the watching thread."""
 
-    def __init__(self, nproc: int, folder: pathlib.Path) -> None:
+    def __init__(self, nproc: int, folder: Path) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         self.folder = folder
         self.forwarded: int | None = None
@@ -153,7 +197,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _make_agent(nproc: int, folder: pathlib.Path) -> LocalElasticAgent:
+def _make_agent(nproc: int, folder: Path) -> LocalElasticAgent:
     rendezvous = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
@@ -177,9 +221,9 @@ def _make_agent(nproc: int, folder: pathlib.Path) -> LocalElasticAgent:
 
 
 def _raise_first_failure(
-    outcomes: list[Outcome], result: RunResult | None, log_dir: pathlib.Path, forwarded: int | None
+    outcomes: list[Outcome], result: RunResult | None, log_dir: Path, forwarded: int | None, *, resumes: bool
 ) -> None:
-    """Raises what ended the run, if it was not the end of training.
+    """Raises what ended the run, if it was not the end of its work. resumes: it trains, and so saves checkpoints.
 
     A UserError is shown before a rank that was killed, and that before a traceback: the ranks left behind fail too,
     on broken connections.
@@ -196,10 +240,8 @@ def _raise_first_failure(
             continue  # how torch elastic ends the ranks that are left
         name = signal.Signals(signum).name
         memory = " (out of memory?)" if signum == signal.SIGKILL else ""
-        raise RankFailed(
-            f"rank {rank} was killed by {name}{memory}; the same command goes on from the last checkpoint; its log is "
-            f"{log_path(log_dir, rank)}"
-        )
+        advice = "; the same command goes on from the last checkpoint" if resumes else ""
+        raise RankFailed(f"rank {rank} was killed by {name}{memory}{advice}; its log is {log_path(log_dir, rank)}")
     for outcome in outcomes:
         if outcome.kind == "fault":
             raise RankFailed(
@@ -230,17 +272,11 @@ def _killed_ranks(result: RunResult | None) -> dict[int, int]:
 def _worker_variables() -> dict[str, str]:
     """Defaults for the processes' environment; what the user has set stays."""
     # Only SIGQUIT is left to torch: the handlers here do better, and SIGHUP must stay ignored under nohup.
-    return _unless_set({"OMP_NUM_THREADS": "1"} | _loopback()) | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
+    return _unless_set({"OMP_NUM_THREADS": "1"} | loopback()) | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
 
 
 def _unless_set(defaults: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in defaults.items() if name not in os.environ}
-
-
-def _loopback() -> dict[str, str]:
-    """gloo on the loopback interface: one machine's host name may resolve to an address that it cannot reach."""
-    names = {name for _, name in socket.if_nameindex()}
-    return {"GLOO_SOCKET_IFNAME": next(n for n in ("lo", "lo0") if n in names)} if names & {"lo", "lo0"} else {}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from mrl.config.checks import (
 from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
 from mrl.engine.checks import Sequences
-from mrl.errors import ConfigError, DataError, ModelError, quoted, unwritable
+from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
 from mrl.parallel import ParallelDims
 
 MOST_PROCESSES = 1024
@@ -80,14 +80,19 @@ def check_layout(
         with command.keys_of(config, part.role):
             dims = parallel_dims(part.engine.parallel, world_size)
             check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
-            check_replicate(part.engine, world_size)
-            _check_ranges(part)
             longest, key = command.longest(config)
             packed, generated = config.data.packing, command.generates
-            _check_model(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
+            check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
         made.append(dims)
     command.check_processes(config, parts, world_size)
     return made
+
+
+def check_part(part: Part, dims: ParallelDims, sequences: Sequences, *, here: bool = True) -> None:
+    """Raises a UserError where a model cannot be run in a layout. here: on this machine."""
+    check_replicate(part.engine, dims.world_size)
+    _check_ranges(part)
+    _check_model(part, dims, sequences, here=here)
 
 
 def _check_ranges(part: Part) -> None:
@@ -204,11 +209,10 @@ def _from_hub(hub_id: str, key: str) -> pathlib.Path:
         huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(hub_id, "config.json"), timeout=10)
         return pathlib.Path(huggingface_hub.hf_hub_download(hub_id, "config.json"))
     except (OSError, ValueError, HTTPError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ModelError(
             f"{key}.path",
             quoted(hub_id),
-            f"is no folder here and cannot be read from the hub ({reason})",
+            f"is no folder here and cannot be read from the hub ({first_line(error)})",
             "give a model folder, or a hub id that is cached or can be downloaded",
         ) from None
 

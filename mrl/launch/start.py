@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mrl.config.command import Config, Part, TrainingCommand
@@ -14,7 +15,7 @@ from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.launch import preflight
 from mrl.launch.describe import describe
-from mrl.launch.environment import interface_towards, joined_world
+from mrl.launch.environment import JoinedWorld, interface_towards, joined_world
 from mrl.launch.worker import log_path, warnings_in
 from mrl.trainers.waits import announced
 
@@ -37,21 +38,18 @@ def start(
         parts = preflight.check_files(command, config)
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
-        world_size = _choose_nproc(parts, nproc) if joined is None else joined.world_size
+        world_size = choose_nproc(parts, nproc) if joined is None else joined.world_size
         layouts = preflight.check_layout(command, config, parts, world_size)
     if dry_run:
         preflight.check_code(command, config)
         for line in describe(command, config, parts, layouts):
             print(line, flush=True)
+        if (memory := _memory(command, config, world_size)) is not None:
+            print(f"# memory: {memory}", flush=True)
         return None
     command_line = shlex.join(["mrl", *sys.argv[1:]])
     if joined is not None:
-        os.environ.update(joined.variables)
-        if (
-            "GLOO_SOCKET_IFNAME" not in os.environ
-            and (name := interface_towards(os.environ["MASTER_ADDR"])) is not None
-        ):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        join(joined)
         with warnings_in(log_path(os.path.join(config.output_dir, "logs"), joined.rank)):
             with announced(LOADING, shows=shows):
                 run = trainer_of(command)
@@ -60,7 +58,35 @@ def start(
     return _start_processes(command, config, command_line, world_size, shows)
 
 
-def _choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
+def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | None:
+    """Returns whether the run fits the GPUs of this machine, in words; None where it has none."""
+    if "cpu" in preflight.devices(command, config) or not (gpus := _gpus()):
+        return None
+    from mrl.launch import planning
+    from mrl.plan.gpus import gpu_here
+    from mrl.trainers.throughput import peak_of
+
+    name, memory = gpus[0]
+    return planning.verdict(command, config, world_size, gpu_here(name, memory, peak_of(name)))[1]
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Returns name and bytes of memory of this machine's GPUs."""
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(one.name, one.total_memory) for one in found]
+
+
+def join(joined: JoinedWorld) -> None:
+    """Puts what another launcher said of this process where torch.distributed looks for it."""
+    os.environ.update(joined.variables)
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def choose_nproc(parts: Sequence[Part], asked: int | None) -> int:
+    """Returns how many processes a run of these models starts on this machine."""
     gpus = 0
     devices = {part.key("engine"): part.engine.device for part in parts}
     if "cpu" not in devices.values():
@@ -87,9 +113,10 @@ def _start_processes(
 
     try:
         if nproc == 1:
-            local.run_here(run, config, command_line)
+            local.run_here(run, config, command_line, log_dir=Path(config.output_dir) / "logs")
         else:
-            local.launch(command.trainer, config, command_line, nproc)
+            logs = local.logs_of(config)
+            local.launch(command.trainer, config, command_line, nproc, log_dir=logs, quiet=config.log.console == "none")
     except local.RankFailed as failure:
         print(f"mrl: {failure}", file=sys.stderr, flush=True)
         return 1

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NoReturn
 
 from mrl.config import command as commands
+from mrl.config.build import build_section
 from mrl.config.load import from_dict
 from mrl.errors import Stopped, UserError
 from mrl.trainers.waits import announced
@@ -37,9 +38,10 @@ class Task:
     """The work that every rank does."""
 
     target: str  # `module:function`, called as `function(config, command_line)`
-    command: str  # the one that `config` is of
+    root: str  # of `config`: the name of a command that trains, or any dataclass of keys as `module:Class`
     config: dict[str, Any]  # as plain data
     command_line: str
+    quiet: bool  # rank 0 does not say that it loads
     log_dir: str
     launcher_pid: int
 
@@ -64,8 +66,8 @@ def run_task(task: Task, rank: int) -> Outcome:
     try:
         module, _, function = task.target.partition(":")
         with warnings_in(log_path(task.log_dir, rank)):
-            config = from_dict(task.config, commands.record(task.command).root)
-            with announced("loading PyTorch and Megatron", shows=rank == 0 and config.log.console != "none"):
+            config = config_of(task)
+            with announced("loading PyTorch and Megatron", shows=rank == 0 and not task.quiet):
                 run = getattr(importlib.import_module(module), function)
             run(config, task.command_line)
     except Stopped as stop:
@@ -77,6 +79,16 @@ def run_task(task: Task, rank: int) -> Outcome:
     except BaseException:
         kind, text = "fault", traceback.format_exc()
     return Outcome(rank, kind, text, time.time())
+
+
+def config_of(task: Task) -> Any:
+    """Returns the config of a task, as its root; of a root that is no command's, the launcher alone has checked keys
+    against each other."""
+    module, _, name = task.root.partition(":")
+    if not name:
+        return from_dict(task.config, commands.record(task.root).root)
+    root = getattr(importlib.import_module(module), name)
+    return build_section(root, task.config, "", root)
 
 
 def write_outcome(folder: pathlib.Path, outcome: Outcome) -> None:

@@ -1,5 +1,4 @@
-"""Core attention on torch's kernels (flash.py has those beside `scaled_dot_product_attention`), for the layer spec that
-needs no transformer-engine.
+"""Core attention on torch's kernels (causal.py chooses), for the layer spec that needs no transformer-engine.
 
 Dimensions: `T` tokens of a micro-batch on this rank, `H` query heads and `G` key/value groups on this tensor-parallel
 rank, `D` head size, `S` sequences, `L` length of a sequence.
@@ -13,13 +12,13 @@ left-padded. Context parallelism: each rank holds segments `r` and `2*cp-1-r` of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -27,8 +26,15 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from mrl.mcore_models import flash, platform
-from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attention
+from mrl.mcore_models import platform
+from mrl.mcore_models.causal import causal_attention, sdpa
+from mrl.mcore_models.kv_cache import CachedStep
+from mrl.mcore_models.masked import causal_mask, explicit_attention
+
+_FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
+_NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
+"""For transformer-engine, to which megatron-core 0.19 hands it: where it is not told, it compares the values of two
+`cu_seqlens` in every layer before 2.18, which waits for the GPU."""
 
 
 @dataclasses.dataclass
@@ -60,7 +66,7 @@ class PackedLayout(PackedSeqParams):
         return cls(
             qkv_format=qkv_format, cu_seqlens_q=places, cu_seqlens_kv=places, cu_seqlens_q_padded=places,
             cu_seqlens_kv_padded=places, max_seqlen_q=longest, max_seqlen_kv=longest, padded_lengths=tuple(padded),
-            positions=positions, order=order,
+            positions=positions, order=order, **_NO_PADDING_BETWEEN,
         )  # fmt: skip
 
     @functools.cached_property
@@ -168,35 +174,12 @@ class SdpaAttention(MegatronModule):
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, queries, D], which stand at the end of [N, groups, keys, D]."""
-        queries, keys = q.shape[2], k.shape[2]
-        window = None if self.window is None or self.window >= keys else self.window
-        if self.softmax_offset is None and window is None and queries == keys:
-            return self._attend(q, k, v, None, causal=True)
-        if flash.has_kernel(q, v) and not (self.dropout and self.training):
-            return flash.attend(q, k, v, scale=self.scale, window=window, sinks=self.softmax_offset)
-        blocks = [
-            self._attend(q[:, :, rows], k[:, :, seen], v[:, :, seen], causal_mask(*sizes, window, q.device))
-            for rows, seen, sizes in flash.blocks(queries, keys, window)
-        ]
-        return torch.cat(blocks, dim=2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        if self.softmax_offset is not None:
-            assert not dropout and mask is not None, "attention sinks have no dropout"
-            return explicit_attention(q, k, v, mask, scale=self.scale, sinks=self.softmax_offset.view(1, -1, 1, 1))
-        if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # only flash-attn's kernel knows grouped queries, and it knows no mask and no fp32; torch would write the
-            # scores out
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        call = functools.partial(
-            F.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
-            dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        if not dropout:
-            return call()
-        with get_cuda_rng_tracker().fork():  # heads are split over tp: each rank draws its own mask
-            return call()
+        # heads are split over tp: each rank draws its own mask
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            return causal_attention(
+                q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset, dropout=dropout
+            )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""
@@ -238,4 +221,11 @@ class SdpaAttention(MegatronModule):
                 -q.shape[2] :
             ]  # a row of padding sees itself
             mask = (mask & ~padding[:, None, None, : k.shape[2]]) | own
-        return self._attend(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if self.softmax_offset is None:
+                out = sdpa(q, k, v, mask, scale=self.scale, dropout=dropout)
+            else:
+                sinks = self.softmax_offset.view(1, -1, 1, 1)
+                out = explicit_attention(q, k, v, mask, scale=self.scale, sinks=sinks, dropout=dropout)
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -50,6 +50,13 @@ class Model(GPTModel):
             padding_mask=None if padding is None else padding[None],
         )  # fmt: skip
 
+    def _set_attention_backend(self) -> None:
+        """Leaves NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN as they are: te_limits.py reads them.
+
+        megatron's own (0.16 and 0.19, models/common/language_module) asserts that all are 1 or unset, and advises an
+        argument of its own trainer.
+        """
+
 
 def transformer_config(
     hf: Mapping[str, Any],

@@ -1,4 +1,4 @@
-"""Lets megatron-core run where there is no GPU. Where there is one, `prepare()` only imports it.
+"""Lets megatron-core run where there is no GPU. Where there is one, `prepare()` changes what below says "GPU or not".
 
 megatron-core takes a GPU for granted: it creates tensors on `torch.cuda.current_device()` or "cuda", asks for CUDA
 streams, events, RNG states and memory figures, and checks tensor types by their CUDA names. `prepare()` answers
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.utils._device
 
 from mrl.mcore_models import elementwise
-from mrl.mcore_models.platform import CPU, has_gpu, hide_what_does_not_load
+from mrl.mcore_models.platform import device, has_gpu, hide_what_does_not_load
 
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye", "linspace", "as_tensor",
@@ -84,7 +84,7 @@ class _Stream:
     """A CUDA stream or event on a machine that runs everything in order: each request is done when it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = CPU
+        self.device = device()
 
     def __enter__(self) -> "_Stream":
         return self
@@ -117,7 +117,8 @@ def _replace_cuda_runtime() -> None:
 
     get_rng, set_rng, seed_host = torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
     answers: dict[str, Any] = {
-        "current_device": answer(CPU), "device": lambda *a, **k: contextlib.nullcontext(), "device_count": answer(1),
+        "current_device": lambda: device(), "device_count": answer(1),
+        "device": lambda *a, **k: contextlib.nullcontext(),
         "Stream": _Stream, "Event": _Stream, "current_stream": answer(stream), "default_stream": answer(stream),
         "stream": lambda s: contextlib.nullcontext(),
         "get_rng_state": lambda *a, **k: get_rng(), "set_rng_state": lambda state, *a, **k: set_rng(state),
@@ -152,7 +153,7 @@ def _replace_tensor_creation() -> None:
         @functools.wraps(make)
         def create(*args: Any, **kwargs: Any) -> Any:
             if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = CPU
+                kwargs["device"] = device()
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
             return make(*args, **kwargs)
@@ -168,9 +169,9 @@ def _replace_tensor_creation() -> None:
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
+            args = (device(), *args[1:])
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = CPU
+            kwargs["device"] = device()
         return to(self, *args, **kwargs)
 
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.mcore_models.causal import causal_attention
+from mrl.mcore_models.masked import explicit_attention
+
 RowCopy = dict[int, tuple[Tensor, Tensor]]
 """Layer -> keys and values [G, places, D] of one sequence."""
 
@@ -127,13 +130,6 @@ class CachedStep:
             self._made[name] = mask[:, None, None]
         return self._made[name]
 
-    def prefill_mask(self, new: int, old: int, window: int | None) -> Tensor:
-        """[new, old + new] bool."""
-        name = ("prefill", new, old, window)
-        if name not in self._made:
-            self._made[name] = causal_mask(new, old + new, window, self.device)
-        return self._made[name]
-
     def attend(
         self,
         layer: int,
@@ -157,12 +153,11 @@ class CachedStep:
             size = new.shape[2]
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
         count, padded = self.decoding, query.shape[0] > self.tokens
-        plain = sinks is None and softcap is None
         if count:
             mask = self.decode_mask(window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
             # the query heads of a group meet the same keys: they stand where several queries would
-            if plain:
+            if sinks is None and softcap is None:
                 decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
             else:
                 of_groups = None if sinks is None else sinks.view(1, key.shape[1], -1, 1)
@@ -178,52 +173,11 @@ class CachedStep:
         start = count
         for row in range(count, len(self.new_lengths)):
             new, old = self.new_lengths[row], self.cached_lengths[row]
+            if not new:
+                continue
             q = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
             k, v = keys[row, None, :, : old + new], values[row, None, :, : old + new]
-            if plain:
-                mask = self.prefill_mask(new, old, window) if old or window is not None else None
-                attended = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=query.shape[2] > 1
-                )
-            else:
-                of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
-                mask = self.prefill_mask(new, old, window)
-                attended = explicit_attention(q, k, v, mask, scale=scale, sinks=of_heads, softcap=softcap)
+            attended = causal_attention(q, k, v, scale=scale, window=window, sinks=sinks, softcap=softcap)
             out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
             start += new
         return out
-
-
-def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
-    """[q_length, k_length] bool, True where a query (aligned to the keys' end) may look: at most `window` back."""
-    allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
-    return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
-
-
-def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    *,
-    scale: float,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attention by its formula, for what torch's has not.
-
-    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q,
-    1]: the softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap:
-    scores `s` are `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
-    """
-    groups = query.shape[-3] // key.shape[-3]
-    key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))
-    scores = (query @ key.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[-2]].to(value.dtype)
-    return torch.dropout(weights, dropout, train=dropout > 0) @ value

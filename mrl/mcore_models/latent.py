@@ -131,8 +131,8 @@ class LatentAttention(MegatronModule):
         return selective and self.training and torch.is_grad_enabled()
 
     def _latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The latents of queries (the hidden states where there are none) and of keys and values, and the rotary key
-        before it turns."""
+        """Returns the latents of queries (the hidden states where there are none) and of keys and values, and the
+        rotary key before it turns."""
         config = self.config
         query = hidden if config.q_lora_rank is None else self.linear_q_down_proj(hidden)
         latent, key_turned = self.linear_kv_down_proj(hidden).split(
@@ -143,7 +143,7 @@ class LatentAttention(MegatronModule):
     def _heads(
         self, query: Tensor, latent: Tensor, key_turned: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, H, D + R] and value [T, H, V] of all T tokens, from what `_latents` gives."""
+        """Returns query and key [T, H, D + R] and value [T, H, V] of all T tokens, from what `_latents` gives."""
         config = self.config
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(query)

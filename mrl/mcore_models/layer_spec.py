@@ -42,7 +42,7 @@ def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype:
     absent, refusal = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
     slow = te_slows(fields, dims, dtype=dtype)
     slow = f"; {slow}" if slow is not None else ""
-    if absent not in (None, platform.NO_GPU, platform.ABSENT):
+    if platform.does_not_load(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
     if wanted == "te":
@@ -63,9 +63,9 @@ def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype:
 
 
 def notes(spec: LayerSpec) -> list[str]:
-    """Lines for the run's log: the choice, and packages that were meant to be used and are not."""
+    """Returns lines for the run's log: the choice, and packages that were meant to be used and are not."""
     lines, fault = [str(spec)], platform.without_apex()
-    if fault not in (None, platform.NO_GPU, platform.ABSENT):
+    if platform.does_not_load(fault):
         lines.append(
             f"engine: apex is installed and not used, as it is not NVIDIA's or does not load ({fault}); uninstall it, "
             "or build NVIDIA's (docs/gpu.md)"

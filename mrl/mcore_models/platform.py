@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import sys
-import warnings
 
 import torch
 
-from mrl.errors import ConfigError, one_line
+from mrl.errors import ConfigError
+from mrl.mcore_models.optional import ABSENT, fault_of
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 NO_GPU = "torch sees no GPU"
-ABSENT = "is not installed"
+
+
+_without_gpu = CPU
+
+
+def live_on_meta() -> None:
+    """From now on models of this process are made of tensors without memory (mrl.plan), also where there is a GPU."""
+    global _without_gpu
+    _without_gpu = META
 
 
 def has_gpu() -> bool:
     """Returns whether models compute on CUDA in this process."""
-    return torch.cuda.is_available()
+    return _without_gpu == CPU and torch.cuda.is_available()
 
 
 def device_type(wanted: str = "auto") -> str:
@@ -31,27 +38,19 @@ def device_type(wanted: str = "auto") -> str:
 
 @functools.cache
 def without_transformer_engine() -> str | None:
-    """Returns why transformer-engine is not used in this process; None where it can be. It is found by importing it:
-    the package may lack its extension for torch, or be built for another torch or CUDA."""
-    return NO_GPU if not has_gpu() else _fault("transformer_engine", "transformer_engine.pytorch")
+    """Returns why transformer-engine is not used in this process; None where it can be."""
+    return NO_GPU if not has_gpu() else fault_of("transformer_engine")
 
 
 @functools.cache
 def without_apex() -> str | None:
     """As `without_transformer_engine`, of NVIDIA's apex. What PyPI has under that name is another program."""
-    return NO_GPU if not has_gpu() else _fault("apex", "amp_C", "apex.optimizers", "apex.multi_tensor_apply")
+    return NO_GPU if not has_gpu() else fault_of("apex")
 
 
-def _fault(package: str, *modules: str) -> str | None:
-    if importlib.util.find_spec(package) is None:
-        return ABSENT
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            for module in modules:
-                importlib.import_module(module)
-    except Exception as error:  # an import of C++ libraries fails as it likes: ImportError, OSError, RuntimeError
-        return one_line(f"{type(error).__name__}: {error}", 160)
-    return None
+def does_not_load(why: str | None) -> bool:
+    """Returns whether what a `without_...` has returned is the fault of a package that is installed."""
+    return why not in (None, NO_GPU, ABSENT)
 
 
 def hide_what_does_not_load() -> None:
@@ -70,4 +69,4 @@ def hide_what_does_not_load() -> None:
 
 def device() -> torch.device:
     """Where models live in this process: the current CUDA device, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else CPU
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else _without_gpu

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from mrl.mcore_models.flash import LARGEST_HEAD
+from mrl.mcore_models.platform import has_gpu
 from mrl.parallel import ParallelDims
 
 Kernel = Literal["flash", "fused", "unfused"]
@@ -35,8 +37,8 @@ class Gpu:
 
     @classmethod
     def here(cls) -> "Gpu":
-        """This process's GPU; of a machine without one nothing is known, as the run may be for another."""
-        if not torch.cuda.is_available():
+        """Returns this process's GPU; of a machine without one nothing is known, as the run may be for another."""
+        if not has_gpu():
             return cls()
         number = torch.backends.cudnn.version()  # 92501 is 9.25.1; None where torch has no cuDNN
         return cls(
@@ -48,7 +50,7 @@ class Gpu:
 
 
 def installed(package: str) -> tuple[int, ...]:
-    """The numbers of an installed package's version, () where it is not installed."""
+    """Returns the numbers of an installed package's version, () where it is not installed."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +73,7 @@ class Attention:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], dims: ParallelDims) -> "Attention":
-        """fields: of megatron's configuration, as `fields_of` has them."""
+        """Returns what `fields` say: those of megatron's configuration, as `fields_of` has them."""
         heads = fields["num_attention_heads"]
         query = value = fields.get("kv_channels") or fields["hidden_size"] // heads
         if fields.get("multi_latent_attention"):
@@ -90,7 +92,10 @@ class Attention:
 
     @property
     def heads_split(self) -> bool:
-        """Whether context-parallel ranks can each have whole heads."""
+        """Whether context-parallel ranks can each have whole heads, as transformer-engine's a2a gives them.
+
+        Of odd numbers cuDNN's kernel takes none there, whatever cp is (2.20.2, `get_attention_backend`).
+        """
         return not any(n % self.cp or n % 2 for n in (self.heads, self.groups))
 
     @property
@@ -105,14 +110,15 @@ class Attention:
 
 
 def cp_comm_type(fields: Mapping[str, Any], dims: ParallelDims) -> CpCommunication:
-    """Megatron's `cp_comm_type` for a model under transformer-engine."""
+    """Returns megatron's `cp_comm_type` for a model under transformer-engine."""
     return Attention.of(fields, dims).cp_communication
 
 
 def te_refuses(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """Why transformer-engine has no attention for a model in a layout, as the end of a sentence; None where it has.
+    """Returns why transformer-engine has no attention for a model in a layout, as the end of a sentence; None where it
+    has.
 
     gpu: by default the one here; where its generation is not known, one that some generation serves is not refused.
     """
@@ -136,17 +142,35 @@ def te_refuses(
 def te_slows(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
-    """What to know of a model's attention under transformer-engine where it is the unfused one alone; else None."""
+    """Returns what to know of a model's attention under transformer-engine where it is the unfused one alone; else
+    None."""
     gpu = Gpu.here() if gpu is None else gpu
-    if gpu.capability is None or kernels(Attention.of(fields, dims), gpu, dtype) != ("unfused",):
+    attention = Attention.of(fields, dims)
+    if gpu.capability is None or kernels(attention, gpu, dtype) != ("unfused",):
         return None
-    with_flash = kernels(Attention.of(fields, dims), dataclasses.replace(gpu, flash_attn=None), dtype)
-    cure = "flash-attn 2 or engine.layer_spec: local" if "flash" in with_flash else "engine.layer_spec: local"
-    return f"its attention is the unfused one, whose memory grows with the square of a row; it does not under {cure}"
+    cures = []
+    if "flash" in kernels(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
+        cures.append("flash-attn 2")
+    if _local_keeps_no_scores(attention, dtype):
+        cures.append("engine.layer_spec: local")
+    line = "its attention is the unfused one, whose memory grows with the square of a row"
+    return f"{line}; it does not under {' or '.join(cures)}" if cures else line
+
+
+def _local_keeps_no_scores(attention: Attention, dtype: torch.dtype) -> bool:
+    """Returns whether the local spec's attention has a kernel on a GPU whose memory grows with a row, without cp.
+
+    Plain causal attention has one of torch's own choice. Windows and sinks have flash.py's alone, which does neither
+    dropout, nor other than 16 bits, nor wider heads.
+    """
+    if not (attention.windowed or attention.sinks):
+        return True
+    widest = max(attention.query_size, attention.value_size)
+    return dtype in (torch.bfloat16, torch.float16) and widest <= LARGEST_HEAD and not attention.dropout
 
 
 def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """The kernels that serve it on a GPU of known generation."""
+    """Returns the kernels that serve it on a GPU of known generation."""
     assert gpu.capability is not None
     if _without_cp_communication(attention, gpu) is not None:
         return ()
@@ -160,7 +184,7 @@ def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel,
 
 
 def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
-    """Why no way of exchanging keys and values serves it."""
+    """Returns why no way of exchanging keys and values serves it; None where one does."""
     cp, way = attention.cp, attention.cp_communication
     if way == "p2p":
         return None
@@ -176,7 +200,9 @@ def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
 
 
 def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
-    """flash-attn 2. Its third and fourth generations serve GPUs that the fused kernels serve too.
+    """Returns whether flash-attn 2 serves it.
+
+    Its third and fourth generations serve GPUs that the fused kernels serve too.
 
     Where keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence
     (2.20.2: its AttnFuncWithCPAndKVAllGather says that this kernel cannot take both, and nothing refuses it): queries
@@ -197,7 +223,7 @@ def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
 
 
 def _fused(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
-    """cuDNN's, for packed sequences in training."""
+    """Returns whether cuDNN's kernel serves it, for packed sequences in training."""
     assert gpu.capability is not None
     cudnn = (99, 0, 0) if gpu.cudnn is None else gpu.cudnn
     hopper, blackwell = gpu.capability == (9, 0), gpu.capability >= (10, 0)
@@ -222,7 +248,7 @@ def _fused(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
 
 
 def _hopper_fault(query: int, value: int) -> bool:
-    """Whether transformer-engine keeps cuDNN from heads of these sizes in training, since a fault of cuDNN 9.11."""
+    """Returns whether transformer-engine keeps cuDNN from heads of these sizes in training: a fault of cuDNN 9.11."""
     return query != value and min(query, value) >= 128 and (query, value) != (192, 128)
 
 

@@ -156,10 +156,10 @@ class WorkerDispatch:
     def offload_all(self) -> None:
         """All roles wait on the host, where idle ones do, and their memory is free for other programs on the device."""
         for engine in self.engines.values():
-            engine.offload.wait()
-        if self.offload_idle:
-            for engine in self.engines.values():
+            if self.offload_idle:
                 engine.to("host")
+            else:
+                engine.offload.wait()  # for what its own `engine.offload` has on its way
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # where roles stay on the device too: what their last step has left
 
@@ -236,8 +236,7 @@ class WorkerDispatch:
 
         To be used up before another role is asked for anything. everywhere: every rank gets them all.
         """
-        engine = self._use(role)
-        return engine.hf_weights(everywhere=True) if everywhere else engine.hf_weights()
+        return self._use(role).hf_weights(everywhere=everywhere)
 
     def save_hf_model(self, role: str, path: str) -> None:
         """Writes a folder that transformers loads, or the adapters alone where the role's config says so."""

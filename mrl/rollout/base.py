@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -42,6 +42,9 @@ class SampleRequest:
     made of it."""
     stop_tokens: Sequence[int] = ()  # ids that end the completion, and are kept in it
     stop: Sequence[str] = ()  # texts that end it, in the decoded new tokens; the token that completes one is the last
+    on_token: Callable[[Sequence[int]], bool] | None = None
+    """Called with the new ids after each of them, on the ranks that sample them; ends the completion where it says so,
+    on all of these ranks alike. A sampler that gets a completion whole calls nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

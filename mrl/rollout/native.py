@@ -49,5 +49,14 @@ class EngineSampler(Sampler):
             stop_tokens=request.stop_tokens,
             sampling=request.sampling,
             key=request.key,
-            stop_at=self._stops.get(stop),
+            stop_at=_either(request.on_token, self._stops.get(stop)),
         )
+
+
+def _either(
+    seen: Callable[[list[int]], bool] | None, stops: Callable[[list[int]], bool] | None
+) -> Callable[[list[int]], bool] | None:
+    """Returns what calls both with the new tokens, and ends a completion where one of them does."""
+    if seen is None or stops is None:
+        return seen or stops
+    return lambda new: any([seen(new), stops(new)])

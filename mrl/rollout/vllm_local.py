@@ -31,7 +31,8 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.base import Completion
-from mrl.errors import ConfigError, ServerError
+from mrl.engine.kept import share
+from mrl.errors import ConfigError, ServerError, first_line
 from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
@@ -98,8 +99,7 @@ class VLLMSampler(Sampler):
             refuse(sampling, self._mode, "rollout.backend", "vllm inside the trainer")
         self.wake()
         engines = self._ranks.size // self._tp
-        first, last = share(len(requests), self._ranks.rank // self._tp, engines)
-        mine = self._generate(requests[first:last])
+        mine = self._generate([requests[i] for i in share(len(requests), self._ranks.rank // self._tp, engines)])
         # An error of one engine ends its process, and so the run: the others of its group wait inside vLLM.
         everyone = self._ranks.gather(mine if self._ranks.rank % self._tp == 0 else [])
         return [completion for part in everyone for completion in part]
@@ -116,29 +116,47 @@ class VLLMSampler(Sampler):
         return [_completion(output.outputs[0]) for output in outputs]
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Tensor by tensor, as they come.
+        """Gives the engine tensor by tensor, as they come.
 
         After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
         self._whole = self._broken = False
-        stream, why = _Stream(weights), None
+        stream, why, no_memory = _Stream(weights), None, None
         with self._apart.inside():  # to its end: its engine puts generators of its own in place, and these back
             try:
                 self._wake("weights")
-                self._engine.collective_rpc(_reload, args=(iter(stream),))
-                if not self._engine.reset_prefix_cache():
-                    raise RuntimeError("the prefix cache of the old weights cannot be emptied")
+            except Exception as error:
+                no_memory = _in_words(error)
+            try:
+                if no_memory is None:
+                    self._load(stream)
             except Exception as error:
                 if stream.broken:  # the others are not at its end, and never will be
                     raise
-                self._broken, why = True, _in_words(error)
+                self._broken = True
+                if isinstance(error, torch.OutOfMemoryError):
+                    no_memory = _in_words(error)
+                else:
+                    why = _in_words(error)
             stream.read_to_its_end()  # the other ranks are in it too
+        self._agree(
+            no_memory,
+            "rollout.backend: vLLM inside the trainer has no memory for its weights",
+            "they come beside the actor's: set train.offload_idle to always, or a larger rollout.server.tp (a lower "
+            "rollout.server.memory_fraction makes the cache smaller, not the weights)",
+        )
         self._agree(
             why,
             "rollout.backend: vLLM inside the trainer has not taken the actor's weights",
             "nothing is sampled from them; the same command goes on from the last checkpoint",
         )
         self._whole = True
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Gives the engine weights, whose memory is awake. Call it in `self._apart.inside()`."""
+        self._engine.collective_rpc(_reload, args=(iter(weights),))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache of the old weights cannot be emptied")
 
     def sleep(self) -> None:
         if self._awake:
@@ -148,10 +166,10 @@ class VLLMSampler(Sampler):
             self._awake = set()
 
     def wake(self) -> None:
-        """Is ready for `sample`.
+        """Makes the engine ready for `sample`.
 
-        ServerError, on every rank, where the weights have not come since it slept, or where there is no memory for the
-        KV cache.
+        Raises ServerError, on every rank, where the weights have not come since it slept, or where there is no memory
+        for the KV cache.
         """
         if not self._whole:
             raise ServerError("rollout.backend: vLLM inside the trainer has no weights: they were not handed over")
@@ -170,7 +188,7 @@ class VLLMSampler(Sampler):
         )
 
     def _wake(self, tag: str) -> None:
-        """Inside, as vLLM's."""
+        """Wakes what vLLM has under a tag, where it sleeps. Call it in `self._apart.inside()`."""
         if tag not in self._awake:
             self._engine.wake_up(tags=[tag])
             self._awake.add(tag)
@@ -212,14 +230,6 @@ def engine_arguments(
         "enforce_eager": not gpu,
         **(on_gpu if gpu else {}),
     }
-
-
-def share(count: int, index: int, of: int) -> tuple[int, int]:
-    """Returns where the part `index` of `count` requests begins and ends.
-
-    Neighbours stay together: the samples of a prompt are, and an engine computes a prompt that it has seen only once.
-    """
-    return count * index // of, count * (index + 1) // of
 
 
 class _Stream:
@@ -276,11 +286,8 @@ def _own_shared_memory(ranks: Ranks) -> Iterator[None]:
 
     def arguments(launcher: Any) -> tuple[str, int, int]:
         method, rank, local_rank = original(launcher)
-        return (
-            f"{method}:{name}",
-            rank,
-            local_rank,
-        )  # the processes have met: the end of the address is all that is read
+        # the processes have met: the end of the address is all that is read
+        return f"{method}:{name}", rank, local_rank
 
     Launcher._distributed_args = arguments
     try:
@@ -312,6 +319,7 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Runs in vLLM's worker: loads `weights`, which must be all that the model has.
 
     vLLM itself would go on without some of them with no more than a warning, and what sleep has thrown away is noise.
+    Raises RuntimeError where some are missing, and where the model's `load_weights` does not return what it has loaded.
     """
     model = worker.model_runner.get_model()
     wanted = {name for name, _ in model.named_parameters()}
@@ -328,15 +336,17 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         worker.reload_weights(weights_iterator=weights)
     finally:
         del model.load_weights
-    missing = sorted(wanted - loaded) if loaded is not None else []
+    if loaded is None:
+        raise RuntimeError(f"vLLM's {type(model).__name__} does not say which of its parameters it has loaded")
+    missing = sorted(wanted - loaded)
     if missing:
         raise RuntimeError(f"the actor has no weights for {len(missing)} of vLLM's parameters, as {missing[0]}")
 
 
 def _in_words(error: Exception) -> str:
     """Returns the type of an error and the first line of its text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
 
 
 def _completion(output: Any) -> Completion:

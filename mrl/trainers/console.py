@@ -6,7 +6,7 @@ import collections
 import datetime
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console as RichTerminal
@@ -82,17 +82,17 @@ class Console:
 
 
 class PlainConsole(Console):
-    """A line per step."""
+    """A line per step. write: shows one."""
 
     shows = True
 
-    def __init__(self) -> None:
-        self._clock = _Clock(0, 0)
-        self._watch = Watch(write_line)
+    def __init__(self, write: Callable[[str], None] = write_line) -> None:
+        self._clock, self._write = _Clock(0, 0), write
+        self._watch = Watch(write)
 
     def say(self, line: str) -> None:
         self._watch.reset()
-        write_line(line)
+        self._write(line)
 
     def doing(self, what: str) -> None:
         self._watch.doing(what)

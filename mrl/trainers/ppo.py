@@ -65,12 +65,13 @@ def run(config: PPOConfig, command_line: str = "") -> None:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the models to exporting the policy."""
     config, dispatch, directory, console = trainer.config, trainer.dispatch, trainer.directory, trainer.console
+    for role, engine in dispatch.engines.items():  # first: a run that ends for want of memory has said what was chosen
+        say_all(console, [f"{role}.{note}" for note in engine.notes])
     console.doing("building the models")
     dispatch.init_model()
     say_mtp_layers(dispatch, console, {f"{role}.model.path": folder for role, folder in trainer.folders.items()})
     for role, engine in dispatch.engines.items():
         say_adapters(console, f"{role}.model.lora", engine.config)
-        say_all(console, [f"{role}.{note}" for note in engine.notes])
     progress, experience = restore(trainer, start)
     trainer.collector.rollouts.begin(progress.run_id, progress.step)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]

@@ -255,18 +255,23 @@ def _same_folder(a: str, b: str) -> bool:
 
 def _provenance(command_line: str) -> str:
     """Comment lines with versions, git state and the command line."""
-    versions = {"mrl": mrl.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
-    lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in versions.items())]
-    lines += [f"git: {_git_state()}", f"command: {' '.join(command_line.split()) or 'none, started from Python'}"]
+    lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in versions().items())]
+    lines += [f"git: {git_state()}", f"command: {' '.join(command_line.split()) or 'none, started from Python'}"]
     return "".join(f"# {line}\n" for line in lines)
 
 
-def _git_state() -> str:
+def versions() -> dict[str, str]:
+    """Returns the versions of mrl, Python and the packages that numbers may depend on."""
+    found = {"mrl": mrl.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def git_state() -> str:
     """Returns the commit of the working directory, and whether files that git knows have changed."""
     try:
         commit = _git("rev-parse", "HEAD")

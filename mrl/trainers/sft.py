@@ -163,11 +163,11 @@ def role_config(config: SFTConfig, model_path: str) -> RoleConfig:
 def train(trainer: Trainer, start: Start, command_line: str) -> None:
     """From building the model to exporting it."""
     config, engine, directory, console = trainer.config, trainer.engine, trainer.directory, trainer.console
+    say_all(console, engine.notes)  # first: a run that ends for want of memory has said what it was to be built of
     console.doing("building the model")
     engine.init_model()
     say_mtp_layers(engine, console, {"model.path": engine.config.model.path})
     say_adapters(console, "model.lora", engine.config)
-    say_all(console, engine.notes)
     engine.set_loss_fn(sft_loss)
     progress = restore(trainer, start)
     if progress.logged < trainer.total_steps:

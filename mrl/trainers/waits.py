@@ -74,10 +74,16 @@ def write_line(line: str) -> None:
     sys.stdout.flush()
 
 
+def write_error_line(line: str) -> None:
+    """As `write_line`, on stderr: for a command whose stdout is what it gives."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 @contextlib.contextmanager
-def announced(what: str, *, shows: bool) -> Iterator[None]:
+def announced(what: str, *, shows: bool, write: Callable[[str], None] = write_line) -> Iterator[None]:
     """Inside, `what` is done by a process that has no console yet. shows: False says nothing."""
-    watch = Watch(write_line)
+    watch = Watch(write)
     if shows:
         watch.doing(what)
     try:

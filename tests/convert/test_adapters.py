@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mrl.check.reference import file_names
 from mrl.cli import main
 from mrl.config.schema import LoraConfig
 from mrl.convert import exporting, sources, workspace
@@ -244,7 +245,7 @@ def test_a_folder_that_peft_wrote(made, tmp_path):
     adapted = peft.get_peft_model(model, config)
     adapted.save_pretrained(tmp_path)
     merged = adapted.merge_and_unload()
-    expected = tiny._file_names(merged, {name: p.detach() for name, p in merged.named_parameters()})
+    expected = file_names(merged, {name: p.detach() for name, p in merged.named_parameters()})
     with open_any(tmp_path) as source:
         assert source.reader.tensors.keys() == expected.keys()
         for name, tensor in expected.items():

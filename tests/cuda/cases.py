@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tests.cuda.models import MODELS
+from tests.cuda.models import MODELS, fewer_experts
 
 LENGTHS = (700, 229, 95)
 
@@ -24,7 +24,7 @@ class Case:
     ep: int = 1
     etp: int | None = None
     sp: bool | str = "auto"
-    layers: int | None = 4
+    layers: int = 4
     dtype: str = "bfloat16"
     recompute: str = "none"
     head: str = "lm"
@@ -49,10 +49,14 @@ class Result:
     parameters: int  # bytes of this rank's parameters
     after_init: int  # bytes alive: parameters, gradients, masters
     backward_peak: int  # the most alive at once until the backward pass was done
+    activations: int  # the most alive at once in forward and backward passes, beside what was alive before them
     peak: int  # the most alive at once, of init and step
     after_step: int
     syncs: dict[str, float]  # waits of the host in a micro-batch's forward and backward, by line
     step_syncs: dict[str, int]  # in the optimizer step
+    held: dict[
+        str, int
+    ]  # bytes of parameters, gradients and the optimizer's state, with what their buffers are padded by
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
 
 
@@ -61,13 +65,11 @@ GLM, SINKS, GATED = "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen1.5-M
 EVERYTHING = ("parameters", "gradients", "optimizer")
 
 
-def _few(model: str, count: int = 8) -> dict[str, Any]:
+def _few(model: str) -> dict[str, Any]:
     """Few experts: sequential ones take a while each, also without numbers."""
-    names = {MOE: "num_experts", GATED: "num_experts", "allenai/OLMoE-1B-7B-0924": "num_experts",
-             SINKS: "num_local_experts", GLM: "n_routed_experts", LATENT: "n_routed_experts"}  # fmt: skip
     if model == LATENT:
-        return {names[model]: 4 * count, "first_k_dense_replace": 1}  # of 8 groups
-    return {names[model]: count} if model in names else {}
+        return fewer_experts(model, 32) | {"first_k_dense_replace": 1}  # of 8 groups
+    return fewer_experts(model, 8)
 
 
 def _case(model: str, **options: Any) -> Case:
@@ -137,14 +139,14 @@ def ceilings(case: Case) -> dict[str, float]:
     their weights; stages wait for the shapes of what they send each other. A copy of what the host has just made
     (`to_gpu`) is waited for too. Those that lay a micro-batch out (inputs.py) are not seen here: run.py gives them.
     """
-    layers = (case.layers or 0) * (2 if case.recompute != "none" else 1)
+    layers = case.layers * (2 if case.recompute != "none" else 1)
     moe = "megatron/core/transformer/moe"
     between = r"megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
     return {
         r"mrl/engine/megatron/pipeline.py totals __float__": 1,  # the loss, when all micro-batches are done
         r"mrl/engine/megatron/engine.py most __int__": 1,  # how many micro-batches there are, before them
         rf"{moe}/moe_utils.py permute masked_select": 2 * layers,
-        rf"{moe}/token_dispatcher.py \w+ d2h_event.synchronize": layers,
+        r"mrl/engine/megatron/even_experts.py _maybe_dtoh_and_synchronize d2h_event.synchronize": layers,
         rf"{between} torch.cuda.synchronize": 4 * case.vpp,
         rf"{between} tolist": 4 * case.vpp,
         rf"{between} to_gpu": 4 * case.vpp,

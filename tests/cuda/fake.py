@@ -1,7 +1,7 @@
 """A process without a GPU that computes on "cuda" tensors which have no memory: shapes, dtypes and devices are real.
 
 torch's FakeTensorMode runs every operation on shapes alone. On a CPU build of torch it lacks a device guard for
-"cuda", which fifty lines of C++ give it (guard.cpp); what Python asks of torch.cuda is answered here. Import this
+"cuda", which some C++ gives it (guard.cpp); what Python asks of torch.cuda is answered here. Import this
 before mrl or megatron-core, in a process of its own (worker.py): nothing of it can be undone.
 
     install()                        once
@@ -34,20 +34,27 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from tests.engine.memory import PeakBytes
+from mrl.engine.peak_bytes import PeakBytes
 
 GPU = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
 )
+
+CUDNN = (9, 20, 0)
+
+
+def cudnn_number() -> int:
+    """Returns cuDNN's version as it says it itself."""
+    major, minor, patch = CUDNN
+    return 10_000 * major + 100 * minor + patch
 
 
 # -- what torch.cuda answers -------------------------------------------------------------------------------------------
 
 
 class Stream:
-    """A stream or an event; `log` has what was asked of them, in order."""
+    """A stream or an event: what was asked of it is done."""
 
-    log: list[tuple[str, int, int | None]] = []
     _made = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -61,9 +68,6 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def _said(self, what: str, other: Any = None) -> None:
-        Stream.log.append((what, self.stream_id, getattr(other, "stream_id", None)))
-
     def query(self) -> bool:
         return True
 
@@ -71,25 +75,15 @@ class Stream:
         return 0.0
 
     def synchronize(self) -> None:
-        self._said("synchronize")
         waits("synchronize")
 
-    def record(self, stream: Any = None) -> None:
-        self._said("record", stream)
+    def _done(self, *_: Any) -> None:
+        return None
 
-    def wait(self, stream: Any = None) -> None:
-        self._said("wait", stream)
-
-    def wait_stream(self, other: Any) -> None:
-        self._said("wait_stream", other)
-
-    def wait_event(self, event: Any) -> None:
-        self._said("wait_event", event)
+    record = wait = wait_stream = wait_event = _done
 
     def record_event(self, event: Any = None) -> "Stream":
-        event = event or Stream()
-        self._said("record_event", event)
-        return event
+        return event or Stream()
 
 
 class _Nothing:
@@ -167,7 +161,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
     answers |= {name: answer(0) for name in figures}
     for name, value in answers.items():
         setattr(cuda, name, value)
-    torch.backends.cudnn.version = answer(92000)
+    torch.backends.cudnn.version = answer(cudnn_number())
     random: Any = sys.modules["torch.cuda.random"]
     random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.nvtx = types.SimpleNamespace(
@@ -176,6 +170,7 @@ def install(capability: tuple[int, int] = (9, 0)) -> None:
     dist._coalescing_manager = dist.distributed_c10d._coalescing_manager = _one_by_one
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     torch.nn.Module.to = _module_to
+    torch.UntypedStorage.device = property(_device_of_storage)
     torch.autograd._engine_run_backward = _watched_backward(torch.autograd.graph._engine_run_backward)
     del fake_tensor.FakeTensor.tolist  # it asks for each number, which would say nothing of whose they are
 
@@ -197,6 +192,16 @@ def _watched_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return backward
+
+
+_device_of_any_storage = torch.UntypedStorage.device
+
+
+def _device_of_storage(storage: torch.UntypedStorage) -> torch.device:
+    """Returns the device of a storage. Those of fakes are all on "meta": the ones that are counted are on "cuda"."""
+    found = _device_of_any_storage.__get__(storage)
+    counted = _active[-1].memory._storages if found.type == "meta" and _active else ()
+    return torch.device("cuda", 0) if storage._cdata in counted else found
 
 
 def _module_to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -291,7 +296,13 @@ class _Functions(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], torch.device("cuda", args[1]), *args[2:])
         if func is torch.Tensor.cuda:
+            if args[0].device.type == "cpu" and _blocks(args, kwargs):
+                waits("to_gpu")
             return args[0].to("cuda:0")
+        if func is torch.Tensor.copy_ and _blocks(args, kwargs):
+            there, here = args[0].device.type, (args[1] if len(args) > 1 else kwargs["src"]).device.type
+            if {there, here} == {"cpu", "cuda"}:
+                waits("cpu" if there == "cpu" else "to_gpu")
         if func in (torch.tensor, torch.as_tensor) and _has_tensors(args[0]):
             args = (self._numbers(args[0]), *args[1:])
         if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "cuda":
@@ -299,6 +310,8 @@ class _Functions(TorchFunctionMode):
             waits("to_gpu")
             return func(*args, **kwargs).to(device)
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].device.type == "cuda":
+            from mrl.engine.megatron.meta_run import attention
+
             return attention(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor):
             tensor = args[0]
@@ -306,12 +319,10 @@ class _Functions(TorchFunctionMode):
                 if func in _READS:
                     return self._read(func, tensor, args, kwargs)
                 if func is torch.Tensor.cpu or (
-                    func is torch.Tensor.to and _device_of(args, kwargs) == "cpu" and not kwargs.get("non_blocking")
+                    func is torch.Tensor.to and _device_of(args, kwargs) == "cpu" and _blocks(args, kwargs)
                 ):
                     waits("cpu")
-            elif (
-                func is torch.Tensor.to and _device_of(args, kwargs) == "cuda" and not kwargs.get("non_blocking")
-            ) or func is torch.Tensor.cuda:
+            elif func is torch.Tensor.to and _device_of(args, kwargs) == "cuda" and _blocks(args, kwargs):
                 waits("to_gpu")  # torch waits for the copy, and so for all that was asked of the stream before
             elif func in _READS and isinstance(tensor, fake_tensor.FakeTensor):
                 return self._value(func, tensor, args)
@@ -342,31 +353,6 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) or _has_tensors(v) for v in value)
 
 
-def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-    """`scaled_dot_product_attention` by the kernel that torch takes on a GPU, which a build for the CPU does not choose.
-
-    As aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it (cuDNN's, with the same shapes as flash, apart): flash
-    takes no mask and no fp32, the memory-efficient one no groups of queries, and the rest makes the whole matrix.
-    """
-    aten = torch.ops.aten
-    if (
-        attn_mask is None
-        and q.dtype != torch.float32
-        and max(q.shape[-1], v.shape[-1]) <= 256
-        and q.shape[-1] == v.shape[-1]
-    ):
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-    if not enable_gqa:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
-        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
-        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_attention_math(
-        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-
-
 def _device_of(args: Any, kwargs: Any) -> str | None:
     for value in (*args[1:2], kwargs.get("device")):
         if isinstance(value, torch.device):
@@ -376,6 +362,12 @@ def _device_of(args: Any, kwargs: Any) -> str | None:
         if isinstance(value, torch.Tensor):
             return value.device.type
     return None
+
+
+def _blocks(args: Any, kwargs: Any) -> bool:
+    """Whether the host waits for a copy by `to`, `cuda` or `copy_`: `non_blocking` is the first bool of each."""
+    given = [value for value in args[1:] if isinstance(value, bool)]
+    return not (given[0] if given else kwargs.get("non_blocking", False))
 
 
 class Fake:

@@ -74,6 +74,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def fewer_experts(name: str, count: int) -> dict[str, Any]:
+    """Returns what config.json of a model with fewer experts says instead; nothing of a dense one."""
+    return {key: count for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in MODELS[name]}
+
+
 def write(name: str, folder: Path, layers: int | None = None, **changes: Any) -> Path:
     """Writes config.json of a model, with other numbers of layers if asked; returns its folder."""
     fields = COMMON | MODELS[name] | changes

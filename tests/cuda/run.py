@@ -12,11 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from tests.cuda import fake, models  # before mrl: fake.py says what torch is here
+
+from mrl.engine.megatron.even_experts import EvenExperts  # isort: skip
 from tests.cuda.cases import Case, Result
 
 
@@ -27,25 +28,11 @@ class _Given(fake.Given):
         self.micro_batches = case.micro_batches  # of every rank
         self.lengths = case.lengths * case.micro_batches
         self.shape: tuple[int, ...] = ()  # of what pipeline stages send each other
-        self.dispatcher: Any = None  # the one at work
-        self.tokens = 0  # that it has on this rank
-
-    def counts(self) -> list[int]:
-        """Returns this rank's tokens for each expert."""
-        config = self.dispatcher.config
-        each, more = divmod(self.tokens * config.moe_router_topk, config.num_moe_experts)
-        return [each + (i < more) for i in range(config.num_moe_experts)]
-
-    def here(self) -> list[int]:
-        """Returns the tokens of all ranks for each of this rank's experts."""
-        at = self.dispatcher
-        return [self.counts()[i] * at.tp_size * at.ep_size for i in at.local_expert_indices]
+        self.experts = EvenExperts(_with_numbers, fake.waits)
 
     def selected(self, mask: Any) -> int:
-        if self.dispatcher is None or mask.dim() != 2:
-            return super().selected(mask)
-        gathers = type(self.dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
-        return sum(self.here()) if gathers else sum(self.counts())
+        count = self.experts.selected(mask)
+        return super().selected(mask) if count is None else count
 
     def told(self, function: str) -> Any:
         if function == "from_last_stage":
@@ -60,49 +47,13 @@ class _Given(fake.Given):
             return list(self.shape)
         if function == "in_batch_order":
             return [0, *itertools.accumulate(self.lengths)]
-        at, size = self.dispatcher, tuple(tensor.shape)
-        if function == "sort_chunks_by_idxs":  # which chunks there are, of which sizes
-            if tensor is at.sort_input_by_local_experts or tensor is at.restore_output_by_local_experts:
-                return list(range(*size))
-            return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)
-        if at is not None and size == (at.num_local_experts,):
-            return self.here()
-        return super().numbers(tensor, function)
+        of_experts = self.experts.numbers(tensor, function)
+        return super().numbers(tensor, function) if of_experts is None else of_experts
 
-    def know_experts(self) -> None:
-        """Puts these numbers where megatron's dispatchers bring theirs to the host."""
-        from megatron.core.transformer.moe import token_dispatcher
 
-        for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher):
-            kind.dispatch_preprocess = self._noting(kind.dispatch_preprocess)
-        token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = self._to_host
-
-    def _noting(self, method: Any) -> Any:
-        def dispatch_preprocess(at: Any, hidden: Any, routing_map: Any, probs: Any) -> Any:
-            self.dispatcher, self.tokens = at, routing_map.shape[0]
-            return method(at, hidden, routing_map, probs)
-
-        return dispatch_preprocess
-
-    @property
-    def _to_host(self) -> Any:
-        def _maybe_dtoh_and_synchronize(at: Any, point: str, tokens_per_expert: Any = None) -> Any:
-            if point == at.cuda_dtoh_point and at.cuda_sync_point != "no_sync":
-                counts, per, ranks = self.counts(), at.num_local_experts, at.tp_size * at.ep_size
-                mine = [counts[i] for i in at.local_expert_indices]
-                if ranks > 1:
-                    at.input_splits = np.array([sum(counts[i * per : (i + 1) * per]) for i in range(at.ep_size)])
-                    at.output_splits = np.array([sum(mine)] * at.ep_size)
-                    at.output_splits_tp = np.array([sum(mine) * at.ep_size] * at.tp_size)
-                with unset_fake_temporarily():
-                    if per > 1:
-                        at.num_global_tokens_per_local_expert = torch.tensor([mine] * ranks)
-                    tokens_per_expert = torch.tensor(self.here())
-            if point == at.cuda_sync_point:
-                fake.waits("d2h_event.synchronize")
-            return tokens_per_expert
-
-        return _maybe_dtoh_and_synchronize
+def _with_numbers(values: Any) -> torch.Tensor:
+    with unset_fake_temporarily():
+        return torch.tensor(values)
 
 
 def run(case: Case) -> Result:
@@ -117,7 +68,7 @@ def run(case: Case) -> Result:
     if case.lora:
         models.write_zeros(folder)
     given = _Given(case)
-    given.know_experts()
+    given.experts.install()
     prepare = inputs.prepare
 
     def on_the_device(batch: Any, *args: Any, device: Any, **kwargs: Any) -> Any:

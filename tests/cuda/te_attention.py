@@ -19,9 +19,9 @@ import torch
 
 from tests.cuda import fake, models
 from tests.cuda.attention_cases import Found, Layout
+from tests.cuda.cases import LENGTHS
 
-LENGTHS = (700, 229, 95)
-FLASH_ATTN = "2.8.3"
+FLASH_ATTN = (2, 8, 3)
 
 
 def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]]) -> list[Found]:
@@ -41,7 +41,7 @@ def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]]) -> list[Found]
         assert isinstance(packed, PackedLayout)
         for capability, flash_attn in gpus:
             _be(capability, flash_attn)
-            gpu = te_limits.Gpu(capability, (2, 8, 3) if flash_attn else (), (9, 20, 0), (2, 20, 2))
+            gpu = te_limits.Gpu(capability, FLASH_ATTN if flash_attn else (), fake.CUDNN, (2, 20, 2))
             with model.state.installed():
                 reached = {
                     _reach(layer.self_attention.core_attention, packed) for layer in model.chunks[0].decoder.layers
@@ -111,7 +111,7 @@ def _be(capability: tuple[int, int], flash_attn: bool) -> None:
     # before a kernel, and back in place: the order of tokens, and half of every sequence
     tex.thd_cp_rank_order_to_sequence_order = tex.thd_sequence_order_to_cp_rank_order = lambda x, *_: x
     known = backends.fa_utils
-    known.is_installed, known.version = flash_attn, Version(FLASH_ATTN if flash_attn else "0")
+    known.is_installed, known.version = flash_attn, Version(".".join(map(str, FLASH_ATTN)) if flash_attn else "0")
     if flash_attn:
         known.set_flash_attention_version()
     for name in ("flash_attn_func", "flash_attn_varlen_func", "_flash_attn_fwd", "_flash_attn_bwd",

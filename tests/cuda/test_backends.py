@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 
+from mrl.mcore_models.te_limits import GENERATIONS
 from tests.cuda.attention_cases import Layout
+from tests.cuda.models import fewer_experts
 
-GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 GPUS = [(capability, flash_attn) for capability in GENERATIONS for flash_attn in (False, True)]
 DENSE, WINDOWS, SINKS = "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.1", "openai/gpt-oss-20b"
 LATENT = "deepseek-ai/DeepSeek-V3"
-FEW_EXPERTS = {"num_local_experts": 4}
+FEW_EXPERTS = fewer_experts(SINKS, 4)
 NONE = "no kernel"
 WRONG = "flash, of other tokens"
 """transformer-engine comes to flash-attn 2 and hands it the whole buffer of queries beside offsets that leave out half of

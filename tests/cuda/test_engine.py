@@ -63,10 +63,10 @@ def test_what_the_host_reads_is_counted(worker):
     assert worker.call("tests.cuda.reads:count") == {
         "forward": {
             "item": 1,
-            "cpu": 1,
+            "cpu": 2,
             "tolist": 1,
             "torch.cuda.synchronize": 1,
-            "to_gpu": 2,
+            "to_gpu": 4,
             "masked_select": 1,
             "__bool__": 1,
         },

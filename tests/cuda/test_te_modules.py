@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import pytest
 
-SMALLER = {  # config.json with fewer experts, and a dense layer before those where a model can have one
-    "meta-llama/Llama-3.1-8B": {},
-    "mistralai/Mistral-7B-v0.1": {},
-    "Qwen/Qwen2.5-7B": {},
-    "Qwen/Qwen3-8B": {},
-    "Qwen/Qwen3-30B-A3B": {"num_experts": 8, "mlp_only_layers": [0]},
-    "allenai/OLMoE-1B-7B-0924": {"num_experts": 8},
-    "Qwen/Qwen1.5-MoE-A2.7B": {"num_experts": 4},
-    "zai-org/GLM-4.5-Air": {"n_routed_experts": 8, "use_qk_norm": True},
-    "deepseek-ai/DeepSeek-V3": {"n_routed_experts": 16, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
-    "openai/gpt-oss-20b": {"num_local_experts": 4},
-    "mistralai/Mixtral-8x7B-v0.1": {"num_local_experts": 4},
+from tests.cuda.models import MODELS, fewer_experts
+
+FURTHER = {  # beside fewer experts: a dense layer before those, and other values that such a model can have
+    "Qwen/Qwen3-30B-A3B": {"mlp_only_layers": [0]},
+    "zai-org/GLM-4.5-Air": {"use_qk_norm": True},
+    "deepseek-ai/DeepSeek-V3": {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+}
+SMALLER = {
+    model: fewer_experts(model, 16 if model == "deepseek-ai/DeepSeek-V3" else 8) | FURTHER.get(model, {})
+    for model in MODELS
+    if model != "meta-llama/Llama-3.2-1B"  # as Llama-3.1-8B
 }
 WITHOUT_EXPERTS = ("Qwen/Qwen1.5-MoE-A2.7B", "openai/gpt-oss-20b")  # of which peft's "all-linear" takes no experts
 EXPERTS, DENSE = {"rank": 3, "world": 4, "tp": 2, "ep": 2}, {"rank": 3, "world": 4, "tp": 2, "pp": 2}

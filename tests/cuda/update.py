@@ -21,9 +21,9 @@ from mrl.config.schema import (
 )
 from mrl.engine.megatron import optim, optim_state
 from mrl.engine.megatron.engine import MegatronEngine
+from mrl.engine.peak_bytes import PeakBytes
 from tests.cuda import models
 from tests.cuda.cases import Case, Result
-from tests.engine.memory import PeakBytes
 
 
 def config_of(case: Case, folder: Path) -> RoleConfig:
@@ -58,6 +58,7 @@ def make(
     engine._plan = lambda batch: [[i * each + j for j in range(each)] for i, _ in enumerate(plan(batch))]
     engine.optimizer_zero_grad()
     syncs.clear()
+    before = memory.alive
     with engine.train_mode():
         engine.forward_backward_step(batch)
     in_micro_batch = {line: n / case.micro_batches for line, n in syncs.items()}
@@ -78,8 +79,16 @@ def make(
     }
     return Result(
         parameters=sum(p.numel() * p.element_size() for p in parameters), after_init=after_init,
-        backward_peak=after_backward, peak=peak, after_step=after_step, syncs=in_micro_batch,
+        backward_peak=after_backward, activations=after_backward - before, peak=peak, after_step=after_step, syncs=in_micro_batch,
         step_syncs=dict(syncs),
+        held={
+            "parameters": sum(b.param_data.nbytes for b in optim.gradient_buffers(engine.model.wrapped))
+            + sum(p.nbytes for p in parameters if not p.requires_grad),
+            "gradients": sum(t.nbytes for t in everything["gradients"]),
+            "optimizer": sum(main.nbytes for _, p, main, _ in optim.shards(engine.model.optimizer) if p.dtype != main.dtype)
+            + sum(t.nbytes for part in parts for state in part.optimizer.state.values()
+                  for t in state.values() if t.dim()),
+        },
         tensors={name: sorted({f"{t.device.type} {t.dtype}" for t in some}) for name, some in everything.items()},
     )  # fmt: skip
 
@@ -93,9 +102,10 @@ def _loss(data: Any, predictions: Any) -> Any:
 def on_cpu(case: Case) -> list[Result]:
     """Every rank's result of the same update on real tensors. A case of the test harness, on as many ranks."""
     with tempfile.TemporaryDirectory() as folder, PeakBytes("cpu", block=512) as memory:
-        result = make(
-            case, models.write(case.model, Path(folder), case.layers, **case.changes), batch_of(case), memory, {}
-        )
+        path = models.write(case.model, Path(folder), case.layers, **case.changes)
+        if case.lora:
+            models.write_zeros(path)
+        result = make(case, path, batch_of(case), memory, {})
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, result)
     return everyone

@@ -20,11 +20,12 @@ from tests.cuda import guard
 
 
 class Worker:
-    """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py)."""
+    """capability: of the GPU that is believed in. te: with transformer-engine's Python modules (te.py). plans: it believes
+    in no GPU, and makes its models of tensors without memory (mrl.engine.megatron.meta)."""
 
-    def __init__(self, capability: tuple[int, int] = (9, 0), *, te: bool = False) -> None:
+    def __init__(self, capability: tuple[int, int] = (9, 0), *, te: bool = False, plans: bool = False) -> None:
         guard.build()  # here, where its failure is a test's
-        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, capability), *["te"] * te]
+        command = [sys.executable, "-m", "tests.cuda.worker", *map(str, capability), *["te"] * te, *["plans"] * plans]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True
         )
@@ -56,11 +57,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no result
-    major, minor, *te = sys.argv[1:]
-    from tests.cuda import fake
+    major, minor, *kind = sys.argv[1:]
+    if kind == ["plans"]:
+        from mrl.engine.megatron import meta
 
-    fake.install((int(major), int(minor)))
-    if te:
+        meta.prepare()
+    else:
+        from tests.cuda import fake
+
+        fake.install((int(major), int(minor)))
+    if kind == ["te"]:
         from tests.cuda.te import boot
 
         boot()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
+from mrl.check.reference import file_names
 from mrl.config.schema import LoraConfig, RoleConfig
 from mrl.engine.base import BaseEngine, GenerateRequest
 from mrl.engine.guards import Kind, Problem
@@ -78,7 +79,7 @@ def reference(folder: str, lora: LoraConfig, batch: Batch, path: str, head: str 
     )
     for step in range(tiny.STEPS):
         adamw.zero_grad()
-        loss, log_probs = tiny._loss(model.get_base_model(), batch, head)
+        loss, log_probs = tiny.hf_loss(model.get_base_model(), batch, head)
         if step == 0:
             first = loss, log_probs, {name: p.grad.clone() for name, p in parameters.items()}
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip_grad)
@@ -86,7 +87,7 @@ def reference(folder: str, lora: LoraConfig, batch: Batch, path: str, head: str 
         adamw.step()
     updated = {name: p.detach().clone() for name, p in parameters.items()}
     whole = peft_model(folder, path, head).merge_and_unload()
-    merged = tiny._file_names(whole, {name: p.detach() for name, p in whole.named_parameters()})
+    merged = file_names(whole, {name: p.detach() for name, p in whole.named_parameters()})
     return Reference(start, *first, updated, merged)
 
 
@@ -306,7 +307,7 @@ def generates_with_adapters(config: RoleConfig) -> None:
     merged = make_engine(dataclasses.replace(config, model=dataclasses.replace(config.model, lora=None)))
     streamed: list[Any] = [dict(engine.hf_weights())]
     torch.distributed.broadcast_object_list(streamed)
-    merged.model._fill(merged.model.files.random(streamed[0].__getitem__).rows)
+    merged.model._fill(merged.model.files.read_by(streamed[0].__getitem__).rows)
     others = merged.generate(requests)
     assert [c.tokens for c in mine] == [c.tokens for c in others]
     for a, b in zip(mine, others, strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mrl.batch import Batch, make_batch
+from mrl.check.reference import file_names
 from mrl.config.schema import RoleConfig
 from mrl.engine import guards
 from mrl.engine.base import BaseEngine, GenerateRequest
@@ -46,7 +47,7 @@ def log_probs(engine: BaseEngine, batch: Batch) -> Tensor:
 def peft_log_probs(folder: str, adapter: str, batch: Batch) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.enable_grad():  # tiny's reference takes the gradient too
-        return tiny._loss(PeftModel.from_pretrained(model, adapter, is_trainable=True), batch, "lm")[1]
+        return tiny.hf_loss(PeftModel.from_pretrained(model, adapter, is_trainable=True), batch, "lm")[1]
 
 
 def only_adapters_train(config: RoleConfig) -> None:
@@ -135,7 +136,7 @@ def agrees_with_peft(config: RoleConfig, adapter: str, path: str) -> None:
         assert_equal(load_file(f"{path}/adapter_model.safetensors"), load_file(f"{adapter}/adapter_model.safetensors"))
         merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), path)
         merged = merged.merge_and_unload()
-        expected = tiny._file_names(merged, {n: t.detach() for n, t in merged.named_parameters()})
+        expected = file_names(merged, {n: t.detach() for n, t in merged.named_parameters()})
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)
     dist.barrier()

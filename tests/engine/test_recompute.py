@@ -38,11 +38,11 @@ TOGETHER = {"deepseek_v3": [["mla_up_proj", "core_attn"], ["layernorm", "shared_
 
 @dataclasses.dataclass
 class Trained:
-    """One call of forward_backward_step. saved: bytes. forwards: of each layer norm, MLP and so on, by its class."""
+    """What a call of forward_backward_step has saved, and what came of it."""
 
-    saved: int
+    saved: int  # bytes, for the backward pass
     loss: float
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # accumulated, by Hugging Face name
 
 
 def trained(config: RoleConfig) -> Trained:
@@ -141,6 +141,22 @@ def test_what_a_model_lacks_is_refused(folders, family, name, why):
     config = with_modules(tiny.role(folders[family], backend="megatron"), [name])
     found = run_case(1, f"{__name__}:refusal", config=config)
     assert found.startswith(f"engine.recompute_modules: value {name!r}".replace("'", '"')) and why in found
+
+
+def notes(config: RoleConfig) -> tuple[list[str], list[str]]:
+    """Returns the lines of a run, and those before it."""
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.engine.megatron.engine import MegatronEngine
+
+    engine, hf = MegatronEngine(config), read_hf_config(config.model.path)
+    return engine.notes, MegatronEngine.notes_on(config.model, config.engine, engine.model.dims, hf)
+
+
+def test_a_run_says_what_it_computes_again(folders):
+    config = with_modules(tiny.role(folders["mixtral"], backend="megatron"), None)
+    in_run, before = run_case(1, f"{__name__}:notes", config=config)
+    assert in_run == before
+    assert in_run[-1] == "engine.recompute: selective computes layernorm, moe again (docs/layouts.md)"
 
 
 def chosen(modules: list[str] | None, spec: str | None, **fields: Any) -> list[str] | str:

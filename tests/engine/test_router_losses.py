@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
+from mrl.check.reference import file_names
 from mrl.config.schema import MoEConfig
 from mrl.engine.microbatch import balanced_shards, plan_micro_batches, split_micro_batches
 from mrl.engine.registry import build_engine
@@ -101,7 +102,7 @@ def reference_gradients(row: Row, folder: str, parts: list[Batch], *, aux: float
                 if indices:
                     loss = micro_batch_loss(model, share.select(indices), aux=aux, z=z, weight=weight / len(plan))
                     loss.backward()
-    return tiny._file_names(model, {name: p.grad for name, p in model.named_parameters()})
+    return file_names(model, {name: p.grad for name, p in model.named_parameters()})
 
 
 def micro_batch_loss(model, data: Batch, *, aux: float, z: float, weight: float) -> torch.Tensor:

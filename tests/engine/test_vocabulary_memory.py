@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.peak_bytes import PeakBytes
 from tests.engine import tiny
 from tests.engine.contract import make_engine
 from tests.engine.harness import run_case
 from tests.engine.layouts import world_and_role
-from tests.engine.memory import PeakBytes
 
 T, V, H = 2176, 16384, 16  # above the size up to which logits are kept for the backward pass, also in halves of V
 FULL = T * V * 4

@@ -7,23 +7,18 @@ denominator, and reports gradients and weights under the names of the files that
 from __future__ import annotations
 
 import copy
-import dataclasses
-import math
 import os
 import random
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoConfig
 
 from mrl.batch import Batch, make_batch
+from mrl.check import reference
+from mrl.check.compare import relative_l2  # noqa: F401 - tests take it from here
+from mrl.check.reference import HEADS, Reference
 from mrl.config.schema import (
     EngineConfig,
     LoraConfig,
@@ -33,7 +28,7 @@ from mrl.config.schema import (
     ParallelConfig,
     RoleConfig,
 )
-from mrl.converters.hf_config import VISION_LANGUAGE
+from mrl.data.dataset import Example
 from mrl.engine.lora.folder import adapters, write_adapter
 from mrl.engine.lora.shapes import adapter_shapes
 
@@ -127,8 +122,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phimoe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "bloom": ("bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }  # fmt: skip
-
-HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, min_lr=1e-3, eps=1e-6, weight_decay=0.1, clip_grad=1.0, schedule="linear")
 STEPS = 3
@@ -236,18 +229,14 @@ def role(
     )
 
 
-@dataclasses.dataclass
-class Reference:
-    """loss: token mean. log_probs: [T] in the batch's order. gradients, weights: by file name, fp32, before clipping
-    and after `STEPS` steps of AdamW on the same batch. grad_norms, losses: of each step."""
-
-    loss: float
-    grad_norm: float
-    log_probs: Tensor
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    losses: list[float]
-    grad_norms: list[float]
+def examples_of(batch: Batch) -> list[Example]:
+    """The sequences of a batch as rows give them: labels not shifted, as the reference takes them."""
+    images = batch.multi_modal_inputs or [{}] * batch.num_sequences
+    split = (t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask))
+    return [
+        Example([*tokens.tolist(), int(labels[-1])], [0, *mask.tolist()], False, of_images)
+        for tokens, labels, mask, of_images in zip(*split, images, strict=True)
+    ]
 
 
 def hf_reference(
@@ -260,52 +249,26 @@ def hf_reference(
     head: str = "lm",
     adapter: str | None = None,
 ) -> Reference:
-    """What Hugging Face and torch.optim.AdamW compute in fp32 on one process, one sequence at a time.
+    """What Hugging Face and torch.optim.AdamW compute in fp32 on one process (mrl/check/reference.py).
 
     adapter: a folder of adapters, which peft loads over the model and which train alone; names are those of its file. head: with "value", `log_probs` are the values and the loss is that of `value_loss`. optimizer: `schedule` must
     be linear without warm-up; its rates are written out here, apart from mrl's.
     """
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
-    model = _load(folder, head)
-    if adapter is not None:
-        from peft import PeftModel  # here: a vLLM of a venv of its own has none
-
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    # stacked biases of experts have two dimensions, and are biases
-    decayed = [p for name, p in trained if p.ndim >= 2 and not name.endswith("bias")]
-    others = [p for name, p in trained if p.ndim < 2 or name.endswith("bias")]
-    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
-    losses, norms, first = [], [], None
-    for step in range(steps):
-        adamw.zero_grad()
-        loss, log_probs = _loss(model, batch, head)
-        # what a model freezes has a gradient by transformers' loading, which never comes
-        gradients = {name: p.grad.clone() for name, p in trained if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], optimizer.clip_grad).item()
-        if first is None:
-            first = (log_probs, _file_names(model, gradients))
-        for group in adamw.param_groups:
-            group["lr"] = optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps
-        adamw.step()
-        losses.append(loss), norms.append(norm)
-    weights = {name: p.detach() for name, p in (trained if adapter else model.named_parameters())}
-    whole = {} if adapter else model.state_dict()
-    weights |= {name: buffer for name, buffer in model.named_buffers() if name in whole}
-    weights = _file_names(model, weights)
-    return Reference(losses[0], norms[0], *first, weights=weights, losses=losses, grad_norms=norms)
+    rates = [optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps for step in range(steps)]
+    model = reference.load(folder, head, adapter=adapter)
+    given = {"optimizer": optimizer, "rates": rates, "head": head, "token_loss": TOKEN_LOSSES[head]}
+    return reference.run(model, examples_of(batch), **given)
 
 
 def log_probs_of(folder: str, batch: Batch, *, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Tensor:
     """[T] of the labels that train, 0 elsewhere, as transformers computes them with the model in `folder`."""
-    return _loss(_load(folder, "lm", dtype, attention), batch, "lm")[1]
+    return hf_loss(reference.load(folder, dtype=dtype, attention=attention), batch)[1]
 
 
-def _load(folder: str, head: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> torch.nn.Module:
-    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
-    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
-    return kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
+def hf_loss(model: torch.nn.Module, batch: Batch, head: str = "lm") -> tuple[float, Tensor]:
+    """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
+    return reference.backward(model, examples_of(batch), head=head, token_loss=TOKEN_LOSSES[head])
 
 
 def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -313,54 +276,11 @@ def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any])
     return (squared_distance(predictions["values"], data.labels) * data.loss_mask).sum(), ctx
 
 
-def squared_distance(values: Tensor, labels: Tensor) -> Tensor:
+def squared_distance(values: Tensor, labels: Tensor, fields: Any = None) -> Tensor:
     return (values - (labels.float() / VOCAB - 0.5)) ** 2
 
 
-def _loss(model: torch.nn.Module, batch: Batch, head: str) -> tuple[float, Tensor]:
-    """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
-    total, log_probs = 0.0, []
-    split = (t.split(batch.lengths.tolist()) for t in (batch.tokens, batch.labels, batch.loss_mask))
-    images = batch.multi_modal_inputs or [{}] * batch.num_sequences
-    for tokens, labels, mask, of_images in zip(*split, images, strict=True):
-        _forget_lengths(model)
-        if head == "lm":
-            if of_images:
-                of_images = {**of_images, "mm_token_type_ids": (tokens[None] == model.config.image_token_id).int()}
-            logits = model(input_ids=tokens[None], **of_images).logits[0].float()
-            log_probs.append(torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0] * (mask != 0))
-            each = -log_probs[-1]
-        else:
-            inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-            log_probs.append(inner.score(inner.base_model(input_ids=tokens[None]).last_hidden_state)[0, :, 0])
-            each = squared_distance(log_probs[-1], labels)
-        loss = (each * mask).sum() / batch.denominators["tokens"]
-        loss.backward()
-        total += loss.item()
-    return total, torch.cat(log_probs).detach()
-
-
-def _forget_lengths(model: torch.nn.Module) -> None:
-    """A rotary embedding of type "dynamic" keeps the frequencies of the longest sequence that it has met."""
-    for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
-            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
-
-
-def _file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names and in the shapes of the files (transformers holds experts fused)."""
-    if hasattr(model, "get_base_model"):
-        inside = (".modules_to_save.default.", ".default.")
-        return {name.replace(inside[0], ".").replace(inside[1], "."): t.clone() for name, t in tensors.items()}
-    return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
-
-
-def relative_l2(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero, infinite where it is not a number."""
-    difference = (actual.double() - expected.double()).norm().item()
-    if not math.isfinite(difference):
-        return math.inf
-    return 0.0 if difference == 0 else difference / max(expected.double().norm().item(), 1e-300)
+TOKEN_LOSSES = {"lm": reference.negative_log_prob, "value": squared_distance}
 
 
 def tensor_files(folder: str) -> list[str]:

@@ -59,9 +59,9 @@ def text_alone_leaves_the_tower_alone(config: RoleConfig, batch: Batch) -> None:
 def a_sampled_token_of_images_is_text(config: RoleConfig, batch: Batch) -> None:
     """A policy may sample the token of images: without an image it is one like any other, as in transformers."""
     engine = make_engine(config)
-    tokens = batch.tokens.clone()
-    tokens[3] = engine.model.hf.config.image_token_id
-    batch = dataclasses.replace(batch, tokens=tokens, multi_modal_inputs=())
+    tokens, labels = batch.tokens.clone(), batch.labels.clone()
+    tokens[3] = labels[2] = engine.model.hf.config.image_token_id
+    batch = dataclasses.replace(batch, tokens=tokens, labels=labels, multi_modal_inputs=())
     with engine.eval_mode():
         ours, _ = engine.forward_backward_step(batch, forward_only=True)
     assert torch.allclose(ours["log_probs"], tiny.log_probs_of(config.model.path, batch), rtol=0, atol=1e-5)

@@ -20,8 +20,10 @@ def main() -> None:
 @click.argument("nproc", type=int)
 def run(target: str, output_dir: str, nproc: int) -> None:
     raw = {"output_dir": output_dir, "model": {"path": "m"}, "data": {"train": "d"}, "train": {"global_batch_size": 8}}
+    config = from_dict(raw)
     try:
-        local.launch(f"tests.launch.targets:{target}", from_dict(raw), "mrl sft c.yaml", nproc)
+        logs = local.logs_of(config)
+        local.launch(f"tests.launch.targets:{target}", config, "mrl sft c.yaml", nproc, log_dir=logs)
     except local.RankFailed as failure:
         sys.exit(f"mrl: {failure}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -10,7 +11,17 @@ import sys
 import time
 import warnings
 
+from mrl.config.schema import REQUIRED, key
 from mrl.errors import DataError, Stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """The config of a command that does not train."""
+
+    output_dir: str = key(REQUIRED, "the folder of the notes")
+    words: tuple[str, ...] = key((), "what each rank notes")
+
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -34,6 +45,10 @@ def environment(config, command_line: str) -> None:
     _note(config, "env", " ".join([*(os.environ.get(name, "-") for name in names), command_line]))
     print(f"printed by rank {RANK}")
     warnings.warn(f"a library warns rank {RANK}", stacklevel=1)
+
+
+def words(config, command_line: str) -> None:
+    _note(config, "words", f"{config.words} {command_line}")
 
 
 def root(config, command_line: str) -> None:

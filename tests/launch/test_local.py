@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
@@ -20,6 +21,7 @@ from mrl.config.schema import SFTConfig
 from mrl.errors import ConfigError
 from mrl.launch import local
 from tests.config.test_load import BASE, PPO_BASE
+from tests.launch import targets
 from tests.tiers import slow_but
 
 REPO = pathlib.Path(__file__).parents[2]
@@ -182,14 +184,34 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path):
 
 @pytest.mark.parametrize(("root", "raw"), [(SFTConfig, BASE), (PPOConfig, PPO_BASE)], ids=["sft", "ppo"])
 def test_ranks_get_the_config_of_their_command(tmp_path, root, raw):
-    local.launch("tests.launch.targets:root", from_dict(raw | {"output_dir": str(tmp_path)}, root), "mrl x c.yaml", 1)
+    config = from_dict(raw | {"output_dir": str(tmp_path)}, root)
+    local.launch("tests.launch.targets:root", config, "mrl x c.yaml", 1, log_dir=local.logs_of(config))
     assert notes(tmp_path, "root") == [f"{root.__name__} mrl x c.yaml"]
+
+
+def test_any_dataclass_of_keys_is_a_config(tmp_path, monkeypatch):
+    """Of a command that does not train: its config has no output_dir, and its logs are gone with it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    config = targets.Notes(output_dir=str(tmp_path), words=("a", "b"))
+    local.launch("tests.launch.targets:words", config, "mrl words", 2, quiet=True)
+    assert notes(tmp_path, "words") == ["('a', 'b') mrl words"] * 2
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_temporary_logs_stay_where_a_rank_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(local.RankFailed, match="^rank 1 was killed by SIGKILL") as caught:
+        local.launch("tests.launch.targets:killed_on_rank_1", targets.Notes(output_dir=str(tmp_path)), "mrl words", 2)
+    assert "checkpoint" not in str(caught.value), "nothing was saved that the command would go on from"
+    assert pathlib.Path(str(caught.value).rpartition("its log is ")[2]).is_file()
 
 
 def test_logs_that_cannot_be_made_are_the_users_mistake():
     config = from_dict(BASE | {"output_dir": "/proc/x"})
     with pytest.raises(ConfigError, match="^output_dir: value '/proc/x' cannot be written"):
-        local.launch("tests.launch.targets:root", config, "mrl sft c.yaml", 1)
+        local.logs_of(config)
 
 
 def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path, monkeypatch):
@@ -208,7 +230,7 @@ def test_one_rank_runs_in_this_process_and_leaves_the_environment_alone(tmp_path
         "data": {"train": "d"},
         "train": {"global_batch_size": 8},
     }
-    local.run_here(target, from_dict(raw), "mrl sft c.yaml")
+    local.run_here(target, from_dict(raw), "mrl sft c.yaml", log_dir=tmp_path / "logs")
     assert seen["pid"] == os.getpid()
     assert not [name for name in place if name in seen], "a port that is chosen here may be taken before it is used"
     assert "a library warns" in (tmp_path / "logs" / "rank_0.log").read_text()

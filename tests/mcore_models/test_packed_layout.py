@@ -1,5 +1,6 @@
 """What a micro-batch's layout hands transformer-engine: one padded tensor, in every layout and for an empty one."""
 
+import dataclasses
 import itertools
 import types
 
@@ -13,6 +14,7 @@ from mrl.parallel import ParallelDims
 cpu_stand_in.prepare()
 
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mrl.engine.megatron.inputs import prepare  # noqa: E402
@@ -38,6 +40,9 @@ def test_all_tokens_belong_to_a_sequence(lengths, layout, packed):
         given = inputs.layout
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
         assert {id(getattr(given, name)) for name in names} == {id(given.cu_seqlens_q)}
+        fields = {field.name for field in dataclasses.fields(PackedSeqParams)}
+        # transformer-engine before 2.18 compares tensors on the GPU where it is not told, and waits for it
+        assert "pad_between_seqs" not in fields or given.pad_between_seqs is False
         starts = given.cu_seqlens_q
         assert starts.dtype == torch.int32 and starts[0] == 0
         # transformer-engine divides them by cp, and splits each into 2*cp segments

@@ -60,6 +60,21 @@ def test_the_unfused_attention_is_said():
     assert te_slows(SINKS, one, A100).endswith("not under engine.layer_spec: local")
 
 
+@pytest.mark.parametrize(
+    "fields, dtype, cure",
+    [
+        (DENSE, torch.float32, "; it does not under engine.layer_spec: local"),
+        (WINDOWS, torch.float32, ""),  # the local spec's flash kernel has 16 bits alone (flash.has_kernel)
+        (SINKS, torch.float32, ""),
+        (WINDOWS | {"attention_dropout": 0.1}, torch.bfloat16, "; it does not under flash-attn 2"),
+        (WINDOWS | {"kv_channels": 264}, torch.bfloat16, ""),
+        (WINDOWS, torch.bfloat16, "; it does not under flash-attn 2 or engine.layer_spec: local"),
+    ],
+)
+def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
+    assert te_slows(fields, layout(), A100, dtype=dtype).partition("of a row")[2] == cure
+
+
 ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}
 LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 128, "v_head_dim": 128}
 
@@ -67,7 +82,7 @@ LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_em
 @pytest.mark.parametrize(
     "fields, degrees, gpu, reason",
     [
-        (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # they are sent in halves
+        (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # of odd numbers a2a has no kernel
         (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 9)), "2.10 does"),
         (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 10)), None),
         (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 11)), "2.12 does"),

@@ -253,12 +253,23 @@ MODELS = (
         "mcore_models/kv_cache.py",
         "mcore_models/test_attention.py",
         ("hidden |= places <= at - window", "hidden |= places < at - window"),
+    ),
+    *_of(
+        "mcore_models/masked.py",
+        "mcore_models/test_attention.py",
         ("allowed.triu(k_length - q_length - window + 1)", "allowed.triu(k_length - q_length - window)"),
+    ),
+    *_of(
+        "mcore_models/causal.py",
+        ("mcore_models/test_attention.py", "mcore_models/test_causal.py"),
+        ("window is None or window >= keys", "window is None or window + 1 >= keys"),
+        ("window is None and queries == keys:", "queries == keys:"),
+        ("causal_mask(*sizes, window, query.device)", "causal_mask(*sizes, None, query.device)"),
+        ("key.repeat_interleave(times, dim=1)", "key.repeat(1, times, 1, 1)"),
     ),
     *_of(
         "mcore_models/attention.py",
         "mcore_models/test_attention.py",
-        ("self.window is None or self.window >= keys", "self.window is None or self.window + 1 >= keys"),
         ("config.window_size[0] + 1 if windowed", "config.window_size[0] if windowed"),
     ),
 )  # fmt: skip
@@ -321,11 +332,7 @@ ON_GPUS = (
     ),
     *_of(
         "mcore_models/attention.py",
-        (
-            "mcore_models/test_flash.py::test_heads_of_a_group_are_neighbours_where_a_gpu_has_no_kernel",
-            "mcore_models/test_packed_layout.py::test_all_tokens_belong_to_a_sequence",
-        ),
-        ("t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)", "t.repeat(1, q.shape[1] // t.shape[1], 1, 1)"),
+        "mcore_models/test_packed_layout.py::test_all_tokens_belong_to_a_sequence",
         ("cu_seqlens_q_padded=places,", "cu_seqlens_q_padded=places.clone(),"),
     ),
     *_of(

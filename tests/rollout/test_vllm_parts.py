@@ -20,13 +20,14 @@ from mrl.config.ppo import PPOConfig, ServerConfig
 from mrl.config.ppo_checks import check_inside
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import Ranks
+from mrl.engine.kept import share
 from mrl.errors import ConfigError, ServerError
 from mrl.parallel import ParallelDims
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler
-from mrl.rollout.vllm_local import _import_vllm, engine_arguments, share
-from mrl.trainers.rl.setup import _sampling
+from mrl.rollout.vllm_local import _import_vllm, engine_arguments
+from mrl.trainers.rl.samplers import with_weights
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
 
@@ -82,7 +83,7 @@ class Recorded(Sampler):
 @pytest.mark.parametrize("forgets", [True, False])
 def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets):
     sampler = Recorded(forgets=forgets)
-    sampling = _sampling(config_of(), sampler, sampler)  # type: ignore[arg-type]
+    sampling = with_weights(sampler, sampler, beside=True)  # type: ignore[arg-type]
     for step in (0, 0, 1):
         with sampling(step):
             sampler.sample([])
@@ -93,7 +94,7 @@ def test_the_rest_of_the_memory_wakes_after_the_actor_was_put_away(forgets):
 
 def test_a_hand_over_that_fails_wakes_nothing_more_and_sleeps():
     sampler = Recorded(forgets=True, fails=True)
-    with pytest.raises(ServerError), _sampling(config_of(), sampler, sampler)(0):  # type: ignore[arg-type]
+    with pytest.raises(ServerError), with_weights(sampler, sampler, beside=True)(0):  # type: ignore[arg-type]
         raise AssertionError("it samples")
     assert sampler.events == ["roles away", "weights ['actor', True]", "sleep"]
 
@@ -137,21 +138,36 @@ def calls_of_an_engine() -> list[str]:
         return vllm.made[0].calls
 
 
-def test_weights_that_do_not_come_are_an_error():
+@pytest.mark.parametrize(
+    "says, why",
+    [
+        (True, "the actor has no weights for 1 of vLLM's parameters, as c"),
+        (False, "vLLM's Model does not say which of its parameters it has loaded"),
+    ],
+)
+def test_weights_that_do_not_come_are_an_error(says, why):
     """vLLM only warns, and what sleep has thrown away is noise."""
-    assert run_case(2, "tests.rollout.test_vllm_parts:weights_that_do_not_come").endswith(
-        "on rank 0 (RuntimeError: the actor has no weights for 1 of vLLM's parameters, as c); nothing is sampled from them; "
-        "the same command goes on from the last checkpoint"
+    assert run_case(2, "tests.rollout.test_vllm_parts:weights_that_do_not_come", says=says).endswith(
+        f"on rank 0 (RuntimeError: {why}); nothing is sampled from them; the same command goes on from the last checkpoint"
     )
 
 
-def weights_that_do_not_come() -> str:
+def weights_that_do_not_come(says: bool) -> str:
+    """says: whether the model's `load_weights` returns the names of what it has loaded."""
     from tests.rollout.vllm_cases import sampler_of, stream
 
     with stand_in_vllm.installed() as vllm:
         vllm.names = ["a", "b", "c"]
+        sampler = sampler_of()
+        load = vllm.made[0].model.load_weights
+
+        def load_weights(weights):
+            loaded = load(weights)
+            return loaded if says else None
+
+        vllm.made[0].model.load_weights = load_weights
         with pytest.raises(ServerError) as caught:
-            sampler_of().update_weights(stream(1.0))
+            sampler.update_weights(stream(1.0))
         return str(caught.value)
 
 
@@ -161,8 +177,8 @@ def weights_that_do_not_come() -> str:
 def test_shares_are_neighbours_and_together_everything():
     for count, engines in ((0, 3), (1, 3), (2, 3), (12, 4), (13, 4)):
         parts = [share(count, i, engines) for i in range(engines)]
-        assert [i for first, last in parts for i in range(first, last)] == list(range(count))
-        assert max(last - first for first, last in parts) <= -(-count // engines)
+        assert [i for part in parts for i in part] == list(range(count))
+        assert max(len(part) for part in parts) <= -(-count // engines)
 
 
 @pytest.mark.parametrize("tp, count, given", [(1, 5, [2, 3]), (1, 1, [0, 1]), (2, 5, [5, 5])])
@@ -209,6 +225,25 @@ def test_a_cache_that_finds_no_memory_is_said_on_every_rank(bad_rank):
     why = "(RuntimeError: CUDA Error: out of memory at cumem_allocator.cpp:62); give less, or set train.offload_idle to always"
     without = "rollout.backend: vLLM inside the trainer has no weights: they were not handed over"
     assert lines == [f"{key} {bad_rank} {why}", without] * 2
+
+
+@pytest.mark.parametrize(
+    ("bad_rank", "wakes", "why"),
+    [
+        (0, False, "RuntimeError: CUDA Error: out of memory at cumem_allocator.cpp:62"),
+        (1, True, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB."),
+    ],
+)
+def test_weights_that_find_no_memory_are_said_on_every_rank(bad_rank, wakes, why):
+    """The same command would end so again."""
+    case = "tests.rollout.vllm_cases:weights_without_memory_are_said_on_every_rank"
+    lines = run_case(2, case, bad_rank=bad_rank, wakes=wakes)
+    without = "rollout.backend: vLLM inside the trainer has no weights: they were not handed over"
+    assert lines == [lines[0], without] * 2
+    assert lines[0].startswith(
+        f"rollout.backend: vLLM inside the trainer has no memory for its weights on rank {bad_rank} ({why});"
+    )
+    assert "train.offload_idle to always" in lines[0] and "rollout.server.memory_fraction" in lines[0]
 
 
 def test_a_start_that_fails_is_one_line():

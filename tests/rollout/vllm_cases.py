@@ -129,6 +129,29 @@ def a_cache_without_memory_is_said_on_every_rank(bad_rank: int) -> list[str]:
     return [line for lines in collective.all_ranks().gather(said) for line in lines]
 
 
+def weights_without_memory_are_said_on_every_rank(bad_rank: int, wakes: bool) -> list[str]:
+    """wakes: it is the load that finds no memory, after the weights' own has come back."""
+
+    def load(weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    with stand_in_vllm.installed() as vllm:
+        sampler = sampler_of()
+        if dist.get_rank() == bad_rank and wakes:
+            vllm.made[0].model.load_weights = load
+        elif dist.get_rank() == bad_rank:
+            vllm.no_room = {"weights"}
+        said, weights = [], stream(1.0)
+        for ask in (lambda: sampler.update_weights(weights), lambda: sampler.sample(requests(2))):
+            try:
+                ask()
+            except ServerError as error:
+                said.append(str(error))
+        assert next(weights, None) is None, "other ranks are in the stream, too"
+        sampler.sleep()
+    return [line for lines in collective.all_ranks().gather(said) for line in lines]
+
+
 def a_cache_of_old_weights_is_no_hand_over() -> str:
     with stand_in_vllm.installed() as vllm:
         sampler = sampler_of()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.engine.harness import run_case
 from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
 from tests.trainers.test_sft import CASE, train
 
 
@@ -88,3 +91,30 @@ def test_a_remote_that_fails_for_a_while_is_tried_again_and_one_that_is_gone_is_
     assert (kind, message) == ("done", "")
     assert (tmp_path / "remote" / "latest").read_text() == "step_00000008\n"
     assert [row["step"] for row in tiny_runs.steps(tmp_path / "run")] == list(range(1, 9))
+
+
+def without_a_weight(model: pathlib.Path, folder: pathlib.Path) -> str:
+    """Returns a copy of a model without one of its tensors, of which only its loading tells."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_run_that_ends_in_loading_a_model_has_said_its_layer_spec(inputs, tmp_path):
+    broken, engine = without_a_weight(inputs / "model", tmp_path / "model"), {"backend": "megatron"}
+    config = tiny_runs.make_config(inputs, tmp_path / "run", model={"path": broken}, engine=engine)
+    kind, message, said = run_case(1, CASE, config=config)
+    assert kind == "ModelError" and "model.norm.weight" in message
+    assert "engine.layer_spec: local (" in said
+
+
+def test_roles_say_their_layer_spec_before_one_of_them_is_loaded(tmp_path):
+    tiny_policies.make_inputs(tmp_path)
+    broken = without_a_weight(tmp_path / "model", tmp_path / "broken")
+    changes = {"actor": {"engine": tiny_policies.engine("megatron")}, "critic": {"model": {"path": broken}}}
+    config = tiny_policies.make_config(tmp_path, tmp_path / "run", "ppo", **changes)
+    kind, message, said = run_case(1, "tests.trainers.rl.cases:train", config=config)
+    assert kind == "ModelError" and message.startswith("critic.model.path: ") and "model.norm.weight" in message
+    assert "actor.engine.layer_spec: local (" in said and "critic.engine.layer_spec: local (" in said

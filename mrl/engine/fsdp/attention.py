@@ -26,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
-from mrl.mcore_models.kv_cache import CachedStep, causal_mask, explicit_attention
+from mrl.mcore_models.kv_cache import CachedStep
+from mrl.mcore_models.masked import causal_mask, explicit_attention
 
 NAME = "mrl_documents"
 ALONE = Ulysses()

@@ -74,10 +74,10 @@ class FSDPEngine(FSDPChecks, BaseEngine):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def init_model(self) -> None:
+    def init_model(self, read: Callable[[str], Any] | None = None) -> None:
         # ranks have different data, or different tokens and heads of the same, and so different dropout
         self.generators = Generators(self.config.seed + dist.get_rank(), self.device)
-        self.model = Model(self.config, self.device, self.mesh)
+        self.model = Model(self.config, self.device, self.mesh, read)
         if self.config.optimizer is not None:
             self.optimizer = Optimizer(self.model.trained(), self.config.optimizer, self.mesh.shard_group)
         self.offload = Offload(self.config.engine.offload, self._state())

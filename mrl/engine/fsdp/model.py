@@ -63,10 +63,12 @@ class Model:
     family: None where mrl has no table of it; transformers then says what its files hold, and a probe whether it
     computes here what it should. rule: what the model makes of what its output layer gives. frozen: names of parameters
     that the model itself declares to need no gradient (a router's bias). kept_in_fp32: of those that are not cast to
-    bfloat16. rotary: where its angles follow the length of a sequence.
+    bfloat16. rotary: where its angles follow the length of a sequence. read: as in `BaseEngine.init_model`.
     """
 
-    def __init__(self, config: RoleConfig, device: torch.device, mesh: Mesh) -> None:
+    def __init__(
+        self, config: RoleConfig, device: torch.device, mesh: Mesh, read: Callable[[str], Any] | None = None
+    ) -> None:
         self.hf_config = read_hf_config(config.model.path)
         self.family = FAMILIES.get(self.hf_config["model_type"])
         self.head, self.device = config.head, device
@@ -88,7 +90,7 @@ class Model:
         self.module = _sharded(hf, config, mesh.weights, in_fp32)
         self.module.to_empty(device=device)
         fill_buffers(hf)
-        self._load(config)
+        self._load(config, read)
         self.adapter_identity = identity.identity_of(config, self.family, self.hf_config)
         self.rule = PLAIN
         if self.family is None and not reads_images(self.hf_config):
@@ -190,13 +192,16 @@ class Model:
                 infos[name] = TensorInfo(NAMES[of_group], tuple(tensor.shape))
         return {name: infos[name] for name in self.files.shapes}
 
-    def _load(self, config: RoleConfig) -> None:
+    def _load(self, config: RoleConfig, read: Callable[[str], Any] | None) -> None:
         """Fills this rank's shards, each rank reading its own rows."""
-        if config.model.init == "random":
+        if read is not None:
+            assert isinstance(self.files, TableFiles), "names of files are read by a table"
+            self._fill(self.files.read_by(read).rows)
+        elif config.model.init == "random":
             std = self.hf_config.get("initializer_range") or 0.02
             if isinstance(self.files, TableFiles):
-                read = RandomWeights(self.files.shapes, seed=config.seed, std=std)
-                self._fill(self.files.random(read).rows)
+                random = RandomWeights(self.files.shapes, seed=config.seed, std=std)
+                self._fill(self.files.read_by(random).rows)
             else:
                 self._fill(InitialWeights(self.files.hf, seed=config.seed).rows)
         else:

@@ -108,7 +108,7 @@ class TableFiles:
         with starting_weights(path, self.family, self.hf_config, head=self.head, trained=trained) as read:
             yield StoredRows(self, read)
 
-    def random(self, read: Callable[[str], Any]) -> StoredRows:
+    def read_by(self, read: Callable[[str], Any]) -> StoredRows:
         """Returns what `read` gives by the name of a file's tensor."""
         return StoredRows(self, read)
 

@@ -12,7 +12,7 @@ from mrl.converters.hf_config import normalize
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
 from mrl.mcore_models import layer_spec
-from mrl.mcore_models.layer_spec import DTYPES
+from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import chosen_modules
 from mrl.parallel import ParallelDims, stage_layers
@@ -38,12 +38,17 @@ class MegatronChecks(EngineChecks):
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
-        lines = layer_spec.notes(spec)
-        if engine.recompute == "selective":
-            modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
-            lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
-        return lines
+        return choices(layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype), engine, fields)
+
+
+def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
+    """Returns lines for the user on what is chosen for a model, before a run and in it. fields: as `fields_of` has
+    them."""
+    lines = layer_spec.notes(spec)
+    if engine.recompute == "selective":
+        modules = chosen_modules(fields, engine.recompute_modules, layer_spec=spec.name)
+        lines.append(f"engine.recompute: selective computes {', '.join(modules)} again (docs/layouts.md)")
+    return lines
 
 
 def check_text_alone(model: Mapping[str, Any]) -> None:

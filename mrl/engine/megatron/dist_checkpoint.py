@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import os
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from mrl.engine.megatron import checkpoint_names, lora, optim_state, weights
 from mrl.engine.megatron.model import Model
 from mrl.engine.megatron.optim import optimizers_of
 from mrl.engine.torch_dist.boxes import Box, Placed, Written, check, fill, write, write_index
+from mrl.engine.torch_dist.data_files import saved_bytes
 from mrl.engine.torch_dist.reader import TorchDistReader
 from mrl.errors import CheckpointError
 
@@ -48,10 +48,10 @@ def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any
         (folder / "mcore").mkdir(parents=True)
         (folder / "rng").mkdir()
         about = {"schedule_step": schedule_step} | described | {"state": dict(state)}
-        _store(about, folder / "engine.pt")
+        (folder / "engine.pt").write_bytes(saved_bytes(about))
 
     def own() -> Written:
-        _store(_plain_rng(model), folder / "rng" / f"rank_{rank:05d}.pt")
+        (folder / "rng" / f"rank_{rank:05d}.pt").write_bytes(saved_bytes(_plain_rng(model)))
         placed = _placed(model)
         boxes = (box for each in placed if not any(each.replica) for box in each.boxes)
         moments = () if model.optimizer is None else optim_state.to_write(model.optimizer, placed)
@@ -60,16 +60,6 @@ def save(model: Model, path: str, *, schedule_step: int, state: Mapping[str, Any
     collective.on_main(lambda: _writing(path, common))
     everyone = collective.gather_on_main(collective.on_every(lambda: _writing(path, own)))
     collective.on_main(lambda: _writing(path, lambda: write_index(folder / "mcore", everyone)))
-
-
-def _store(value: Any, path: Path) -> None:
-    """`torch.save`, whose own writer has no OSError for a full disk.
-
-    Not from `getbuffer`: Python 3.12.1 crashes when it collects one after a write that failed.
-    """
-    data = io.BytesIO()
-    torch.save(value, data)
-    path.write_bytes(data.getvalue())
 
 
 def _writing(path: str, fn: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.config.schema import RoleConfig
+from mrl.converters.families import fields_of
 from mrl.converters.rules import buffer_names, expected_hf_names
 from mrl.converters.safetensors_io import tensor_infos
 from mrl.engine import collective, guards
@@ -33,14 +34,14 @@ from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, layer_spec, platform
+from mrl.mcore_models import cpu_stand_in, platform
 
 cpu_stand_in.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
 from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, watched  # noqa: E402
-from mrl.engine.megatron.checks import MegatronChecks  # noqa: E402
+from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
 
@@ -94,7 +95,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @property
     def notes(self) -> list[str]:
-        return layer_spec.notes(self.model.layer_spec)
+        return choices(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         device = self.device if everywhere else None
         with self.model.state.installed(), self.offload.used(kind):
-            yield from streams.stream(self.model, value, buffers=kind == "parameters", everywhere=device)
+            yield from streams.stream(self.model, value, buffers=kind == "parameters", sent_over=device)
 
     def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
         with self.model.state.installed(), self.offload.used(kind):

@@ -95,6 +95,12 @@ class MegatronState:
         assert have == self.coords, f"megatron places rank {dist.get_rank()} at {have}, mrl.parallel at {self.coords}"
 
 
+def forget() -> None:
+    """Forgets all layouts' groups, and megatron's: for a process whose world ends and that joins another (meta.py)."""
+    _groups_of_layout.clear()
+    _restore(_pristine)
+
+
 def _snapshot() -> dict[str, Any]:
     skip = (types.ModuleType, types.FunctionType, type)
     return {

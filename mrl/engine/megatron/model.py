@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ from mrl.converters.hf_config import read_hf_config
 from mrl.converters.random_weights import RandomWeights
 from mrl.converters.rules import Rule, expected_hf_names, padded_vocab
 from mrl.converters.stacks import reading
+from mrl.engine import collective
 from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.identity import identity_of
 from mrl.engine.megatron import lora, optim, weights
 from mrl.engine.megatron.groups import MegatronState
 from mrl.engine.saving import starting_weights
+from mrl.errors import ConfigError
 from mrl.mcore_models import layer_spec, platform
 from mrl.mcore_models.build import build_chunks, transformer_config
+from mrl.mcore_models.te_limits import cp_comm_type
 from mrl.parallel import ParallelDims
 
 
@@ -33,7 +37,7 @@ class Model:
         self.dtype = layer_spec.DTYPES[config.model.dtype]
         self.hf = read_hf_config(config.model.path)
         self.family = family_for(self.hf)
-        self.layer_spec = layer_spec.choose(config.engine.layer_spec, fields_of(dict(self.hf)), dims, dtype=self.dtype)
+        self.layer_spec = agreed_spec(config.engine.layer_spec, fields_of(dict(self.hf)), dims, self.dtype)
         self.spec = self.layer_spec.name
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
@@ -108,3 +112,36 @@ class Model:
     def _fill_masters(self, read: Callable[[str], Any]) -> None:
         if self.optimizer is not None:
             weights.load_masters(self.optimizer, self.chunks, self.rules, read)
+
+
+def agreed_spec(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> layer_spec.LayerSpec:
+    """Returns the layer spec of this rank, which is that of all. Arguments as of `layer_spec.choose`. Collective.
+
+    Each rank chooses by what its own host has. Raises ConfigError, on every rank, where one refuses or chooses another
+    than rank 0: they would train with other kernels, and under context parallelism wait for messages that never come.
+    """
+    found, refusal = None, None
+    try:
+        found = layer_spec.choose(wanted, fields, dims, dtype=dtype)
+    except ConfigError as error:
+        refusal = error
+    name: str = "" if found is None else found.name
+    if name == "te" and dims.cp > 1:
+        name += f" with cp_comm_type {cp_comm_type(fields, dims)}"
+    why = "" if found is None else found.why
+    names, reasons, refusals, hosts = zip(
+        *collective.all_ranks().gather((name, why, refusal, socket.gethostname())), strict=True
+    )
+    refusing = [rank for rank, error in enumerate(refusals) if error is not None]
+    if len(refusing) == len(refusals) and refusal is not None:
+        raise refusal
+    if refusing:
+        rank = refusing[0]
+        raise refusals[rank].going_on(f"it is so on rank {rank} (host {hosts[rank]})")
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            both = (f"{names[i]} on rank {i} (host {hosts[i]}: {reasons[i]})" for i in (0, rank))
+            fix = "install the same packages on all hosts, or set local"
+            raise ConfigError(layer_spec.KEY, wanted, f"is {' but '.join(both)}", fix)
+    assert found is not None
+    return found

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import Adam, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.schema import OptimizerConfig
@@ -62,6 +62,15 @@ def build_optimizer(
             if isinstance(part.optimizer, torch.optim.AdamW):
                 group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
     return optimizer
+
+
+def chosen() -> dict[str, str]:
+    """Returns what AdamW and gradient norms are computed by: megatron-core takes them from transformer-engine, else
+    from apex, else from torch and itself, as it is imported."""
+    return {
+        "optimizer": f"{Adam.__module__}.{Adam.__qualname__}",
+        "norm": f"{getattr(l2_norm_impl, '__module__', None) or 'C++'}.{l2_norm_impl.__name__}",
+    }
 
 
 def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -22,15 +22,15 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Updates that AdamW has made: torch's counts them for each tensor, the fused ones of transformer-engine and apex
-    for a group of tensors."""
+    """Returns how many updates AdamW has made: torch's counts them for each tensor, the fused ones of
+    transformer-engine and apex for a group of tensors."""
     inner = [part.optimizer for part in optimizers_of(optimizer)]
     counted = [*(s for adam in inner for s in adam.state.values()), *(g for adam in inner for g in adam.param_groups)]
     return max((int(place["step"]) for place in counted if "step" in place), default=0)
 
 
 def set_step_count(adam: torch.optim.Optimizer, steps: int) -> None:
-    """The other way: puts the count where this AdamW keeps it."""
+    """Puts the count of updates where this AdamW keeps it."""
     if isinstance(adam, torch.optim.AdamW):
         for main, state in adam.state.items():
             state["step"] = torch.tensor(float(steps), device=main.device)  # fused kernels read it there

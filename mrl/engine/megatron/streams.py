@@ -27,18 +27,18 @@ HEAD = "output_layer.weight"
 
 
 def stream(
-    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, everywhere: torch.device | None = None
+    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, sent_over: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in Hugging Face's files, whole tensor on the host) of every parameter, in one order.
 
-    buffers: with the stored buffers, which have data and no gradient. everywhere: every rank yields them, which rank 0
-    sends over this device.
+    buffers: with the stored buffers, which have data and no gradient. sent_over: the device over which rank 0 sends
+    them to every rank; None where it alone yields them.
     """
-    return restacked(_by_rule(model, value, buffers=buffers, everywhere=everywhere), model.family, model.hf)
+    return restacked(_by_rule(model, value, buffers=buffers, sent_over=sent_over), model.family, model.hf)
 
 
 def _by_rule(
-    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, everywhere: torch.device | None
+    model: Model, value: Callable[[Tensor], Tensor], *, buffers: bool, sent_over: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the tables, whole tensor) as `stream` says."""
     of_chunks = [tensors_of(chunk) for chunk in model.chunks]
@@ -48,7 +48,7 @@ def _by_rule(
         shards = _gathered(model, of_chunks, value, owned)
         found = list(owned.rule.merge(shards).items()) if dist.get_rank() == 0 else None
         # At each rule, and not after all of them: every rank is at the same place of the stream here.
-        yield from (found or ()) if everywhere is None else from_main(found, everywhere)
+        yield from (found or ()) if sent_over is None else from_main(found, sent_over)
 
 
 def _owned(model: Model) -> Iterator[Owned]:

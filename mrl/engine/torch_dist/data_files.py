@@ -94,9 +94,8 @@ class ItemFile:
 
     def nothing(self, key: str) -> Item:
         """Appends what megatron stores of a module that has no extra state."""
-        start, data = self.size, io.BytesIO()
-        torch.save([None], data)
-        self.write(data.getvalue())
+        start = self.size
+        self.write(saved_bytes([None]))
         return Item(key, None, None, start, self.size - start)
 
     def close(self) -> None:
@@ -108,6 +107,16 @@ class ItemFile:
     def abort(self) -> None:
         """Closes a file that is of no use."""
         self._stream.close()
+
+
+def saved_bytes(value: Any) -> bytes:
+    """Returns what `torch.save` writes of a value, for files: its own writer has no OSError for a full disk.
+
+    Not as `getbuffer`: Python 3.12.1 crashes when it collects one after a write that failed.
+    """
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
 
 
 def give_to_disk(file: int, start: int, end: int) -> int:

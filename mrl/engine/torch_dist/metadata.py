@@ -5,7 +5,6 @@ The files are those that megatron's dist_checkpointing writes and reads.
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mrl.converters.algebra import Shape
-from mrl.engine.torch_dist.data_files import Item
+from mrl.engine.torch_dist.data_files import Item, saved_bytes
 
 
 def write_metadata(
@@ -51,9 +50,7 @@ def write_metadata(
     metadata = Metadata(stored, None, storage, StorageMeta(checkpoint_id=None))
     with (folder / ".metadata").open("wb") as out:
         pickle.dump(metadata, out)
-    common = io.BytesIO()
-    torch.save({}, common)  # its own writer has no OSError for a full disk
-    (folder / "common.pt").write_bytes(common.getvalue())
+    (folder / "common.pt").write_bytes(saved_bytes({}))
     about = {
         "sharded_backend": "torch_dist", "sharded_backend_version": 1,
         "common_backend": "torch", "common_backend_version": 1,

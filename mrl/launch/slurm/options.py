@@ -41,6 +41,9 @@ class ServersConfig:
 class SlurmConfig:
     nodes: int = key(1, "nodes that train", minimum=1)
     gpus_per_node: int | None = key(None, "GPUs of each node: one process each; 0 to train on CPUs", minimum=0)
+    gpu: str | None = key(
+        None, "what GPUs the nodes have, as `mrl plan --gpu` names them: submit refuses a job that does not fit them"
+    )
     processes_per_node: int | None = key(None, "processes on each node; null is gpus_per_node", minimum=1)
     cpus_per_task: int | None = key(
         None, "CPU cores of a Slurm task: of a node with launcher torchrun, of a process with srun", minimum=1

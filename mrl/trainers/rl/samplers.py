@@ -1,14 +1,16 @@
-"""The sampler of a run, by `rollout.backend`."""
+"""The sampler of `rollout.backend`, and how it gets the actor's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mrl.batch import make_batch
-from mrl.config.ppo import PPOConfig
+from mrl.config.ppo import RolloutConfig
 from mrl.engine.base import Completion, GenerateRequest
 from mrl.engine.kept import KeptSequences
 from mrl.roles.dispatch import WorkerDispatch
@@ -19,47 +21,81 @@ from mrl.rollout.sglang import SGLangServerSampler
 from mrl.rollout.vllm import VLLMServerSampler
 from mrl.rollout.vllm_local import VLLMSampler
 from mrl.rollout.weights import weights_dir
-from mrl.trainers.console import Console
-from mrl.trainers.run_directory import RunDirectory
 
 SERVERS = {"vllm": VLLMServerSampler, "sglang": SGLangServerSampler}
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog: 12 + 30 = 42."
 
 
 def make_sampler(
-    config: PPOConfig,
+    rollout: RolloutConfig,
     dispatch: WorkerDispatch,
     tokenizer: PreTrainedTokenizerBase,
+    *,
     folder: str,
-    directory: RunDirectory,
-    console: Console,
+    dtype: str,
+    max_length: int,
+    output_dir: str | os.PathLike[str],
+    progress: Callable[[int, int], None],
 ) -> Sampler:
-    """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing. folder: of the actor's
-    model."""
-    rollout = config.rollout
+    """Returns the sampler of `rollout.backend`, but for a replay, which samples nothing.
+
+    folder, dtype: of the actor's model. max_length: tokens of the longest sequence. output_dir: where weights for
+    servers lie, if rollout.server names no folder. progress: as of `BaseEngine.generate`.
+    """
     if rollout.backend == "native":
         # Half of the cache for conversations between their turns, but for what the longest sequence needs.
-        kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - config.max_length)
+        kept_tokens = min(rollout.cache_tokens // 2, rollout.cache_tokens - max_length)
 
         def generate(requests: list[GenerateRequest], **kept: KeptSequences) -> list[Completion]:
             limits: dict[str, Any] = {"cache_tokens": rollout.cache_tokens - (kept_tokens if kept else 0)}
-            limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": console.generated}
+            limits |= {"prefill_tokens": rollout.prefill_tokens, "progress": progress}
             return dispatch.generate("actor", requests, **limits, **kept)
 
         return EngineSampler(generate, tokenizer, kept_tokens=kept_tokens)
     if rollout.backend == "vllm" and not rollout.server.urls:
         return VLLMSampler(
-            rollout.server, path=folder, dtype=config.actor.model.dtype, temperature=rollout.temperature,
-            max_length=config.max_length, device=dispatch.device,
+            rollout.server, path=folder, dtype=dtype, temperature=rollout.temperature, max_length=max_length,
+            device=dispatch.device,
         )  # fmt: skip
     return SERVERS[rollout.backend](
         rollout.server,
         is_main=dispatch.is_main,
         on_main=dispatch.on_main,
-        max_length=config.max_length,
-        weights_dir=weights_dir(rollout.server, str(directory.path)),
-        probe=_probe(dispatch, tokenizer, config.max_length),
+        max_length=max_length,
+        weights_dir=weights_dir(rollout.server, str(output_dir)),
+        probe=_probe(dispatch, tokenizer, max_length),
     )
+
+
+def with_weights(
+    sampler: Sampler | None, dispatch: WorkerDispatch, *, beside: bool
+) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """Returns a context in which `sampler` has the actor's weights after `step`, and the device's memory that it wants.
+
+    beside: it is another program than the actor's engine, so that what roles hold is put away for it.
+    """
+    has_step: int | None = None
+
+    @contextlib.contextmanager
+    def sampling(step: int) -> Iterator[None]:
+        nonlocal has_step
+        if sampler is None:
+            yield
+            return
+        if beside:
+            dispatch.offload_all()
+        try:
+            if has_step != step or sampler.forgets:
+                sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
+                if beside:
+                    dispatch.offload_all()
+            sampler.wake()
+            has_step = step
+            yield
+        finally:
+            sampler.sleep()
+
+    return sampling
 
 
 def _probe(dispatch: WorkerDispatch, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Probe:

@@ -7,7 +7,6 @@ import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
-from mrl.config.ppo import PPOConfig
 from mrl.config.rewards import ENVIRONMENT, REWARD_MODEL, RewardsConfig
 from mrl.engine.collective import OnMain
 from mrl.rewards import scorer as scoring
@@ -21,30 +20,32 @@ from mrl.rollout.base import Trajectory
 class Scoring:
     """All that rewards trajectories. Functions run on the main process only, in a pool of processes of its own.
 
-    on_main: as BaseEngine.on_main. total_steps: optimizer steps of the run. first: a row of the data, and its file and
-    line. say: shows a line to the user. Raises ConfigError on every rank where a function cannot be loaded, or names a
-    field that the row lacks.
+    rewards: the functions; None for none. reports: the folder that their faults are written to; None: they are not.
+    on_main: as BaseEngine.on_main. weight: of the reward model. total_steps: optimizer steps of the run. first: a row
+    of the data, and its file and line. say: shows a line to the user. Raises ConfigError on every rank where a function
+    cannot be loaded, or names a field that the row lacks.
     """
 
     def __init__(
         self,
-        config: PPOConfig,
+        rewards: RewardsConfig | None,
         *,
+        reports: pathlib.Path | None,
         on_main: OnMain,
-        reward_model: RewardModel | None,
-        total_steps: int,
         first: tuple[Row, str],
         say: Callable[[str], None],
+        reward_model: RewardModel | None = None,
+        weight: float = 1.0,
+        total_steps: int = 0,
     ) -> None:
-        self.config, self.on_main, self.reward_model = config, on_main, reward_model
+        self.rewards, self.on_main, self.reward_model, self.weight = rewards, on_main, reward_model, weight
         self.total_steps, self.say = total_steps, say
         self._scorer: Scorer | None = None
-        if (rewards := config.rewards) is not None:
-            on_main(lambda: self._start(rewards, *first))
+        if rewards is not None:
+            on_main(lambda: self._start(rewards, reports, Sample("", "", *first)))
 
-    def _start(self, rewards: RewardsConfig, row: Row, where: str) -> None:
-        reports = pathlib.Path(self.config.output_dir) / "failed"
-        self._scorer = Scorer(rewards, reports=reports, first=Sample("", "", row, where))
+    def _start(self, rewards: RewardsConfig, reports: pathlib.Path | None, first: Sample) -> None:
+        self._scorer = Scorer(rewards, reports=reports, first=first)
 
     def close(self) -> None:
         """Ends the pool. May be called twice."""
@@ -60,14 +61,19 @@ class Scoring:
         Raises RewardError for a function's fault, and where a reward model gives no finite number.
         """
         scores = Scores((0.0,) * len(trajectories), {})
-        if self.config.rewards is not None:
+        if self.rewards is not None:
             scores = self.on_main(lambda: self._by_functions(trajectories, Position(step, made, self.total_steps)))
         if self.reward_model is not None:
             values = self.reward_model.score(trajectories)
-            scores = _plus(scores, REWARD_MODEL, values, self.config.reward.weight)
+            scores = _plus(scores, REWARD_MODEL, values, self.weight)
         if any(t.reward is not None for t in trajectories):
             scores = _plus(scores, ENVIRONMENT, [t.reward or 0.0 for t in trajectories], 1.0)
         return scores
+
+    def accuracy_of(self, scores: Scores) -> Sequence[float]:
+        """Returns the values that `eval/accuracy` is made of: those of the first reward function, or the totals where
+        there is none."""
+        return next(iter(scores.parts.values())) if self.rewards is not None else scores.totals
 
     def _by_functions(self, trajectories: Sequence[Trajectory], position: Position) -> Scores:
         scorer = self._scorer
@@ -79,12 +85,6 @@ class Scoring:
             if again := scorer.made_again:
                 calls = "1 call was" if len(again) == 1 else f"{len(again):,} calls were"
                 self.say(f"rewards.retries: {calls} made again; the first one {again[0]}")
-
-
-def accuracy_of(scores: Scores, config: PPOConfig) -> Sequence[float]:
-    """Returns the values that `eval/accuracy` is made of: those of the first reward function, or the totals where there
-    is none."""
-    return next(iter(scores.parts.values())) if config.rewards is not None else scores.totals
 
 
 def by_sample(scores: Scores, index: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -40,7 +40,7 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.rl.collect import Collector, take_together
 from mrl.trainers.rl.evaluation import Evaluation
 from mrl.trainers.rl.notices import TokenLimit
-from mrl.trainers.rl.samplers import make_sampler
+from mrl.trainers.rl.samplers import make_sampler, with_weights
 from mrl.trainers.rl.scoring import Scoring
 from mrl.trainers.rl.show import show_evaluation
 from mrl.trainers.rl.state import Trainer
@@ -85,10 +85,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
         total_steps = _length(config, source, console)
         _set_total_steps(engines, total_steps, critic_warmup=config.algorithm.critic_warmup)
         console.doing("starting the reward functions")
-        scores = Scoring(
-            config, on_main=dispatch.on_main, reward_model=_reward_model(config, dispatch, folders),
-            total_steps=total_steps, first=source.dataset.first_row(), say=console.say,
-        )  # fmt: skip
+        scores = _scoring(config, dispatch, folders, source, directory, console, total_steps=total_steps)
         ends.callback(scores.close)
         console.doing("starting the sampler")
         rollouts, sampler = _rollouts(config, dispatch, tokenizer, folders["actor"], directory, console)
@@ -112,7 +109,7 @@ def _trainer_of(config: PPOConfig, console: Console) -> Iterator[Trainer]:
             dispatch=dispatch,
             source=source,
             collector=collector,
-            sampling=_sampling(config, sampler, dispatch),
+            sampling=with_weights(sampler, dispatch, beside=config.rollout.backend != "native"),
             kl=kl_controller(recipe),
             evaluation=evaluation,
             directory=directory,
@@ -178,6 +175,23 @@ def _reward_model(config: PPOConfig, dispatch: WorkerDispatch, folders: Mapping[
     return RewardModel(dispatch, own, system=config.data.system)
 
 
+def _scoring(
+    config: PPOConfig,
+    dispatch: WorkerDispatch,
+    folders: Mapping[str, str],
+    source: PromptSource,
+    directory: RunDirectory,
+    console: Console,
+    *,
+    total_steps: int,
+) -> Scoring:
+    return Scoring(
+        config.rewards, reports=directory.path / "failed", on_main=dispatch.on_main, say=console.say,
+        first=source.dataset.first_row(), reward_model=_reward_model(config, dispatch, folders),
+        weight=config.reward.weight, total_steps=total_steps,
+    )  # fmt: skip
+
+
 def _rollouts(
     config: PPOConfig,
     dispatch: WorkerDispatch,
@@ -189,7 +203,10 @@ def _rollouts(
     """Returns the source of trajectories, and the sampler behind it; a replay has none."""
     if config.rollout.backend == "recorded":
         return RecordedRollouts(config.rollout, on_main=dispatch.on_main), None
-    sampler = make_sampler(config, dispatch, tokenizer, folder, directory, console)
+    sampler = make_sampler(
+        config.rollout, dispatch, tokenizer, folder=folder, dtype=config.actor.model.dtype,
+        max_length=config.max_length, output_dir=directory.path, progress=console.generated,
+    )  # fmt: skip
     rollouts = Rollouts(
         sampler, tokenizer, config.rollout, seed=config.seed, end_tokens=end_tokens(folder, tokenizer),
         system=config.data.system, max_prompt_length=config.data.max_prompt_length, on_main=dispatch.on_main,
@@ -218,34 +235,6 @@ def _origin(config: PPOConfig, folder: str, world_size: int) -> dict[str, Any]:
     }
 
 
-def _sampling(config: PPOConfig, sampler: Sampler | None, dispatch: WorkerDispatch) -> Callable[[int], Any]:
-    """Returns a context in which `sampler` has the actor's weights after `step`, and the device's memory that it
-    wants."""
-    has_step: int | None = None
-    beside = config.rollout.backend != "native"
-
-    @contextlib.contextmanager
-    def sampling(step: int) -> Iterator[None]:
-        nonlocal has_step
-        if sampler is None:
-            yield
-            return
-        if beside:
-            dispatch.offload_all()
-        try:
-            if has_step != step or sampler.forgets:
-                sampler.update_weights(dispatch.hf_weights("actor", everywhere=sampler.everywhere))
-                if beside:
-                    dispatch.offload_all()
-            sampler.wake()
-            has_step = step
-            yield
-        finally:
-            sampler.sleep()
-
-    return sampling
-
-
 def _evaluation(
     config: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -264,8 +253,10 @@ def _evaluation(
     report = Report()
     prompts = first_prompts(held_out, config.train.eval_prompts, report)
     say_left_out(console, "eval", report.counts, report.notes)
+    k = config.train.eval_samples
+    size = config.prompts_per_iteration * max(1, config.rollout.samples_per_prompt // k)
     return Evaluation(
-        config, prompts, rollouts, scores, doing=console.doing,
+        prompts, rollouts, scores, samples=k, prompts_at_once=size, doing=console.doing,
         stop_requested=lambda: any(dispatch.max_over_ranks(stop.requested)),
         seen=lambda *evaluated: show_evaluation(config, dispatch, directory, console, *evaluated),
     )  # fmt: skip

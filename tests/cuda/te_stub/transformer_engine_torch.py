@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.cuda import fake
+
 
 class _Member(int):
     """A member of an enumeration of which any name is one."""
@@ -46,7 +48,7 @@ class _Enumeration(type):
 
 
 def get_cudnn_version() -> int:
-    return 92000
+    return fake.cudnn_number()
 
 
 def get_cublasLt_version() -> int:  # noqa: N802  its name

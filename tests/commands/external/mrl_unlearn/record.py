@@ -60,7 +60,7 @@ class Unlearn(TrainingCommand[UnlearnConfig]):
             raise ConfigError("forget.say_every", every, f"is above train.steps {steps}", f"give at most {steps}")
 
     def parts(self, config: UnlearnConfig) -> list[Part]:
-        return [Part("", config.model, config.engine)]
+        return [Part("", config.model, config.engine, optimizer=config.optimizer)]
 
     def longest(self, config: UnlearnConfig) -> tuple[int, str]:
         return config.data.max_length, "data.max_length"

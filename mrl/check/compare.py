@@ -1,0 +1,149 @@
+"""Numbers of a layout against those of a reference: how far each tensor is off, and by whose name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOP = 3
+"""Tensors that are named of each quantity, the worst first."""
+SAME_FACTOR = 0.02
+"""Relative error that is left of a tensor once it is divided by a factor, where the factor is all that is wrong."""
+MARGIN = 32
+"""How many times what rounding may change a gradient by an element's own gradient is, for its update to be compared:
+AdamW's first update is a step of one size in the direction of each element's gradient, so where that is rounding alone,
+the update is."""
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, in fp64; 0 where both are zero, infinite where it is not a number."""
+    difference = (actual.double() - expected.double()).norm().item()
+    if not math.isfinite(difference):
+        return math.inf
+    return 0.0 if difference == 0 else difference / max(expected.double().norm().item(), 1e-300)
+
+
+def is_known(gradient: Tensor, norm: float) -> Tensor:
+    """Of each element, whether its gradient is more than fp32's rounding of the whole gradient; an exact 0 is."""
+    return (gradient == 0) | (gradient.abs() > 2**-24 * norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class Off:
+    """A tensor that is not as the reference has it."""
+
+    name: str  # in the model's files, or peft's
+    error: float  # L2 of the difference, relative to that of the expected tensor
+    factor: float | None = None  # where it is the expected tensor times this, within `SAME_FACTOR`
+
+    def __str__(self) -> str:
+        if math.isinf(self.error):
+            return f"{self.name} is not finite"
+        times = f", {self.factor:.3g} times what it should be" if self.factor is not None else ""
+        return f"{self.name} is off by {self.error:.2g} of its size{times}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorErrors:
+    """How the tensors of one kind compare."""
+
+    compared: int
+    worst: Sequence[Off]  # the `TOP` ones
+    over: int  # how many are off by more than the bound
+    factor: float | None = None  # the one factor of all that are over, where they have one
+    missing: Sequence[str] = ()  # tensors that the reference has and the layout has not
+    unexpected: Sequence[str] = ()  # the other way round
+
+    @property
+    def error(self) -> float:
+        return self.worst[0].error if self.worst else 0.0
+
+
+def tensor_errors(
+    stream: Iterable[tuple[str, Tensor]],
+    expected: Mapping[str, Tensor] | Callable[[str], Tensor | None],
+    names: Iterable[str],
+    *,
+    bound: float,
+    error: Callable[[str, Tensor, Tensor], float] = lambda name, actual, expected: relative_l2(actual, expected),
+) -> TensorErrors:
+    """Compares tensors as they come. names: of all that should come."""
+    waiting, found, unexpected = set(names), [], []
+    get = expected if callable(expected) else expected.get
+    for name, tensor in stream:
+        if name not in waiting:
+            unexpected.append(name)
+            continue
+        waiting.remove(name)
+        right = get(name)
+        assert right is not None, name
+        if right.shape != tensor.shape:
+            unexpected.append(f"{name} of shape {list(tensor.shape)}, not {list(right.shape)}")
+            continue
+        of_tensor = error(name, tensor, right)
+        found.append(Off(name, of_tensor, factor_of(tensor, right) if of_tensor > bound else None))
+    found.sort(key=lambda off: -off.error)
+    over = [off for off in found if off.error > bound]
+    return TensorErrors(len(found), found[:TOP], len(over), common_factor(over), sorted(waiting), sorted(unexpected))
+
+
+def factor_of(actual: Tensor, expected: Tensor) -> float | None:
+    """Returns what `expected` is multiplied with, where that is all that differs."""
+    a, b = actual.double(), expected.double()
+    size = float((b * b).sum())
+    if size == 0:
+        return None
+    factor = float((a * b).sum()) / size
+    left = float((a - factor * b).norm())
+    fits = math.isfinite(left) and factor != 0 and left <= SAME_FACTOR * abs(factor) * math.sqrt(size)
+    return factor if fits else None
+
+
+def common_factor(over: Sequence[Off]) -> float | None:
+    """Returns the factor that all of some tensors have, where they have one; of a few it may be chance."""
+    factors = [off.factor for off in over]
+    if len(factors) < 2 or None in factors:
+        return None
+    middle = sorted(f for f in factors if f is not None)[len(factors) // 2]
+    same = all(f is not None and abs(f - middle) <= SAME_FACTOR * abs(middle) for f in factors)
+    return middle if same else None
+
+
+def update_error(
+    before: Tensor, actual: Tensor, expected: Tensor, gradient: Tensor | None, *, grad_norm: float, rounding: float,
+    dtype: torch.dtype,
+) -> float:  # fmt: skip
+    """Returns the relative L2 error of what a step made of a weight, of its elements whose gradient is known.
+
+    gradient: the expected one; None of what has none. rounding: what its relative L2 error may be. dtype: that weights
+    are held in, one unit of whose last place two right weights may be apart by.
+    """
+    update, gap = expected.double() - before.double(), (actual.double() - expected.double()).abs()
+    if not torch.isfinite(gap).all():
+        return math.inf
+    # an epsilon of its size is at least a unit in the last place, and 1 % more where that is rounded itself
+    gap = (gap - 1.01 * torch.finfo(dtype).eps * expected.double().abs()).clamp(min=0)
+    if gradient is not None:
+        rms = gradient.double().norm() / math.sqrt(gradient.numel())
+        sure = is_known(gradient, grad_norm) & ((gradient == 0) | (gradient.abs() > MARGIN * rounding * rms))
+        update, gap = update * sure, gap * sure
+    wrong = float(gap.norm())
+    return 0.0 if wrong == 0 else wrong / max(float(update.norm()), 1e-300)
+
+
+def as_json(value: Any) -> Any:
+    """Returns plain data; a number that is not finite is None, for which JSON has a word."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

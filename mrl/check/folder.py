@@ -1,0 +1,168 @@
+"""The model folder of a check: the user's own by links, or a cut of it with random weights. Dropout is 0 in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from mrl.check.cut import Cut, cut_config, without_dropout
+from mrl.check.reference import HEADS
+from mrl.converters.accounting import SCORE
+from mrl.converters.companions import companion_files
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import normalize, reads_images
+from mrl.converters.json_file import read_json
+from mrl.converters.mcore_weights import is_imported
+from mrl.converters.random_weights import RandomWeights
+from mrl.converters.rules import expected_hf_names, value_head_config
+from mrl.converters.safetensors_io import INDEX, HFWriter, SafetensorsReader, TensorInfo, index_text, tensor_infos
+from mrl.engine.stored_weights import open_imported
+from mrl.errors import ModelError, quoted
+
+NOISE = 0.1
+"""Deviation of what norms and biases of a cut model have beside 1 and 0, so that one that is left out shows."""
+
+Head = Literal["lm", "value"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedModel:
+    """The folder that engines and transformers load."""
+
+    path: str
+    parameters: int
+    init: Literal["pretrained", "random"]  # how an engine comes to its weights; they are those of the folder
+    words: str  # what it is, in words
+
+
+def count_parameters(raw: Mapping[str, Any], head: Head) -> int:
+    """Returns the parameters of the model of a config.json."""
+    config = normalize(raw)
+    if config["model_type"] in FAMILIES:
+        shapes = expected_hf_names(FAMILIES[config["model_type"]], config, head=head)
+        return sum(math.prod(shape) for shape in shapes.values())
+    with torch.device("meta"):
+        model = _transformers_model(config, head)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_folder(
+    source: str, out: str, *, cut: Cut, head: Head, init: Literal["pretrained", "random"], seed: int
+) -> CheckedModel:
+    """Makes the folder `out` of the model in the folder `source`.
+
+    init: as model.init has it; a cut model has random weights in any case. Raises ModelError.
+    """
+    raw = read_json(Path(source, "config.json"))
+    changed = without_dropout(cut_config(raw, cut))
+    config = normalize(changed, where=os.path.join(source, "config.json"))
+    if head == "value":
+        changed |= value_head_config(config)
+        config |= value_head_config(config)
+    Path(out).mkdir(parents=True)
+    for file in companion_files(Path(source)):
+        target = Path(out, file.relative_to(source))
+        target.parent.mkdir(exist_ok=True)
+        if file.name != "config.json":
+            target.symlink_to(file.resolve())
+    Path(out, "config.json").write_text(json.dumps(changed, indent=1), encoding="utf-8")
+    count = count_parameters(changed, head)
+    size = f"{config['model_type']}, {count / 1e6:,.3g}M parameters"
+    if cut or init == "random":
+        of_engine = _write_random(out, config, head=head, seed=seed, noise=NOISE if cut else 0.0)
+        words = f"cut to {cut}: {size}, random weights" if cut else f"{size}, random weights as in the run"
+        return CheckedModel(out, count, "random" if of_engine and not cut else "pretrained", words)
+    if raw.get("quantization_config"):
+        why = "is quantised, and transformers computes such a model in another way"
+        raise ModelError("model.path", quoted(source), why, "give --cut layers=4, whose weights are random")
+    if is_imported(source):
+        _write_imported(source, out, config, head)
+    else:
+        _link_weights(source, out, config, head, seed)
+    return CheckedModel(out, count, "pretrained", f"{size}, its own weights")
+
+
+def _link_weights(source: str, out: str, config: Mapping[str, Any], head: Head, seed: int) -> None:
+    """Links the weights of a Hugging Face folder. A value head that it lacks gets random weights: with the zeros that a
+    run starts from, nothing below it would have a gradient."""
+    with SafetensorsReader(source) as reader:
+        tensors = dict(reader.tensors)
+    adds_score = head == "value" and SCORE not in tensors
+    for file in {info.file for info in tensors.values()}:
+        Path(out, f"linked-{file}" if adds_score else file).symlink_to(Path(source, file).resolve())
+    if not adds_score:
+        if Path(source, INDEX).exists():
+            shutil.copyfile(Path(source, INDEX), Path(out, INDEX))
+        return
+    text = config.get("text_config") or config
+    score = RandomWeights({SCORE: (1, text["hidden_size"])}, seed=seed, std=_std(config))(SCORE)
+    save_file({SCORE: score}, Path(out, "score.safetensors"))
+    files = {name: f"linked-{info.file}" for name, info in tensors.items()}
+    infos = {**tensors, SCORE: TensorInfo("F32", (1, text["hidden_size"]))}
+    Path(out, INDEX).write_text(index_text({**files, SCORE: "score.safetensors"}, infos), encoding="utf-8")
+
+
+def _write_imported(source: str, out: str, config: dict[str, Any], head: Head) -> None:
+    """Writes the weights of a folder of `mrl convert import` as transformers reads them."""
+    family = FAMILIES[config["model_type"]]
+    with contextlib.closing(open_imported(source, family, config)) as reader:
+        expected = expected_hf_names(family, config, head=head)
+        random = RandomWeights(expected, seed=0, std=_std(config))
+        infos = {name: reader.tensors.get(name) or TensorInfo("F32", shape) for name, shape in expected.items()}
+        with HFWriter(out, infos) as writer:
+            for name in infos:
+                writer.add(name, reader(name)[()] if name in reader.tensors else random(name))
+
+
+def _write_random(out: str, config: dict[str, Any], *, head: Head, seed: int, noise: float) -> bool:
+    """Writes random weights. Returns whether they are those that an engine starts from with model.init random."""
+    if config["model_type"] not in FAMILIES:  # of which transformers alone knows how it begins
+        torch.manual_seed(seed)
+        model = _transformers_model(config, head)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if noise and (parameter.ndim < 2 or name.endswith("bias")):
+                    parameter += _noise(name, parameter.shape, noise, seed)
+        kept = Path(out, "config.json").read_bytes()
+        model.save_pretrained(out)
+        Path(out, "config.json").write_bytes(kept)
+        return False
+    shapes = expected_hf_names(FAMILIES[config["model_type"]], config, head=head)
+    random = RandomWeights(shapes, seed=seed, std=_std(config))
+    with HFWriter(out, tensor_infos(shapes, torch.float32)) as writer:
+        for name in shapes:
+            tensor = random(name)
+            if noise and (tensor.ndim < 2 or name.endswith("bias")):
+                tensor = tensor + _noise(name, tensor.shape, noise, seed)
+            writer.add(name, tensor)
+    return True
+
+
+def _noise(name: str, shape: torch.Size, size: float, seed: int) -> Tensor:
+    digest = hashlib.sha256(f"noise:{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return size * torch.randn(shape, generator=generator)
+
+
+def _std(config: Mapping[str, Any]) -> float:
+    return float(config.get("initializer_range") or 0.02)
+
+
+def _transformers_model(config: Mapping[str, Any], head: Head) -> torch.nn.Module:
+    """Returns the model of a config.json, with the weights that transformers gives it."""
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    kind = AutoModelForImageTextToText if reads_images(config) else HEADS[head]
+    return kind.from_config(made, dtype=torch.float32)

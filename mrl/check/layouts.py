@@ -1,0 +1,138 @@
+"""The layouts of a check: words as `tp2+sp` or `pp2xvpp2`, or what a config's own layout comes down to here."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from mrl.config.checks import parallel_dims, smallest_world
+from mrl.config.schema import ParallelConfig
+from mrl.errors import ConfigError, UserError, quoted
+from mrl.parallel import ParallelDims
+
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp")
+_WORD = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})(\d{{1,4}})(\+sp)?x?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism on so many processes."""
+
+    parallel: ParallelConfig
+    processes: int
+
+    @property
+    def dims(self) -> ParallelDims:
+        return parallel_dims(self.parallel, self.processes)
+
+    def __str__(self) -> str:
+        """In a word that `named` reads; with the experts' degree where ep alone would have another one."""
+        dims = self.dims
+        text = dims.describe()
+        return text.replace(f"ep{dims.ep}", f"ep{dims.ep}xetp{dims.etp}") if dims.ep > 1 < dims.etp == dims.tp else text
+
+
+ONE = Layout(ParallelConfig(sp=False), 1)
+
+
+def named(words: str, own: ParallelConfig) -> list[Layout]:
+    """Returns the layouts that a list as "tp2,pp2xvpp2" stands for. own: of the config, which says whether tp comes
+    with sequence parallelism where the word does not."""
+    found = [_named(word.strip(), own) for word in words.split(",")]
+    return list(dict.fromkeys(found))
+
+
+def _named(word: str, own: ParallelConfig) -> Layout:
+    degrees: dict[str, int] = {}
+    sp: bool | str = own.sp
+    at = 0
+    while at < len(word) and (match := _WORD.match(word, at)):
+        name, degree, with_sp = match.groups()
+        if name in degrees or int(degree) < 1 or (with_sp and name != "tp"):
+            break
+        degrees[name], at = int(degree), match.end()
+        sp = True if with_sp else sp
+    if not word or at < len(word) or word.endswith("x"):
+        fix = f"write degrees of {', '.join(AXES)}, as in tp2, pp2xvpp2, tp2+sp or ep2xdp4; or auto"
+        raise UserError("--layouts", quoted(word), "is no layout", fix)
+    return _layout(degrees, sp)
+
+
+def _layout(degrees: dict[str, int], sp: bool | str) -> Layout:
+    """Returns the layout of some degrees, on the fewest processes that have them."""
+    of_model = {name: degree for name, degree in degrees.items() if name != "dp"}
+    parallel = ParallelConfig(**of_model, sp=bool(sp) and of_model.get("tp", 1) > 1)
+    smallest = smallest_world(parallel)
+    processes = parallel.tp * parallel.cp * parallel.pp * degrees["dp"] if "dp" in degrees else smallest
+    layout = Layout(parallel, processes)
+    try:
+        layout.dims  # noqa: B018 - for what it refuses
+    except ConfigError as error:
+        raise UserError("--layouts", why=f"{error.why}", fix=error.fix) from None
+    return layout
+
+
+def of_config(own: ParallelConfig, *, most: int, fits: Callable[[Layout], bool]) -> list[Layout]:
+    """Returns one process, each axis of a config's own layout alone, data parallelism, and what fits of them together.
+
+    A degree comes down to its smallest divisor that `fits` the model. most: processes at a time.
+    """
+    axes = _reduced(own, fits)
+    alone = [axes[name] for name in axes]
+    found = [ONE, *(_layout(degrees, own.sp) for degrees in alone), _layout({"dp": 2}, own.sp)]
+    found.append(_together(alone, own, most=most, fits=fits))
+    return list(dict.fromkeys(layout for layout in found if layout.processes <= most and fits(layout)))
+
+
+def _reduced(own: ParallelConfig, fits: Callable[[Layout], bool]) -> dict[str, dict[str, int]]:
+    """Returns the smallest degrees of each axis that a config uses, by the axis that they are there for."""
+    found: dict[str, dict[str, int]] = {}
+    for name in ("tp", "cp", "pp", "ep"):
+        for degree in _divisors(getattr(own, name)):
+            degrees = {name: degree}
+            if name == "pp" and own.vpp > 1:
+                degrees["vpp"] = 2
+            if name == "tp" and own.etp in (1, own.tp):
+                degrees["etp"] = 1 if own.etp == 1 else degree
+            if fits(_layout(degrees, own.sp)):
+                found[name] = degrees
+                break
+    if own.etp is not None and own.etp not in (1, own.tp):
+        degree = _divisors(own.etp)[0]
+        if fits(_layout({"etp": degree}, own.sp)):
+            found["etp"] = {"etp": degree}
+    return found
+
+
+def _together(
+    alone: Sequence[dict[str, int]], own: ParallelConfig, *, most: int, fits: Callable[[Layout], bool]
+) -> Layout:
+    """Returns the largest combination of the axes, and dp, that fits; of equally many the first."""
+    for count in range(len(alone), 0, -1):
+        for chosen in itertools.combinations(alone, count):
+            for dp in (2, None):
+                degrees = {name: degree for degrees in chosen for name, degree in degrees.items()}
+                layout = _try(degrees, dp, own)
+                if layout is not None and layout.processes <= most and fits(layout):
+                    return layout
+    return ONE
+
+
+def _try(degrees: dict[str, int], dp: int | None, own: ParallelConfig) -> Layout | None:
+    """Returns the layout with dp-fold the fewest processes; None where there is none."""
+    try:
+        smallest = _layout(degrees, own.sp)
+        if dp is None or smallest.dims.dp > 1:
+            return smallest
+        return _layout({**degrees, "dp": dp}, own.sp)
+    except UserError:
+        return None
+
+
+def _divisors(degree: int) -> list[int]:
+    """Returns the prime divisors of a degree, then itself."""
+    primes = [n for n in range(2, degree + 1) if degree % n == 0 and all(n % m for m in range(2, math.isqrt(n) + 1))]
+    return list(dict.fromkeys([*primes, *([degree] if degree > 1 else [])]))

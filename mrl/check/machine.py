@@ -1,0 +1,95 @@
+"""What fits on this machine: processes, memory, and how much of a batch takes some seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from mrl.check.cut import LAYERS, WIDTH, Cut, cut_config
+from mrl.check.folder import Head, count_parameters
+from mrl.check.layouts import Layout
+from mrl.errors import ConfigError, UserError
+
+MOST_PROCESSES = 8
+"""Processes at a time on a machine without GPUs, where --nproc says nothing."""
+SEQUENCES, SHORTEST, LONGEST = 8, 32, 512
+"""Sequences of the batch that is checked, and tokens of one, at least and at most, where --tokens says nothing."""
+FLOPS = {"cpu": 2e11, "cuda": 1e14}
+"""Work of one step on one process, which tokens are chosen by: some seconds."""
+BYTES_PER_PARAMETER = 24
+"""Of weights, gradients, AdamW's state and the copies that are compared, in fp32, for each copy of the model."""
+BYTES_PER_PROCESS = 700e6
+OF_MEMORY = 0.7
+"""The part of the free memory that a check may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where layouts run."""
+
+    device: Literal["cpu", "cuda"]
+    processes: int  # at a time, at most
+    note: str | None = None
+
+
+def machine(wanted: str, asked: int | None) -> Machine:
+    """Returns where the layouts of an engine run. wanted: its engine.device. asked: --nproc."""
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "cuda" and not gpus:
+        raise ConfigError("engine.device", "cuda", "needs a GPU, and torch sees none", "use auto or cpu")
+    note = None
+    if gpus == 1 and wanted == "auto" and asked != 1:
+        note = "the CPU, as one GPU holds no layout of several processes (engine.device=cuda for that GPU alone)"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes that are started
+        gpus = 0
+    if not gpus:
+        return Machine("cpu", asked or MOST_PROCESSES, note)
+    if asked is not None and asked > gpus:
+        raise UserError("--nproc", asked, f"is above the {gpus} GPUs of this machine", f"give at most {gpus}")
+    return Machine("cuda", asked or gpus)
+
+
+def free_bytes(on: Machine) -> float:
+    """Returns the memory of the host, or of one GPU times those that are used."""
+    if on.device == "cpu":
+        return psutil.virtual_memory().available - BYTES_PER_PROCESS * on.processes
+    return on.processes * min(torch.cuda.mem_get_info(i)[0] for i in range(on.processes))
+
+
+def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | None, on: Machine) -> Cut:
+    """Returns the least that the model of a config.json has to be cut by. layouts: None where they are not chosen yet.
+
+    First all layers but a few go, then the width. One that is quantised is cut in any case: its own weights are
+    computed with in another way by transformers.
+    """
+    layers = max([LAYERS, *(layout.parallel.pp * layout.parallel.vpp for layout in layouts or ())])
+    copies = max([layout.dims.dp * layout.dims.cp for layout in layouts], default=1) if layouts else 2
+    room = OF_MEMORY * free_bytes(on)
+    choices = [Cut(), Cut(layers=layers), Cut(layers=layers, width=WIDTH)]
+    for cut in choices[bool(raw.get("quantization_config")) :]:
+        if BYTES_PER_PARAMETER * copies * count_parameters(cut_config(raw, cut), head) <= room:
+            return cut
+    return choices[-1]
+
+
+def size_of_batch(
+    parameters: int, layouts: Sequence[Layout], *, tokens: int | None, most: int, even: bool, on: Machine
+) -> tuple[int, int]:
+    """Returns (sequences, tokens of one at most).
+
+    tokens: --tokens. most: sequences of the global batch. even: each replica of each layout gets equally many, which
+    router losses need to be the same in all of them.
+    """
+    replicas = math.lcm(*(layout.dims.dp * (layout.parallel.pp if even else 1) for layout in layouts))
+    sequences = max(SEQUENCES, 2 * max(layout.dims.dp for layout in layouts))
+    sequences = -(-sequences // replicas) * replicas if even else min(sequences, most)
+    if tokens is not None:
+        return sequences, max(2, tokens // sequences)
+    affordable = FLOPS[on.device] / (6 * max(parameters, 1)) / sequences
+    return sequences, int(min(max(affordable, SHORTEST), LONGEST))

@@ -1,0 +1,207 @@
+"""The work of each rank of a layout: one optimizer step of the engine, compared with a reference as it goes.
+
+The engine's own methods give whole values on the main process: nothing here knows a rank or a process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.batch import Batch
+from mrl.check.bounds import Bounds
+from mrl.check.compare import TensorErrors, tensor_errors, update_error
+from mrl.config.schema import RoleConfig
+from mrl.engine.base import BaseEngine, LossFn
+from mrl.engine.lora.folder import read_adapter
+from mrl.engine.registry import build_engine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = ("start", "gradients", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What one way of computing the step gave, beside its tensors."""
+
+    loss: float
+    grad_norm: float
+    log_probs: Tensor  # [T], 0 where the mask is 0; values of a value head
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """How a layout compares with the reference."""
+
+    loss: float
+    expected_loss: float
+    grad_norm: float
+    expected_grad_norm: float
+    log_probs: float  # the largest difference
+    log_probs_at: int  # the place [T] of it
+    start: TensorErrors  # weights before the step
+    gradients: TensorErrors
+    weights: TensorErrors  # what the step made of them
+    bounds: Bounds
+    step_s: float | None = None  # of a later optimizer step
+
+    @property
+    def loss_error(self) -> float:
+        """The difference, relative to losses above 1."""
+        return abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1.0)
+
+    @property
+    def grad_norm_error(self) -> float:
+        return abs(self.grad_norm - self.expected_grad_norm) / max(self.expected_grad_norm, 1e-30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a layout."""
+
+    config: RoleConfig
+    batch: Batch
+    loss_fn: LossFn
+    denominator: str  # of the loss: "tokens" or "sequences"
+    temperature: float
+    adapter: str | None  # a folder of adapters to start from
+    reference: str  # a folder of `write`
+    bounds: Bounds
+    timed_steps: int = 0
+    writes: bool = False  # whether this layout is what others are compared with
+
+
+class Store:
+    """A folder with the numbers of one way of computing the step: what others are compared with."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def write(self, numbers: Numbers, **tensors: Mapping[str, Tensor]) -> None:
+        """tensors: of each of `KINDS`, by name."""
+        for kind in KINDS:
+            whole = {name: t.detach().cpu().float().contiguous() for name, t in tensors[kind].items()}
+            save_file(whole, self.folder / f"{kind}.safetensors")
+        torch.save(dataclasses.asdict(numbers), self.folder / "numbers.pt")
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        return Numbers(**torch.load(self.folder / "numbers.pt", weights_only=True))
+
+    @functools.cache  # noqa: B019 - one for each layout
+    def _file(self, kind: str) -> Any:
+        return safe_open(self.folder / f"{kind}.safetensors", "pt")
+
+    def names(self, kind: str) -> list[str]:
+        return list(self._file(kind).keys())
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        return self._file(kind).get_tensor(name)
+
+    def reader(self, kind: str) -> Callable[[str], Tensor]:
+        return functools.partial(self.tensor, kind)
+
+
+def measure(work: Work) -> Measured | None:
+    """Makes one optimizer step. Returns what it gave against the reference, on the main process."""
+    engine, store = make_engine(work.config, work.loss_fn, work.denominator), Store(work.reference)
+    expected, head = store.numbers, work.config.head
+    bounds = work.bounds.given(expected.log_probs) if head == "lm" else work.bounds
+    start = tensor_errors(engine.hf_weights(), store.reader("start"), store.names("start"), bound=0.0)
+    before = store.reader("start")
+    if work.adapter is not None:
+        engine.load_adapter(work.adapter)
+        before = read_adapter(work.adapter)[1].get
+    loss, log_probs = forward_backward(engine, work.batch, work.temperature)
+    gradients = tensor_errors(
+        engine.hf_gradients(), store.reader("gradients"), store.names("gradients"), bound=bounds.gradients
+    )
+    grad_norm = float(engine.optimizer_step())
+    weights = _weight_errors(engine, work, store, before, bounds)
+    step_s = step_seconds(engine, work) if work.timed_steps else None
+    if not engine.is_main:
+        return None
+    gap = (log_probs - expected.log_probs).abs().nan_to_num(nan=torch.inf)
+    return Measured(
+        loss=loss, expected_loss=expected.loss, grad_norm=grad_norm, expected_grad_norm=expected.grad_norm,
+        log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), start=start, gradients=gradients, weights=weights,
+        bounds=bounds, step_s=step_s,
+    )  # fmt: skip
+
+
+def write(work: Work) -> bool | None:
+    """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
+    engine = make_engine(work.config, work.loss_fn, work.denominator)
+    start = dict(engine.hf_weights())
+    if work.adapter is not None:
+        engine.load_adapter(work.adapter)
+    loss, log_probs = forward_backward(engine, work.batch, work.temperature)
+    gradients = dict(engine.hf_gradients())
+    grad_norm = float(engine.optimizer_step())
+    weights = dict(trained_weights(engine))
+    if engine.is_main:
+        numbers = Numbers(loss, grad_norm, log_probs)
+        Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
+    return True if engine.is_main else None
+
+
+def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens") -> BaseEngine:
+    engine = build_engine(config)
+    engine.init_model()
+    engine.set_loss_fn(loss_fn, denominator)
+    return engine
+
+
+def forward_backward(engine: BaseEngine, batch: Batch, temperature: float = 1.0) -> tuple[float, Tensor]:
+    """Returns the loss, and log-probs or values [T] in the order of the batch; gradients are on the engine."""
+    name = "log_probs" if engine.config.head == "lm" else "values"
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        predictions, loss, _ = engine.forward_backward_step(engine.shard_data(batch), {"temperature": temperature})
+    return loss, engine.unshard_data({name: predictions[name]}, batch)[name].float().cpu()
+
+
+def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
+    """Streams what an optimizer step changes, and what lies between it in the files."""
+    return engine.hf_weights() if engine.config.model.lora is None else engine.adapter_weights()
+
+
+def _weight_errors(
+    engine: BaseEngine, work: Work, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
+) -> TensorErrors:  # fmt: skip
+    """Compares what the step made of weights."""
+    has_gradient = set(store.names("gradients"))
+    dtype = torch.float32 if work.adapter is not None else DTYPES[work.config.model.dtype]
+
+    def error(name: str, actual: Tensor, expected: Tensor) -> float:
+        was = before(name)
+        assert was is not None, name
+        gradient = store.tensor("gradients", name) if name in has_gradient else None
+        return update_error(
+            was, actual, expected, gradient, grad_norm=store.numbers.grad_norm, rounding=bounds.gradients, dtype=dtype
+        )
+
+    return tensor_errors(
+        trained_weights(engine), store.reader("weights"), store.names("weights"), bound=bounds.weights, error=error
+    )
+
+
+def step_seconds(engine: BaseEngine, work: Work) -> float:
+    """Returns the seconds of an optimizer step: the median of `timed_steps`, after one that warms up."""
+    seconds = []
+    for _ in range(work.timed_steps + 1):
+        began_s = time.perf_counter()
+        forward_backward(engine, work.batch, work.temperature)
+        engine.optimizer_step()
+        seconds.append(time.perf_counter() - began_s)
+    return engine.max_over_ranks(statistics.median(seconds[1:]))[0]

@@ -1,0 +1,216 @@
+"""What Hugging Face and torch.optim.AdamW make of a batch, on one process and one sequence at a time: what engines are
+held against.
+
+Nothing of it is computed by mrl: no padding, no packing, no micro-batches. Labels are shifted here, from rows as the
+data gives them, and sums are divided once. Tensors have the names and shapes of the files that transformers writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from mrl.config.schema import OptimizerConfig
+from mrl.converters.hf_config import VISION_LANGUAGE
+from mrl.data.dataset import Example
+
+HEADS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+
+Fields = Mapping[str, Tensor]
+TokenLoss = Callable[[Tensor, Tensor, Fields], Tensor]
+"""`(log-probs or values [T], labels [T], fields of the labels) -> the loss of each token [T]`."""
+
+
+def negative_log_prob(log_probs_T: Tensor, labels_T: Tensor, fields: Fields) -> Tensor:
+    return -log_probs_T
+
+
+def policy_gradient(log_probs_T: Tensor, labels_T: Tensor, fields: Fields) -> Tensor:
+    return -fields["advantages"] * log_probs_T
+
+
+def squared_error(values_T: Tensor, labels_T: Tensor, fields: Fields) -> Tensor:
+    return (values_T - fields["returns"]) ** 2 / 2
+
+
+TokenWeights = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Loss masks of all sequences, [T] each -> the weight of each token's loss, whose sum is the loss."""
+
+
+def token_mean(masks: Sequence[Tensor]) -> list[Tensor]:
+    count = sum(float(mask_T.sum()) for mask_T in masks)
+    return [mask_T / count for mask_T in masks]
+
+
+def sequence_mean(masks: Sequence[Tensor]) -> list[Tensor]:
+    """The mean over sequences of the mean over their tokens."""
+    count = sum(bool(mask_T.any()) for mask_T in masks)
+    return [mask_T / max(float(mask_T.sum()), 1.0) / count for mask_T in masks]
+
+
+def fixed_length(masks: Sequence[Tensor], length: int) -> list[Tensor]:
+    """The mean over sequences of their sum over `length`."""
+    count = sum(bool(mask_T.any()) for mask_T in masks)
+    return [mask_T / length / count for mask_T in masks]
+
+
+@dataclasses.dataclass
+class Reference:
+    """Numbers of one process; tensors by the names of the model's files, or of peft's where adapters train."""
+
+    loss: float  # of the first step
+    grad_norm: float  # of the first step, before clipping
+    log_probs: Tensor  # [T] of the first step, in the order of the batch; 0 where the mask is 0. Values of a value head
+    gradients: dict[str, Tensor]  # fp32, of the first step, before clipping
+    weights: dict[str, Tensor]  # after the last step
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def run(
+    model: torch.nn.Module,
+    examples: Sequence[Example],
+    *,
+    optimizer: OptimizerConfig,
+    rates: Sequence[float],
+    head: str = "lm",
+    token_loss: TokenLoss = negative_log_prob,
+    token_weights: TokenWeights = token_mean,
+    fields: Sequence[Fields] = (),
+    temperature: float = 1.0,
+) -> Reference:
+    """Makes a step of AdamW for each learning rate in `rates`, all on the same batch.
+
+    optimizer: whose betas, eps, weight decay and clipping count. fields: of each example's labels, for `token_loss`.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    # stacked biases of experts have two dimensions, and are biases
+    decayed = [p for name, p in trained if p.ndim >= 2 and not name.endswith("bias")]
+    others = [p for name, p in trained if p.ndim < 2 or name.endswith("bias")]
+    groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, foreach=False)
+    losses, norms, first = [], [], None
+    for rate in rates:
+        adamw.zero_grad()
+        loss, log_probs = backward(
+            model, examples, head=head, token_loss=token_loss, token_weights=token_weights, fields=fields,
+            temperature=temperature,
+        )  # fmt: skip
+        # what a model freezes has a gradient by transformers' loading, which never comes
+        gradients = {name: p.grad for name, p in trained if p.grad is not None}
+        if first is None:
+            first = (log_probs, file_names(model, gradients))
+        # torch's own norm of 28 million entries is off by 1e-5 in fp32
+        norms.append(math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())))
+        if optimizer.clip_grad and norms[-1] > optimizer.clip_grad:
+            for _, parameter in trained:
+                if parameter.grad is not None:
+                    parameter.grad *= optimizer.clip_grad / (norms[-1] + 1e-6)
+        for group in adamw.param_groups:
+            group["lr"] = rate
+        adamw.step()
+        losses.append(loss)
+    assert first is not None, "no step was asked for"
+    return Reference(losses[0], norms[0], *first, weights=weights_of(model), losses=losses, grad_norms=norms)
+
+
+def backward(
+    model: torch.nn.Module,
+    examples: Sequence[Example],
+    *,
+    head: str = "lm",
+    token_loss: TokenLoss = negative_log_prob,
+    token_weights: TokenWeights = token_mean,
+    fields: Sequence[Fields] = (),
+    temperature: float = 1.0,
+) -> tuple[float, Tensor]:
+    """Returns the loss and the log-probs [T] (0 where the mask is 0) or values [T]; gradients of the
+    loss are added to those of the model."""
+    device = next(model.parameters()).device
+    masks = [torch.tensor(example.mask[1:], dtype=torch.float32, device=device) for example in examples]
+    total, predictions = 0.0, []
+    for number, (example, mask_T, weight_T) in enumerate(zip(examples, masks, token_weights(masks), strict=True)):
+        ids = torch.tensor(example.ids, device=device)
+        tokens_T, labels_T = ids[:-1], ids[1:]
+        own = {name: values.to(device) for name, values in fields[number].items()} if fields else {}
+        images = {name: tensor.to(device) for name, tensor in example.multi_modal_inputs.items()}
+        predicted_T = _predict(model, tokens_T, labels_T, images, head=head, temperature=temperature)
+        if head == "lm":
+            predicted_T = predicted_T * (mask_T != 0)
+        loss = (token_loss(predicted_T, labels_T, own) * weight_T).sum()
+        loss.backward()
+        total += loss.item()
+        predictions.append(predicted_T.detach())
+    return total, torch.cat(predictions).cpu()
+
+
+def _predict(
+    model: torch.nn.Module, tokens_T: Tensor, labels_T: Tensor, images: dict[str, Tensor], *, head: str,
+    temperature: float,
+) -> Tensor:  # fmt: skip
+    """Returns the log-probs of the labels [T], or the values [T]."""
+    _forget_lengths(model)
+    if head == "lm":
+        if images:
+            images = {**images, "mm_token_type_ids": (tokens_T[None] == model.config.image_token_id).int()}
+        # in fp64: over 49,152 entries torch's fp32 log_softmax is off by 5e-6 on a CPU, always to the same side
+        logits = model(input_ids=tokens_T[None], **images).logits[0].double() / temperature
+        return torch.log_softmax(logits, -1).gather(1, labels_T[:, None])[:, 0].float()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner.score(inner.base_model(input_ids=tokens_T[None]).last_hidden_state)[0, :, 0]
+
+
+def load(
+    folder: str, head: str = "lm", *, dtype: torch.dtype = torch.float32, attention: str = "eager",
+    adapter: str | None = None,
+) -> torch.nn.Module:  # fmt: skip
+    """Returns the model in `folder` as transformers loads it; with `adapter`, a folder of peft's, that alone trains."""
+    reads_images = AutoConfig.from_pretrained(folder).model_type in VISION_LANGUAGE
+    kind = AutoModelForImageTextToText if reads_images else HEADS[head]
+    model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
+    # transformers gives the row of `pad_token_id` no gradient, which may be a token of the data (docs/loss.md)
+    model.get_input_embeddings().padding_idx = None
+    return model if adapter is None else with_adapter(model, adapter)
+
+
+def with_adapter(model: torch.nn.Module, adapter: str) -> torch.nn.Module:
+    """Returns the model with the adapters of a folder, which alone train, as peft loads them."""
+    from peft import PeftModel  # here: a vLLM of a venv of its own has none
+
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns copies of what the model's files hold, by the names there; of a model with adapters those alone."""
+    if hasattr(model, "get_base_model"):
+        return file_names(model, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
+    in_files = model.state_dict()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name in in_files}
+    return file_names(model, weights)
+
+
+def file_names(model: torch.nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns copies under the names and in the shapes of the files (transformers holds experts fused)."""
+    if hasattr(model, "get_base_model"):
+        inside = (".modules_to_save.default.", ".default.")
+        return {name.replace(inside[0], ".").replace(inside[1], "."): t.clone() for name, t in tensors.items()}
+    return {name: t.clone() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+
+
+def _forget_lengths(model: torch.nn.Module) -> None:
+    """A rotary embedding of type "dynamic" keeps the frequencies of the longest sequence that it has met."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len

@@ -1,0 +1,142 @@
+"""What a check prints: a row for each layout as it is done, what differs below it, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from typing import Any
+
+import transformers
+
+from mrl.check.bounds import BOUNDS
+from mrl.check.compare import as_json as plain
+from mrl.check.run import Asked, Listener, Report, Row, check
+from mrl.launch.preflight import quiet
+from mrl.trainers.waits import Watch
+
+WIDTH = 100
+
+
+def echo(text: str) -> None:
+    """Prints a line, at once."""
+    print(text, flush=True)
+
+
+class Terminal(Listener):
+    """Prints as the check goes. speed: whether steps are timed. shows: False prints what goes on alone, to stderr."""
+
+    def __init__(self, *, dtype: str, against: str, speed: bool, shows: bool) -> None:
+        self._watch = Watch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
+        self._dtype, self._against, self._speed, self._shows = dtype, against, speed, shows
+        self._began = False
+        self._first_step_s: float | None = None
+
+    def header(self, name: str, text: str) -> None:
+        if self._shows:
+            echo(textwrap.fill(text, WIDTH, initial_indent=f"{name:9}", subsequent_indent=" " * 9))
+            self._watch.reset()
+
+    def doing(self, what: str) -> None:
+        self._watch.doing(what)
+
+    def row(self, row: Row) -> None:
+        if not self._shows:
+            return
+        if not self._began:
+            self._began = True
+            self._head()
+        echo(self._line(row))
+        if row.failed is not None:
+            echo(textwrap.indent(row.failed.strip(), "    "))
+        for problem in row.problems:
+            echo(textwrap.fill(str(problem), WIDTH, initial_indent="    ", subsequent_indent="      "))
+        if row.clue is not None:
+            echo(textwrap.fill(row.clue, WIDTH, initial_indent="    -> ", subsequent_indent="       "))
+        self._watch.reset()
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _head(self) -> None:
+        bounds = BOUNDS[self._dtype]
+        self.header("bounds", f"{bounds}")
+        echo("")
+        head = f"{'layout':22}{'procs':>5}{'loss':>9}{'norm':>9}{'log-probs':>10}{'gradients':>10}{'weights':>9}"
+        echo(head + ("   s/step  speed" if self._speed else "") + "  verdict")
+
+    def _line(self, row: Row) -> str:
+        line, found = f"{row.name:22}{row.processes:5}", row.measured
+        if found is not None:
+            numbers = (
+                (found.loss_error, 9), (found.grad_norm_error, 9), (found.log_probs, 10), (found.gradients.error, 10),
+                (found.weights.error, 9),
+            )  # fmt: skip
+            line += "".join(f"{number:{width}.1e}" for number, width in numbers)
+            if self._speed and found.step_s is not None:
+                self._first_step_s = self._first_step_s or found.step_s
+                line += f"{found.step_s:9.3g}{self._first_step_s / found.step_s:6.2f}x"
+        elif row.resumed and row.failed is None:
+            line += f"{'save, load in new processes, go on':>47}"
+        elif row.failed is None:
+            line += f"{'the others are compared with it':>47}"
+        else:
+            line += " " * 47
+        verdict = "FAILED" if row.failed is not None else "same" if row.same else "DIFFERENT"
+        is_first = found is None and row.failed is None and not row.resumed
+        return f"{line}  {'first' if is_first else verdict}"
+
+
+def run_and_show(*, as_json: bool, **given: Any) -> bool:
+    """Checks and prints. Returns whether all is the same."""
+    asked = Asked(**given)
+    transformers.utils.logging.disable_progress_bar()
+    terminal = Terminal(dtype=asked.dtype, against=asked.against, speed=asked.speed, shows=not as_json)
+    try:
+        with quiet():
+            report = check(asked, terminal)
+    finally:
+        terminal.close()
+    if as_json:
+        echo(json.dumps(as_data(report, asked)))
+        return report.same
+    for line in report.batch:
+        echo(f"the batch is not what its rows say: {line}")
+    echo("")
+    echo(summary(report))
+    return report.same
+
+
+def summary(report: Report) -> str:
+    compared = [row for row in report.rows if row.measured is not None or row.resumed]
+    bad = [row.name for row in report.rows if not row.same]
+    if report.batch:
+        bad = ["the batch", *bad]
+    if bad:
+        return f"DIFFERENT: {', '.join(bad)}"
+    return f"the same: {len(compared)} {'row' if len(compared) == 1 else 'rows'}"
+
+
+def as_data(report: Report, asked: Asked) -> dict[str, Any]:
+    """Returns a report as plain data."""
+    rows = [
+        {
+            "role": row.role, "layout": row.layout, "processes": row.processes, "resumed": row.resumed,
+            "verdict": "failed" if row.failed is not None else "same" if row.same else "different",
+            "problems": [plain(problem) for problem in row.problems], "clue": row.clue, "failed": row.failed,
+            "numbers": _numbers(row),
+        }
+        for row in report.rows
+    ]  # fmt: skip
+    return {
+        "same": report.same, "against": asked.against, "dtype": asked.dtype, "bounds": plain(BOUNDS[asked.dtype]),
+        "about": [{"name": name, "text": text} for name, text in report.header], "batch": report.batch, "rows": rows,
+    }  # fmt: skip
+
+
+def _numbers(row: Row) -> dict[str, Any] | None:
+    found = row.measured
+    if found is None:
+        return None
+    errors = {"loss_error": found.loss_error, "grad_norm_error": found.grad_norm_error}
+    return plain({**plain(found), **errors})

@@ -1,0 +1,382 @@
+"""`mrl check`, from a config to a verdict on each layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from mrl.check import cut as cuts
+from mrl.check import layouts as words
+from mrl.check import reference
+from mrl.check.bounds import BOUNDS
+from mrl.check.folder import CheckedModel, make_folder
+from mrl.check.layouts import Layout
+from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
+from mrl.check.measure import Measured, Numbers, Store, Work
+from mrl.check.resume import resume_problems
+from mrl.check.rows import Rows, ppo_rows, sft_rows
+from mrl.check.subject import TRAINED, Subject, subjects_of
+from mrl.check.verdict import Problem, clue, problems
+from mrl.check.worker import Task, result_file, work_file
+from mrl.config.command import TrainingCommand, all_training, command_of_data
+from mrl.config.load import apply_override, load_config, read_yaml
+from mrl.config.schema import MicroBatchConfig, SFTConfig
+from mrl.converters.hf_config import normalize
+from mrl.converters.hub import model_folder
+from mrl.converters.json_file import read_json
+from mrl.engine.checks import Sequences
+from mrl.engine.lora.folder import shapes_in_file, write_adapter
+from mrl.engine.registry import checks_of
+from mrl.errors import ConfigError, ModelError, UserError
+from mrl.launch import preflight
+from mrl.launch.local import RankFailed, launch
+
+B_SCALE = 0.05
+"""Deviation of what adapters start from: with B at zero, A would have no gradient."""
+TIMED_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The words of the command line."""
+
+    config_path: str
+    overrides: Sequence[str] = ()
+    layouts: str = "auto"
+    against: Literal["hf", "first"] = "hf"
+    cut: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    resume: bool = False
+    speed: bool = False
+    nproc: int | None = None
+    tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A verdict."""
+
+    role: str  # "" where the config has one model alone
+    layout: str
+    processes: int
+    measured: Measured | None = None  # None of the one that others are compared with
+    problems: Sequence[Problem] = ()
+    failed: str | None = None  # what ended it before it had numbers
+    resumed: bool = False  # of a run that was resumed, not of a step
+
+    @property
+    def name(self) -> str:
+        return " ".join(word for word in ("resume" if self.resumed else "", self.role, self.layout) if word)
+
+    @property
+    def same(self) -> bool:
+        return not self.problems and self.failed is None
+
+    @property
+    def clue(self) -> str | None:
+        return clue(self.problems)
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything that a check found."""
+
+    header: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # what of, in words
+    batch: list[str] = dataclasses.field(default_factory=list)  # how the batch differs from its rows
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+    @property
+    def same(self) -> bool:
+        return not self.batch and all(row.same for row in self.rows)
+
+
+class Listener:
+    """Hears of a check as it goes; this one minds nothing."""
+
+    def header(self, name: str, text: str) -> None:
+        """A line that says what is checked."""
+
+    def doing(self, what: str) -> None:
+        """What begins now."""
+
+    def row(self, row: Row) -> None:
+        """A layout is done."""
+
+
+def read_config(path: str, overrides: Sequence[str]) -> tuple[TrainingCommand, Any]:
+    """Returns the command that a config file is of, and the config."""
+    raw = read_yaml(path)
+    for override in overrides:
+        apply_override(raw, override)
+    recognised = [command for command in all_training() if command.recognise(raw) is not None]
+    command = recognised[0] if len(recognised) == 1 else command_of_data(raw)
+    if command.name not in ("sft", "ppo"):
+        why = f"is a config of mrl {command.name}, and mrl check knows those of sft and ppo"
+        raise UserError(path, why=why, fix="give one of these")
+    return command, load_config(path, overrides, command.root)
+
+
+def check(asked: Asked, listener: Listener) -> Report:
+    """Runs every layout on its own processes. Raises UserError for what the user can put right."""
+    command, config = read_config(asked.config_path, asked.overrides)
+    if "cpu" in preflight.devices(command, config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    listener.doing("reading the config and the models' folders")
+    parts = [part for part in preflight.check_files(command, config) if part.role in TRAINED]
+    paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
+    place = tempfile.mkdtemp(prefix="mrl_check_")
+    try:
+        session = Session(asked, config, Path(place), listener)
+        for subject in subjects_of(config, parts, paths):
+            session.prepare(subject)
+        session.run()
+        if asked.resume:
+            session.resume(command)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return session.report
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A layout of a model, to be run."""
+
+    number: int
+    subject: Subject
+    layout: Layout
+    work: Work
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject.part.role} {self.layout}".strip()
+
+
+class Session:
+    """One check. place: the folder of its files."""
+
+    def __init__(self, asked: Asked, config: Any, place: Path, listener: Listener) -> None:
+        self.asked, self.config, self.place, self.listener = asked, config, place, listener
+        self.report = Report()
+        self.rows: Rows | None = None  # which all roles share
+        self.models: dict[str, CheckedModel] = {}  # of each role
+        self.layouts: dict[str, list[Layout]] = {}  # of each role
+        self.items: list[Item] = []
+
+    def header(self, name: str, text: str) -> None:
+        self.report.header.append((name, text))
+        self.listener.header(name, text)
+
+    def prepare(self, subject: Subject) -> None:
+        """Makes the folder, the batch, the reference and the layouts of one model."""
+        on = machine(subject.config.engine.device, self.asked.nproc)
+        if on.note:
+            self.header("device", on.note)
+        own, config = subject.config.engine.parallel, subject.config
+        named = None if self.asked.layouts == "auto" else words.named(self.asked.layouts, own)
+        cut = cuts.parse(self.asked.cut)
+        if cut is None:
+            cut = choose_cut(read_json(Path(config.model.path, "config.json")), config.head, named, on)
+        model = make_folder(
+            config.model.path, str(self.place / f"model-{subject.name}"), cut=cut, head=config.head,
+            init=config.model.init, seed=config.seed,
+        )  # fmt: skip
+        self.header(subject.name, model.words)
+        layouts = self._layouts(subject, model, named, on)
+        self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
+        rows = self._rows(subject, model, layouts, on)
+        adapter = self._adapter(subject, model)
+        store = self.place / f"reference-{subject.name}"
+        store.mkdir()
+        if self.asked.against == "hf":
+            self.listener.doing(f"computing the step of the {subject.name} with transformers")
+            self._reference(subject, model, rows, store, adapter, on)
+        for layout in layouts:
+            work = self._work(subject, model, layout, rows=rows, store=store, adapter=adapter, layouts=layouts)
+            self.items.append(Item(len(self.items), subject, layout, work))
+
+    def resume(self, command: TrainingCommand) -> None:
+        """Resumes a run of all roles, on each layout that was asked for, or on the last of auto."""
+        assert self.rows is not None
+        count = len(next(iter(self.layouts.values())))
+        for number in [-1] if self.asked.layouts == "auto" else range(count):
+            layouts = {role: of_role[number] for role, of_role in self.layouts.items()}
+            shown = " + ".join(dict.fromkeys(map(str, layouts.values())))
+            processes = max(layout.processes for layout in layouts.values())
+            row = Row("", shown, processes, resumed=True)
+            self.listener.doing(f"training two steps on {shown}, and the second again from the checkpoint of the first")
+            try:
+                differ = resume_problems(
+                    command, self.config, models=self.models, layouts=layouts, rows=self.rows,
+                    place=self.place / f"resume-{number}", dtype=self.asked.dtype,
+                )  # fmt: skip
+                row = dataclasses.replace(row, problems=differ)
+            except (UserError, RankFailed) as error:
+                row = dataclasses.replace(row, failed=str(error))
+            self.note(row)
+
+    # -- what is checked ----------------------------------------------------------------------------------------------
+
+    def _layouts(
+        self, subject: Subject, model: CheckedModel, named: list[Layout] | None, on: Machine
+    ) -> list[Layout]:  # fmt: skip
+        """Returns the layouts. Raises ConfigError where one that is asked for does not fit the model."""
+        raw = read_json(Path(model.path, "config.json"))
+        engine, checks = subject.config.engine, checks_of(subject.config.engine.backend)
+
+        def refusal(layout: Layout) -> ConfigError | ModelError | None:
+            on_layout = dataclasses.replace(engine, parallel=layout.parallel)
+            sequences = Sequences(2, "--tokens", packed=subject.config.packing, generated=False)
+            try:
+                checks.check_config(subject.config.model, on_layout)
+                checks.check_model(on_layout, layout.dims, normalize(raw), sequences)
+            except (ConfigError, ModelError) as error:
+                return error
+            return None
+
+        if named is None:
+            return words.of_config(engine.parallel, most=on.processes, fits=lambda layout: refusal(layout) is None)
+        for layout in named:
+            if layout.processes > on.processes:
+                why = f"{layout} needs {layout.processes} processes, and {on.processes} run here at a time"
+                raise UserError("--layouts", why=why, fix="give a smaller one, or a larger --nproc on a CPU")
+            if (error := refusal(layout)) is not None:
+                raise error.going_on(f"--layouts {layout} does not fit")
+        return named
+
+    def _rows(self, subject: Subject, model: CheckedModel, layouts: list[Layout], on: Machine) -> Rows:
+        """Returns the batch, which is made for the first role."""
+        if self.rows is not None:
+            return self.rows
+        self.listener.doing("reading rows")
+        sequences, length = size_of_batch(
+            model.parameters, layouts, tokens=self.asked.tokens, most=self.config.train.global_batch_size,
+            even=subject.has_router_losses, on=on,
+        )  # fmt: skip
+        if isinstance(self.config, SFTConfig):
+            self.rows = sft_rows(self.config, subject.config.model.path, sequences=sequences, length=length)
+        else:
+            self.listener.doing("sampling completions with transformers")
+            actor = reference.load(model.path).to(on.device).eval()
+            self.rows = ppo_rows(
+                self.config, subject.config.model.path, actor, sequences=sequences, length=length
+            )  # fmt: skip
+        self.header("data", self.rows.words)
+        self.report.batch = self.rows.problems()
+        return self.rows
+
+    def _adapter(self, subject: Subject, model: CheckedModel) -> str | None:
+        """Returns a folder of random adapters to start from; None where the whole model trains."""
+        lora, head = subject.config.model.lora, subject.config.head
+        if lora is None:
+            return None
+        generator = torch.Generator().manual_seed(subject.config.seed)
+        shapes = shapes_in_file(model.path, lora, head)
+        tensors = [(name, B_SCALE * torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+        path = self.place / f"adapter-{subject.name}"
+        write_adapter(path, lora, model.path, tensors, head=head)
+        return str(path)
+
+    # -- the two sides ------------------------------------------------------------------------------------------------
+
+    def _reference(
+        self, subject: Subject, model: CheckedModel, rows: Rows, store: Path, adapter: str | None, on: Machine
+    ) -> None:
+        """Computes the step with transformers and plain torch, in this process."""
+        loaded = reference.load(model.path, subject.config.head).to(on.device)
+        if self.asked.dtype == "bfloat16":  # the same weights, computed with in fp32
+            for parameter in loaded.parameters():
+                parameter.data = parameter.data.bfloat16().float()
+        start = {name: tensor.cpu() for name, tensor in reference.weights_of(loaded).items()}
+        if adapter is not None:
+            loaded = reference.with_adapter(loaded, adapter)
+        optimizer = subject.optimizer
+        made = reference.run(
+            loaded, rows.examples, optimizer=optimizer, rates=[optimizer.lr], head=subject.config.head,
+            token_loss=subject.token_loss, token_weights=subject.token_weights, fields=rows.fields,
+            temperature=subject.temperature,
+        )  # fmt: skip
+        numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
+        Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
+
+    def _work(
+        self, subject: Subject, model: CheckedModel, layout: Layout, *, rows: Rows, store: Path, adapter: str | None,
+        layouts: list[Layout],
+    ) -> Work:  # fmt: skip
+        dtype = self.asked.dtype
+        micro_batch = micro_batch_of(subject, rows, layouts)
+        config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
+        return Work(
+            config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
+            temperature=subject.temperature, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
+            timed_steps=TIMED_STEPS if self.asked.speed else 0,
+            writes=self.asked.against == "first" and layout == layouts[0],
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Runs the layouts of all roles, those on equally many processes together; one that fails ends its processes,
+        and the rest of them start anew."""
+        for item in self.items:
+            torch.save(item.work, work_file(str(self.place), item.number))
+        order = sorted(self.items, key=lambda item: (not item.work.writes, item.layout.processes))
+        for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.layout.processes)):
+            group = list(together)
+            while group:
+                shown, count = ", ".join(item.name for item in group), group[0].layout.processes
+                self.listener.doing(f"running {shown} on {count} {'process' if count == 1 else 'processes'}")
+                failed = self._launch(group, count)
+                group = self._collect(group, failed)
+
+    def _launch(self, group: list[Item], processes: int) -> str | None:
+        """Returns what ended the processes before their time."""
+        task = Task(folder=str(self.place), numbers=tuple(item.number for item in group))
+        try:
+            launch("mrl.check.worker:run", task, "", processes, quiet=True)
+        except (UserError, RankFailed) as error:
+            return str(error)
+        return None
+
+    def _collect(self, group: list[Item], failed: str | None) -> list[Item]:
+        """Notes the layouts that are done. Returns those that are left, where one of them ended the processes."""
+        assert self.rows is not None
+        lengths = self.rows.batch.lengths.tolist()
+        for position, item in enumerate(group):
+            file = result_file(str(self.place), item.number)
+            row = Row(item.subject.part.role, str(item.layout), item.layout.processes)
+            if file.exists():
+                found = torch.load(file, weights_only=False)  # made by this command
+                if isinstance(found, Measured):
+                    differ = problems(found, head=item.subject.config.head, lengths=lengths)
+                    row = dataclasses.replace(row, measured=found, problems=differ)
+            else:
+                row = dataclasses.replace(row, failed=failed or "it left no numbers")
+            self.note(row)
+            if row.failed is not None:
+                return group[position + 1 :]
+        return []
+
+    def note(self, row: Row) -> None:
+        self.report.rows.append(row)
+        self.listener.row(row)
+
+
+def micro_batch_of(subject: Subject, rows: Rows, layouts: Sequence[Layout]) -> MicroBatchConfig:
+    """Returns how micro-batches are cut: as the config does, but small enough for two on each replica.
+
+    With router losses, which are means over a micro-batch, each holds one sequence: then all layouts have the same.
+    """
+    own, count = subject.config.engine.micro_batch, rows.batch.num_sequences
+    if subject.has_router_losses:
+        return MicroBatchConfig(size=1)
+    if own.size is not None:
+        replicas = max(layout.dims.dp for layout in layouts)
+        return MicroBatchConfig(size=max(1, min(own.size, count // (2 * replicas))))
+    half = -(-rows.batch.num_tokens // 4)
+    return MicroBatchConfig(tokens=max(rows.batch.max_length, min(own.tokens or half, half)))

@@ -1,0 +1,93 @@
+"""What is said of a layout: the same, or which quantity differs, by which parameter, and how far beyond which bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from mrl.check.compare import TensorErrors
+from mrl.check.measure import Measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A quantity that differs."""
+
+    quantity: str
+    text: str
+    parameter: str | None = None  # the one that is furthest off, by its Hugging Face name
+
+    def __str__(self) -> str:
+        return f"{self.quantity}: {self.text}"
+
+
+def problems(found: Measured, *, head: str, lengths: Sequence[int]) -> list[Problem]:
+    """Returns what differs, what comes first in a step first. lengths: tokens of each sequence of the batch."""
+    named, bounds = "log-probs" if head == "lm" else "values", found.bounds
+    made: list[Problem | None] = [
+        _tensors("initial weights", found.start, 0.0, "they are not those that the model starts from"),
+        _log_probs(named, found, bounds.log_probs, lengths),
+        _number("loss", found.loss, found.expected_loss, found.loss_error, bounds.loss),
+        _tensors("gradients", found.gradients, bounds.gradients, "off by more than rounding"),
+        _number("gradient norm", found.grad_norm, found.expected_grad_norm, found.grad_norm_error, bounds.grad_norm),
+        _tensors("weights after a step", found.weights, bounds.weights, "updated otherwise"),
+    ]
+    return [problem for problem in made if problem is not None]
+
+
+def clue(found: Sequence[Problem]) -> str | None:
+    """Returns what the first quantity that differs says of where to look."""
+    if not found:
+        return None
+    quantities = [problem.quantity for problem in found]
+    first = quantities[0]
+    if first == "initial weights":
+        return "this layout starts from another model: look at how weights are loaded, or made where they are random"
+    if first == "loss" and "gradients" in quantities:
+        return "the model computes the same: look at the mask, the loss function, and what its sum is divided by"
+    if first in ("log-probs", "values"):
+        return "weights are the same and the forward pass is not: look at the first parameters below"
+    if first == "loss":
+        return "gradients are right and the loss that is reported is not: look at how it is summed over ranks"
+    if first.endswith("after a resume"):
+        return "the run that went on is another one: look at what is saved, and at how it is loaded"
+    if first in ("gradients", "gradient norm"):
+        return "the forward pass is right: look at the backward pass and at how gradients are summed over ranks"
+    return "gradients are right: look at the optimizer"
+
+
+def _tensors(quantity: str, errors: TensorErrors, bound: float, what: str) -> Problem | None:
+    if not (errors.over or errors.missing or errors.unexpected):
+        return None
+    parts = []
+    if errors.over:
+        beyond = f" (bound {bound:g})" if bound else ""
+        parts.append(f"{errors.over} of {errors.compared} tensors are off{beyond}")
+        if errors.factor is not None:
+            parts.append(f"all of these are {errors.factor:.3g} times what they should be")
+        parts += [str(off) for off in errors.worst if off.error > bound]
+    for names, kind in ((errors.missing, "missing"), (errors.unexpected, "left over")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            parts.append(f"{kind}: {names[0]}{more}")
+    parameter = errors.worst[0].name if errors.over else [*errors.missing, *errors.unexpected][0]
+    return Problem(quantity, "; ".join(parts), parameter)
+
+
+def _number(quantity: str, actual: float, expected: float, error: float, bound: float) -> Problem | None:
+    if error <= bound:
+        return None
+    ratio = actual / expected if expected else math.inf
+    return Problem(quantity, f"{actual:.7g}, not {expected:.7g} ({ratio:.5g} times it; bound {bound:g})")
+
+
+def _log_probs(name: str, found: Measured, bound: float, lengths: Sequence[int]) -> Problem | None:
+    if found.log_probs <= bound:
+        return None
+    sequence, place = 0, found.log_probs_at
+    while place >= lengths[sequence]:
+        place, sequence = place - lengths[sequence], sequence + 1
+    return Problem(
+        name, f"off by up to {found.log_probs:.2g} (bound {bound:g}), at token {place} of sequence {sequence}"
+    )

@@ -1,0 +1,38 @@
+"""The process of a rank of a check: what `mrl.launch.local.launch` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+
+import torch
+
+from mrl.check import measure
+from mrl.config.schema import REQUIRED, key
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Layouts on one number of processes, one after the other."""
+
+    folder: str = key(REQUIRED, "where the work lies, and what comes of it is left")
+    numbers: tuple[int, ...] = key((), "of the layouts")
+
+
+def work_file(folder: str, number: int) -> Path:
+    return Path(folder, f"work-{number}.pt")
+
+
+def result_file(folder: str, number: int) -> Path:
+    return Path(folder, f"result-{number}.pt")
+
+
+def run(task: Task, command_line: str) -> None:
+    """Called on every rank."""
+    for number in task.numbers:
+        work: measure.Work = torch.load(work_file(task.folder, number), weights_only=False)  # made by this command
+        found = measure.write(work) if work.writes else measure.measure(work)
+        if found is not None:
+            torch.save(found, result_file(task.folder, number))
+        gc.collect()

@@ -1,0 +1,50 @@
+"""`mrl plan`: what a run will take, on as many GPUs as one likes and without any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mrl.commands import EXIT_USER_ERROR, Argument, Command, Option, echo
+
+EXAMPLES = """
+    mrl plan sft.yaml --world-size 64
+    mrl plan sft.yaml engine.parallel.tp=4 engine.parallel.pp=4 --world-size 64 --gpu h200
+    mrl plan grpo.yaml --world-size 8 --gpu a100-80gb --json
+    mrl plan sft.yaml --world-size 32 --suggest"""
+
+
+def _run(
+    *, config_path: str, overrides: Sequence[str], world_size: int, gpu: str, efficiency: str | None,
+    reserve: str | None, as_json: bool, suggest: bool,
+) -> int | None:  # fmt: skip
+    from mrl.launch import planning
+
+    fits = planning.run(
+        config_path, overrides, world_size=world_size, gpu=gpu, efficiency=efficiency, reserve=reserve,
+        as_json=as_json, suggest=suggest, echo=echo,
+    )  # fmt: skip
+    return None if fits else EXIT_USER_ERROR
+
+
+COMMAND = Command(
+    help="""Say what a run takes on N GPUs before it is started: memory, communication, pipeline bubble, time.
+
+    CONFIG is the file of any command that trains. The model of every pipeline stage is built and run by the real code,
+    on tensors without memory: no GPU, no weights and no data are needed, only the model's config.json.
+    """,
+    examples=EXAMPLES,
+    run=_run,
+    params=(
+        Argument(name="config_path", kind="path", metavar="CONFIG"),
+        Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True),
+        Option(names="--world-size -n", into="world_size", kind="number", minimum=1, default=8, help="GPUs."),
+        Option(
+            names="--gpu", metavar="NAME", default="h100-80gb",
+            help="a100-40gb, a100-80gb, h100-80gb, h200, b200, gb300, or GB=64 for one of that memory.",
+        ),
+        Option(names="--efficiency", metavar="SHARE", help="Share of the GPU's peak that products reach; else 0.5."),
+        Option(names="--reserve", metavar="GIB", help="Memory for CUDA, NCCL and the allocator; 4 if not given."),
+        Option(names="--json", into="as_json", kind="flag", help="Print everything as JSON."),
+        Option(names="--suggest", kind="flag", help="Search layouts for these GPUs, and rank those that fit by time."),
+    ),
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""`mrl report`: runs as a page, pictures, and a table on the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mrl.commands import Argument, Command, Option, echo
+from mrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mrl.report.make import Report
+    from mrl.report.runs import RunReader
+
+SAMPLES, EVERY_S = 500, 10
+
+
+def run(
+    runs: tuple[str, ...],
+    out: str | None,
+    axis: str,
+    smooth: str,
+    samples: int,
+    every_metric: bool,
+    no_page: bool,
+    as_json: bool,
+    watching: bool,
+    every_s: int | None,
+) -> None:
+    weight = _weight(smooth)
+    _check_flags(no_page=no_page, out=out, as_json=as_json, watching=watching, every_s=every_s)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here is large enough to share
+    import pathlib
+
+    from mrl.report.make import Report, Wanted
+    from mrl.report.page import Look
+    from mrl.report.runs import readers
+
+    found = readers(runs, may_be_empty=watching)
+    folder = pathlib.Path(out) if out is not None else found[0].path / "report" / ("compared" * (len(found) > 1))
+    report = Report(found, Wanted(None if no_page else folder, Look(axis, weight), samples, every_metric))
+    if watching:
+        _watch(report, found, EVERY_S if every_s is None else every_s)
+        return
+    read = report.runs()
+    written = report.write(read)
+    if as_json:
+        import json
+
+        from mrl.report.differences import differences_of
+        from mrl.report.summary import as_json as plain
+
+        echo(json.dumps(plain(read, differences_of(read), None if written is None else str(written))))
+        return
+    echo(report.text(read))
+    if written is not None:
+        echo(f"\npage: {written}  (pictures: {written.parent / 'charts'}/)")
+
+
+def _watch(report: Report, found: list[RunReader], every_s: int) -> None:
+    """Follows runs until they are finished, or until Ctrl-C, which is how one ends it."""
+    from mrl.report.make import CLEAR, watch
+
+    def show(read: Any, written: Any) -> None:
+        if sys.stdout.isatty():
+            echo(CLEAR, end="")
+        echo(report.text(read))
+        place = "" if written is None else f"page: {written}; "
+        echo(f"\n{place}looking every {every_s} s, Ctrl-C ends it", end="\n" * (1 + (not sys.stdout.isatty())))
+
+    try:
+        watch(report, found, every_s, show)
+    except KeyboardInterrupt:
+        echo("")
+    else:
+        echo("finished")
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight < 1:
+        raise UserError("--smooth", text, "is no weight", "give a number from 0 (as measured) to below 1, as in 0.9")
+    return weight
+
+
+def _check_flags(*, no_page: bool, out: str | None, as_json: bool, watching: bool, every_s: int | None) -> None:
+    if no_page and out is not None:
+        raise UserError("--out", why="has no effect with --no-page", fix="leave one of them out")
+    if as_json and watching:
+        raise UserError("--json", why="is of a report that is made once, not of --watch", fix="leave one of them out")
+    if every_s is not None and not watching:
+        raise UserError("--every", why="has no effect without --watch", fix="give both, or leave it out")
+
+
+COMMAND = Command(
+    help="""Show what runs did, from metrics.jsonl, samples/ and config.yaml in their directories.
+
+    A table with sparklines on the terminal; a page that needs no network, RUN/report/index.html, with curves, sampled
+    rollouts, and the differences between runs; and a PNG of each chart beside it.
+    """,
+    examples="""
+        mrl report runs/demo
+        mrl report runs/a runs/b --x tokens --smooth 0.9 --out compared
+        mrl report runs/demo --watch         follow a run that trains
+        mrl report runs/demo --json --no-page""",
+    run=run,
+    params=(
+        Argument(name="runs", kind="path", metavar="RUN [RUN]...", several=True),
+        Option(
+            names="--out", kind="path", metavar="DIR",
+            help="Folder of the page; default: report/ in the run, report/compared/ in the first of several.",
+        ),
+        Option(
+            names="--x", into="axis", choices=lambda: ["step", "tokens", "seconds"], default="step",
+            help="What curves are drawn over: optimizer steps, trained tokens, or seconds of steps and evaluations. "
+            "The page can change it.",
+        ),
+        Option(
+            names="--smooth", metavar="WEIGHT", default="0",
+            help="Weight of the past in a moving average, from 0 to below 1. The page can change it.",
+        ),
+        Option(
+            names="--samples", kind="number", minimum=0, default=SAMPLES, help="Most samples of a run on the page."
+        ),
+        Option(names="--all", into="every_metric", kind="flag", help="All metrics on the terminal, not the main ones."),
+        Option(names="--no-page", kind="flag", help="Write nothing: the table, or --json, alone."),
+        Option(names="--json", into="as_json", kind="flag", help="Print one JSON object in place of the table."),
+        Option(
+            names="--watch", into="watching", kind="flag",
+            help="Go on until the runs are finished, or Ctrl-C: whenever a run has made steps the page is written anew "
+            "(and loads itself again) and the table shown; pictures are written at the end.",
+        ),
+        Option(
+            names="--every", into="every_s", kind="number", minimum=1, metavar="SECONDS",
+            help=f"How often --watch looks; default: {EVERY_S}.",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,116 @@
+"""The keys of `mrl generate` and `mrl eval`: those of a run that say how a model samples, and what one command asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from mrl.config.checks import check_backend, check_micro_batch
+from mrl.config.keys import changed
+from mrl.config.ppo import PromptsConfig, RolloutConfig
+from mrl.config.ppo_checks import check_never_trains, check_rollout, refuse_unread
+from mrl.config.rewards import RewardsConfig, parse_rewards
+from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, key
+from mrl.errors import ConfigError
+
+DEFAULT_NEW_TOKENS = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """What both commands take as KEY=VALUE, with the words of `mrl ppo`."""
+
+    seed: int = key(0, "seed of sampling", minimum=0, maximum=2**32 - 1)
+    model: ModelConfig = key(REQUIRED, "how the model is read; its path is MODEL")
+    engine: EngineConfig = key(EngineConfig, "its engine and layout")
+    rollout: RolloutConfig = key(RolloutConfig, "how completions are sampled")
+    data: PromptsConfig = key(REQUIRED, "how prompts are read")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.data.max_prompt_length + self.rollout.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceConfig:
+    """Where a model is, as `mrl.inference.places` found it."""
+
+    given: str = key(REQUIRED, "MODEL as the user wrote it")
+    what: str = key(REQUIRED, "what was found there, in words")
+    folder: str = key(REQUIRED, "folder with config.json and, where there is no source, the weights")
+    tokenizer: str = key(REQUIRED, "folder of the tokenizer")
+    source: str | None = key(None, "checkpoint or adapter that the weights are read from")
+    chat_template: str | None = key(None, "text of the template that a run's config has")
+    dtype: Literal["bfloat16", "float32"] = key("bfloat16", "what the weights are stored in")
+    limit: int | None = key(None, "positions of the model, where they bound the prompts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestConfig:
+    """The options of `mrl generate`."""
+
+    prompts: tuple[str, ...] = key((), "texts of --prompt, or what came on stdin")
+    file: str | None = key(None, "rows of --prompts")
+    chat: bool = key(False, "talk on the terminal")
+    score: bool = key(False, "log-probs of completions that the rows have")
+    tools: str | None = key(None, "file with a list of function schemas")
+    out: str | None = key(None, "file of results")
+    greedy: bool = key(False, "the most probable token each time")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig(InferenceConfig):
+    place: PlaceConfig = key(REQUIRED, "where the model is")
+    request: RequestConfig = key(RequestConfig, "what is asked of it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalKeys(InferenceConfig):
+    """What `mrl eval` takes as KEY=VALUE."""
+
+    rewards: RewardsConfig | None = key(
+        None, "functions that score completions; the first is what accuracy is made of", parse=parse_rewards
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRequestConfig:
+    """The options of `mrl eval`."""
+
+    task: str = key(REQUIRED, "name of the task")
+    limit: int | None = key(None, "prompts, the first N")
+    out: str | None = key(None, "file of the result")
+    against: str | None = key(None, "file of a result to compare with")
+    as_json: bool = key(False, "print the result as JSON")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvalKeys):
+    place: PlaceConfig = key(REQUIRED, "where the model is")
+    other: PlaceConfig | None = key(None, "where the model is that it is compared with")
+    request: EvalRequestConfig = key(REQUIRED, "what is asked")
+
+
+def check_inference(config: InferenceConfig) -> None:
+    """Raises ConfigError where keys contradict each other or one would be left unread. It reads no file."""
+    advice = "leave it out"
+    own = (pair for pair in changed(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
+    refuse_unread(own, "by a command that trains nothing", advice)
+    if config.rollout.backend == "recorded":
+        raise ConfigError("rollout.backend", "recorded", "replays a run and asks no model", "give native or vllm")
+    check_backend(config.model, config.engine)
+    check_never_trains(config.engine, "engine", "the model")
+    longest = f"data.max_prompt_length {config.data.max_prompt_length} and rollout.max_new_tokens"
+    check_micro_batch(
+        config.engine.micro_batch, config.max_length, f"{longest} {config.rollout.max_new_tokens} together"
+    )
+    check_rollout(config)
+
+
+def unread_of_texts(data: PromptsConfig) -> None:
+    """Raises ConfigError for keys of rows where prompts are texts: they would do nothing."""
+    of_rows = ("data.columns", "data.split", "data.on_bad_row")
+    refuse_unread(
+        (pair for pair in changed(data, "data") if pair[0].path in of_rows), "without a file of rows", "leave it out"
+    )

@@ -1,0 +1,29 @@
+"""The parts of a step in which a run's models compute, each with what lies on the device then."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One role at work."""
+
+    name: str  # in words, as "update of the actor"
+    role: str
+    kind: Literal["train", "forward", "sample"]
+    sequences: int  # of the global batch that it goes through
+    steps: int = 1  # optimizer steps that they are divided over
+    cache_tokens: int = 0  # of sampling: tokens whose keys and values a replica keeps
+    engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
+    handed_over: bool = False  # whether that engine gets its weights from the role
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """All phases of a step, and whether roles that do not work wait on the host."""
+
+    phases: tuple[Phase, ...]
+    offload_idle: bool = True
+    entropy: Literal["none", "detached", "differentiable"] = "none"  # that updates make beside log-probs

@@ -1,0 +1,167 @@
+"""What a run on this machine will be made of, asked from the functions that choose it: `python -m mrl.doctor.choices`.
+
+It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Each
+answer is a line of JSON, so that what was known before the process ended is not lost; `used.py` reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mrl.errors import UserError
+
+_COMMON = {
+    "num_hidden_layers": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "vocab_size": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "dense (Qwen3, Llama)": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "experts (Qwen3-30B-A3B)": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+    "windows and sinks (gpt-oss)": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128, "attention_bias": True, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "latent attention (DeepSeek-V3)": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "head_dim": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+"""Kinds of models that kernels tell apart: config.json of one each, with two layers, of which the last has experts."""
+
+CPS = (1, 2)
+"""Degrees of context parallelism: one, and any other."""
+
+
+def answers() -> Iterator[Mapping[str, Any]]:
+    """Yields what is known, the cheap parts first."""
+    yield {"joined": _joined()}
+    from mrl.mcore_models.platform import device_type
+
+    yield {"device": device_type()}
+    found = rows()
+    yield {"rows": found}
+    from mrl.mcore_models import cpu_stand_in
+
+    cpu_stand_in.prepare()
+    yield {"megatron": True}
+    yield {"modules": modules(found)}
+    from mrl.engine.megatron import optim
+
+    yield {"optimizer": optim.chosen()}
+
+
+def _joined() -> Mapping[str, Any] | None:
+    """What a command would take its environment for."""
+    from mrl.launch.environment import joined_world
+
+    try:
+        joined = joined_world(os.environ)
+    except UserError as error:
+        return {"error": str(error)}
+    return None if joined is None else {"launcher": joined.launcher, "rank": joined.rank, "world": joined.world_size}
+
+
+def rows() -> list[dict[str, Any]]:
+    """For each kind of model and of context parallelism: the layer spec and why, and what attention is computed by."""
+    import torch
+
+    from mrl.converters.families import fields_of
+    from mrl.converters.hf_config import normalize
+    from mrl.mcore_models import layer_spec
+    from mrl.mcore_models.te_limits import Attention, Gpu
+    from mrl.parallel import ParallelDims
+
+    found = []
+    for model, hf in MODELS.items():
+        fields = fields_of(normalize({**_COMMON, **hf}, quick=True))
+        for cp in CPS:
+            dims, row = ParallelDims(world_size=cp, cp=cp), {"model": model, "cp": cp}
+            found.append(row)
+            try:
+                spec = layer_spec.choose("auto", fields, dims, dtype=torch.bfloat16)
+            except UserError as error:
+                row |= {"error": str(error)}
+                continue
+            attention = Attention.of(fields, dims)
+            kernels = _te_kernels(attention, Gpu.here()) if spec.name == "te" else _local_kernels(attention)
+            ways = attention.cp_communication if spec.name == "te" and cp > 1 else None
+            row |= {"spec": spec.name, "why": spec.why, "attention": kernels, "cp_communication": ways}
+    return found
+
+
+def _te_kernels(attention: Any, gpu: Any) -> list[str]:
+    import torch
+
+    from mrl.mcore_models.te_limits import kernels
+
+    return [] if gpu.capability is None else list(kernels(attention, gpu, torch.bfloat16))
+
+
+def _local_kernels(attention: Any) -> list[str]:
+    """Of layers without a window, and of those with one."""
+    import torch
+
+    from mrl.mcore_models import causal, platform
+
+    def heads(count: int, queries: int, size: int) -> torch.Tensor:
+        return torch.empty((1, count, queries, size), dtype=torch.bfloat16, device=platform.device())
+
+    keys, found = 64, []
+    for window in (None, 16) if attention.windowed else (None,):
+        query = heads(attention.heads, keys // attention.cp, attention.query_size)
+        value = heads(attention.groups, keys, attention.value_size)
+        found.append(
+            causal.way(query, keys, value, window=window, sinks=attention.sinks, dropout=attention.dropout)
+        )  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def modules(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
+    """For each row: the classes that the model's last layer is built of; None where it is refused."""
+    import torch
+
+    from mrl.converters.hf_config import normalize
+    from mrl.mcore_models.build import transformer_config
+    from mrl.mcore_models.modules import modules_of
+    from mrl.parallel import ParallelDims
+
+    made: list[Mapping[str, Any] | None] = []
+    for row in found:
+        if "spec" not in row:
+            made.append(None)
+            continue
+        hf = normalize({**_COMMON, **MODELS[row["model"]]}, quick=True)
+        dims = ParallelDims(world_size=row["cp"], cp=row["cp"])
+        config = transformer_config(hf, dims, dtype=torch.bfloat16, layer_spec=row["spec"])
+        made.append(dataclasses.asdict(modules_of(config, hf["num_hidden_layers"] - 1)))
+    return made
+
+
+def main() -> None:
+    from mrl.doctor.probe import own_output
+
+    say = own_output()
+    try:
+        for answer in answers():
+            say(answer)
+    except Exception as error:  # what megatron-core or a package that it looks for raises
+        say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()

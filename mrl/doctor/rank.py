@@ -1,0 +1,41 @@
+"""One of the two processes of `mrl doctor --collectives`: joins as a run on one machine does, and sums.
+
+`python -m mrl.doctor.rank cpu|cuda`, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. What it has
+done is a line of JSON each, so that of processes that hang it is known how far they came.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mrl.doctor.probe import own_output
+
+LARGE = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""Bytes of the large all-reduce."""
+
+
+def main(device_type: str) -> None:
+    say = own_output()
+    from mrl.launch.environment import loopback
+
+    os.environ.update({name: value for name, value in loopback().items() if name not in os.environ})
+    import torch
+
+    from mrl.engine import all_reduce, collective
+
+    say({"phase": "started"})
+    collective.join_processes(device_type)
+    say({"phase": "joined"})
+    devices = {"gloo": torch.device("cpu")}
+    if device_type == "cuda":
+        devices["nccl"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    for backend, device in devices.items():
+        for size, seconds in all_reduce.timed(device, LARGE[device.type]):
+            say({"phase": "summed", "backend": backend, "bytes": size, "seconds": seconds})
+    all_reduce.leave()
+    say({"phase": "done"})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,99 @@
+"""Mixtures of experts on tensors without numbers: every expert gets as many tokens as any other, to one.
+
+megatron's token dispatchers read on the host how many tokens go to which expert. Where tensors have shapes alone, those
+numbers are given here, the same on every rank, as a router that balances perfectly would have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+class EvenExperts:
+    """What a rank's dispatchers read of tensors without numbers.
+
+    real: makes a tensor of a list, with numbers. waited: called where the host waits for a GPU.
+    """
+
+    def __init__(self, real: Callable[[Any], Tensor], waited: Callable[[str], None]) -> None:
+        self._real, self._waited = real, waited
+        self.dispatcher: Any = None  # the one at work
+        self.tokens = 0  # that it has on this rank
+
+    def counts(self) -> list[int]:
+        """Returns this rank's tokens for each expert of the model."""
+        config = self.dispatcher.config
+        each, more = divmod(self.tokens * config.moe_router_topk, config.num_moe_experts)
+        return [each + (i < more) for i in range(config.num_moe_experts)]
+
+    def here(self) -> list[int]:
+        """Returns the tokens of all ranks for each of this rank's experts."""
+        at = self.dispatcher
+        return [self.counts()[i] * at.tp_size * at.ep_size for i in at.local_expert_indices]
+
+    def selected(self, mask: Tensor) -> int | None:
+        """Returns how many places of a dispatcher's mask are set; None of any other mask."""
+        if self.dispatcher is None or mask.dim() != 2:
+            return None
+        gathers = type(self.dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
+        return sum(self.here()) if gathers else sum(self.counts())
+
+    def numbers(self, tensor: Tensor, caller: str) -> list[int] | None:
+        """Returns what a tensor of a dispatcher holds for the function `caller` that reads it; None of any other."""
+        at, size = self.dispatcher, tuple(tensor.shape)
+        if at is None:
+            return None
+        if caller == "sort_chunks_by_idxs":  # which chunks there are, of which sizes
+            if tensor is at.sort_input_by_local_experts or tensor is at.restore_output_by_local_experts:
+                return list(range(*size))
+            return [n // (at.tp_size * at.ep_size) for n in self.here()] * (at.tp_size * at.ep_size)
+        return self.here() if size == (at.num_local_experts,) else None
+
+    def install(self) -> Callable[[], None]:
+        """Puts these numbers where megatron's dispatchers bring theirs to the host; returns what undoes it."""
+        from megatron.core.transformer.moe import token_dispatcher
+
+        alltoall, gather = token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher
+        replaced = [
+            (alltoall, "dispatch_preprocess", self._noting(alltoall.dispatch_preprocess)),
+            (gather, "dispatch_preprocess", self._noting(gather.dispatch_preprocess)),
+            (alltoall, "_maybe_dtoh_and_synchronize", self._to_host()),
+        ]
+        before = [(kind, name, getattr(kind, name)) for kind, name, _ in replaced]
+        for kind, name, method in replaced:
+            setattr(kind, name, method)
+
+        def undo() -> None:
+            for kind, name, method in before:
+                setattr(kind, name, method)
+
+        return undo
+
+    def _noting(self, method: Any) -> Any:
+        def dispatch_preprocess(at: Any, hidden: Any, routing_map: Any, probs: Any) -> Any:
+            self.dispatcher, self.tokens = at, routing_map.shape[0]
+            return method(at, hidden, routing_map, probs)
+
+        return dispatch_preprocess
+
+    def _to_host(self) -> Any:
+        def _maybe_dtoh_and_synchronize(at: Any, point: str, tokens_per_expert: Any = None) -> Any:
+            if point == at.cuda_dtoh_point and at.cuda_sync_point != "no_sync":
+                counts, per, ranks = self.counts(), at.num_local_experts, at.tp_size * at.ep_size
+                mine = [counts[i] for i in at.local_expert_indices]
+                if ranks > 1:
+                    at.input_splits = np.array([sum(counts[i * per : (i + 1) * per]) for i in range(at.ep_size)])
+                    at.output_splits = np.array([sum(mine)] * at.ep_size)
+                    at.output_splits_tp = np.array([sum(mine) * at.ep_size] * at.tp_size)
+                if per > 1:
+                    at.num_global_tokens_per_local_expert = self._real([mine] * ranks)
+                tokens_per_expert = self._real(self.here())
+            if point == at.cuda_sync_point:
+                self._waited("d2h_event.synchronize")
+            return tokens_per_expert
+
+        return _maybe_dtoh_and_synchronize

@@ -1,0 +1,366 @@
+"""One rank of a model in a layout, made by the engine's own code of tensors without memory: what it holds, and what a
+micro-batch takes of memory, arithmetic and communication.
+
+Nobody else runs: the process says that it is rank `r` of a world of any size, groups are made for that rank alone, and
+collectives do nothing. Models are built, wrapped and run as a GPU without transformer-engine would run them (flash
+attention included), so what is counted is what those operators make, in bytes; what a kernel uses while it runs, and
+what the allocator loses between tensors, is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.batch import make_batch
+from mrl.config.schema import RoleConfig
+from mrl.engine.megatron.even_experts import EvenExperts
+from mrl.engine.megatron.meta_run import AsOnAGPU, Traffic, Watch, in_backward, norms_of
+from mrl.mcore_models import cpu_stand_in, platform
+from mrl.parallel import Coordinates, ParallelDims
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFigures:
+    """What one micro-batch takes of a model chunk; bytes are above those that the rank holds anyway."""
+
+    saved: int  # from the end of the forward to the backward pass, the chunk's input and output included
+    forward_peak: int  # the most at once in the forward pass
+    backward_peak: int  # the most at once in the backward pass, what was saved included
+    forward_flops: float  # of matrix products and attention, recomputation apart
+    backward_flops: float  # with what is computed again
+    forward_traffic: tuple[Traffic, ...]
+    backward_traffic: tuple[Traffic, ...]
+    sent: int  # bytes of hidden states that go on to the next stage, and come back as their gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A buffer of gradients, and of the parameters' own memory, that the distributed optimizer divides over ranks."""
+
+    of_experts: bool
+    ranks: int  # that divide it: dp * cp of dense parameters, edp of experts
+    elements: int  # padding included
+    parameter_bytes: int  # of an element
+    masters: tuple[int, ...]  # elements that each of these ranks updates
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFigures:
+    """What a rank holds of a model, in bytes, and what its chunks take for a micro-batch."""
+
+    coords: Coordinates
+    parameters: int  # padding of the buffers included
+    trained_parameters: int
+    buffers: int  # tensors of the model that are no parameters
+    grad_buffers: tuple[Buffer, ...]  # none where nothing trains
+    chunks: tuple[ChunkFigures, ...]
+    layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
+    dtype_bytes: int
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients, which are kept in fp32."""
+        return sum(4 * buffer.elements for buffer in self.grad_buffers)
+
+    def optimizer(self, dense_rank: int, expert_rank: int) -> int:
+        """Bytes of master weights and both moments on a rank by its places among dp * cp and among edp. Parameters that
+        are fp32 themselves are their own masters."""
+        total = 0
+        for buffer in self.grad_buffers:
+            each = 8 if buffer.parameter_bytes == 4 else 12
+            total += each * buffer.masters[expert_rank if buffer.of_experts else dense_rank]
+        return total
+
+    @property
+    def largest_optimizer(self) -> int:
+        """As `optimizer`, on the rank of the stage that has most."""
+        return sum((8 if b.parameter_bytes == 4 else 12) * max(b.masters) for b in self.grad_buffers)
+
+
+def prepare() -> None:
+    """Makes this process one that plans: from now on its models have no memory. To be called before torch is used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    platform.live_on_meta()
+    cpu_stand_in.prepare()
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  its import makes the backend "fake" known
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, dims: ParallelDims) -> Iterator[None]:
+    """Inside, this process is `rank` of the layout's world; each process group is made where it holds this rank."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mrl.engine.megatron import groups
+
+    new_group, orthogonal = dist.new_group, parallel_state.generate_masked_orthogonal_rank_groups
+
+    def group_of(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, backend="fake")
+
+    def mine(world_size: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
+        group = own_group(rank, sizes, mask)
+        # of a model's ranks ("tp-ep-pp") megatron joins as many groups as there are replicas of an expert to one
+        return [group] + [[]] * (world_size // len(group) - 1) * (sum(mask) > 2)
+
+    def gather_objects(out: list, value: Any, group: Any = None) -> None:
+        out[:] = [value] * len(out)  # other ranks would say the same
+
+    gather = dist.all_gather_object
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+    dist.new_group = dist.distributed_c10d.new_group = group_of
+    dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather_objects
+    parallel_state.generate_masked_orthogonal_rank_groups = mine
+    groups.forget()
+    try:
+        yield
+    finally:
+        groups.forget()
+        parallel_state.generate_masked_orthogonal_rank_groups = orthogonal
+        dist.new_group = dist.distributed_c10d.new_group = new_group
+        dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather
+        dist.destroy_process_group()
+
+
+def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int]:
+    """Returns the ranks that differ from `rank` on the masked axes alone; the first axis is the fastest.
+
+    megatron lists all groups of a world, which takes it seconds for ten thousand ranks, and then looks for its own.
+    """
+    strides = [math.prod(sizes[:i]) for i in range(len(sizes))]
+    base = sum((rank // stride % size) * stride for stride, size, of_group in zip(strides, sizes, mask, strict=True)
+               if not of_group)  # fmt: skip
+    # parallel_state places pipeline stages outermost; what is beyond the sizes stays as it is
+    base += rank // math.prod(sizes) * math.prod(sizes)
+    axes = [(stride, size) for stride, size, of_group in zip(strides, sizes, mask, strict=True) if of_group]
+    steps = [[i * stride for i in range(size)] for stride, size in axes]
+    return sorted(base + sum(places) for places in itertools.product(*steps))
+
+
+def measure(
+    config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *,
+    spec: Literal["te", "local"] = "local", entropy: str = "none",
+) -> RankFigures:  # fmt: skip
+    """Returns what `rank` holds, and what a micro-batch of sequences of these lengths takes there; of no sequences,
+    nothing is run.
+
+    config: as an engine gets it. Nothing is read but config.json. spec: whose layers keep activations. Those of
+    transformer-engine are the local ones with its norms, which keep their input and a number a row.
+    """
+    from mrl.converters.rules import padded_vocab
+    from mrl.engine.lora.folder import adapters
+    from mrl.engine.megatron import lora, optim, weights
+    from mrl.engine.megatron.model import Model
+    from mrl.mcore_models.build import build_chunks
+
+    engine = dataclasses.replace(config.engine, layer_spec="local")
+    with as_rank(rank, dims), norms_of(spec):
+        model = Model(dataclasses.replace(config, engine=engine), dims)
+        model.transformer.perform_initialization = False
+        with model.state.installed():
+            plans = weights.plans_here(model.hf, dims, model.coords)
+            chunks = wrapped = build_chunks(
+                model.transformer, model.hf, dims=dims, chunks=plans,
+                padded_vocab=padded_vocab(model.hf["vocab_size"], dims.tp), head=config.head,
+            )  # fmt: skip
+            if config.model.lora is not None:
+                rules = weights.rules_here(model.family, model.hf, dims, model.coords, spec="local", head=config.head)
+                shapes = adapters(config.model.path, config.model.lora, config.head)
+                lora.attach(chunks, rules, shapes, config.model.lora, model.family, head=config.head)
+            trained = config.optimizer is not None
+            if not trained:
+                for chunk in chunks:
+                    chunk.requires_grad_(False)
+            else:
+                wrapped = optim.wrap(chunks, model.transformer)
+            found = []
+            if lengths:
+                run = _Run(config, dims, model, lengths, entropy)
+                found = [run.measure(chunk, of, plan) for chunk, of, plan in zip(wrapped, chunks, plans, strict=True)]
+            parameters = [p for chunk in chunks for p in chunk.parameters()]
+            in_buffers = [_buffer(b) for b in optim.gradient_buffers(wrapped)] if trained else []
+            frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
+            return RankFigures(
+                coords=model.coords,
+                parameters=frozen + sum(b.elements * b.parameter_bytes for b in in_buffers),
+                trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
+                buffers=sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers()),
+                grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
+                dtype_bytes=model.dtype.itemsize,
+            )  # fmt: skip
+
+
+def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims) -> Literal["te", "local"]:
+    """Returns the layer spec of a run on GPUs that have transformer-engine."""
+    from mrl.converters.families import fields_of
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.mcore_models.layer_spec import DTYPES
+    from mrl.mcore_models.te_limits import te_refuses
+
+    fields = fields_of(dict(read_hf_config(config.model.path)))
+    refused = te_refuses(fields, dims, dtype=DTYPES[config.model.dtype]) is not None
+    return "local" if config.engine.layer_spec == "local" or refused else "te"
+
+
+def _buffer(buffer: Any) -> Buffer:
+    """What megatron's buffer holds, and how its elements lie on the ranks that divide each of its buckets evenly."""
+    ranks = buffer.data_parallel_group.size()
+    masters = [0] * ranks
+    for bucket in buffer.buckets:
+        share = bucket.grad_data.numel() // ranks
+        for parameter in bucket.params_list:
+            start, end, *_ = buffer.param_index_map[parameter]
+            start, end = start - bucket.offset, end - bucket.offset
+            for rank in range(start // share, -(-end // share)):
+                masters[rank] += min(end, (rank + 1) * share) - max(start, rank * share)
+    parameter = next(iter(buffer.param_index_map))
+    return Buffer(
+        of_experts=not getattr(parameter, "allreduce", True), ranks=ranks, elements=buffer.grad_data.numel(),
+        parameter_bytes=buffer.param_dtype.itemsize, masters=tuple(masters),
+    )  # fmt: skip
+
+
+class _Run:
+    """Runs one micro-batch through chunks of a model."""
+
+    def __init__(
+        self, config: RoleConfig, dims: ParallelDims, model: Any, lengths: Sequence[int], entropy: str
+    ) -> None:
+        from mrl.engine.megatron import pipeline
+
+        self.dims, self.model, self.trains = dims, model, config.optimizer is not None
+        self.setup = pipeline.Setup(
+            dims=dims, coords=model.coords, packed=config.packing, thd=False, head=config.head,
+            vocab_size=model.hf["vocab_size"],
+        )  # fmt: skip
+        tokens = [[0] * (n + 1) for n in lengths]  # the last one is a label alone
+        self.batch = make_batch(tokens, [[1.0] * len(t) for t in tokens])
+        self.ctx = {"temperature": 1.0, "entropy": entropy}
+        self.groups = _kinds_of_groups(dims)
+
+    def measure(self, chunk: Any, inner: Any, plan: Any) -> ChunkFigures:
+        from mrl.engine.megatron import pipeline
+        from mrl.engine.megatron.scaling import megatron_scale
+
+        experts = EvenExperts(lambda values: torch.tensor(values, device="cpu"), waited=lambda _: None)
+        undo = experts.install()
+        self.model.transformer.grad_scale_func = megatron_scale(1.0)
+        chunk.train(self.trains)
+        grad = contextlib.nullcontext() if self.trains else torch.no_grad()
+        try:
+            with grad, AsOnAGPU(experts), Watch(self.groups) as watch:
+                micro_batch = pipeline.make_micro_batch(self.batch, self.ctx, None, self.setup)
+                ins = micro_batch.inputs
+                rows = ins.tokens.numel() // (self.dims.tp if self.dims.sp else 1)
+                begun = watch.alive
+                if not plan.has_embedding:
+                    shape = (rows, 1, self.model.hf["hidden_size"])
+                    inner.set_input_tensor(_hidden(shape, self.model.dtype, self.trains))
+                output, loss = pipeline._forward_step(
+                    iter([micro_batch]), chunk, setup=self.setup, call=self._call(), count=1
+                )
+                if plan.has_output:
+                    output = loss(output)[0]
+                saved, forward_peak, forward = watch.alive - begun, watch.peak - begun, watch.taken()
+                if not self.trains:
+                    del output, loss, micro_batch
+                    return ChunkFigures(saved, forward_peak, 0, forward[0], 0.0, forward[1], (), self._sent(rows, plan))
+                watch.peak = watch.alive
+                with in_backward(experts):
+                    torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
+                backward = watch.taken()
+                return ChunkFigures(
+                    saved, forward_peak, watch.peak - begun, forward[0], backward[0], forward[1], backward[1],
+                    self._sent(rows, plan),
+                )  # fmt: skip
+        finally:
+            undo()
+
+    def _call(self) -> Any:
+        from mrl.engine.megatron import pipeline
+
+        def total(data: Any, predictions: Any, ctx: Any) -> Any:
+            name = "values" if "values" in predictions else "log_probs"
+            loss = (predictions[name] * data.loss_mask).sum()
+            return (loss + predictions["entropy"].sum() if self.ctx["entropy"] == "differentiable" else loss), ctx
+
+        return pipeline.Call(total if self.trains else None, 1.0, 1.0, not self.trains, None)
+
+    def _sent(self, rows: int, plan: Any) -> int:
+        return 0 if plan.has_output else rows * self.model.hf["hidden_size"] * self.model.dtype.itemsize
+
+
+def _hidden(shape: tuple[int, ...], dtype: torch.dtype, trains: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=platform.META, requires_grad=trains)
+
+
+def _kinds_of_groups(dims: ParallelDims) -> dict[str, str]:
+    """Name of each of this rank's process groups -> its kind. Of groups with the same ranks each has a name."""
+    from megatron.core import parallel_state as state
+
+    asked = {
+        "tp": state.get_tensor_model_parallel_group, "cp": state.get_context_parallel_group,
+        "pp": state.get_pipeline_model_parallel_group, "ep": state.get_expert_model_parallel_group,
+        "etp": state.get_expert_tensor_parallel_group,
+        "etp*ep": functools.partial(state.get_expert_tensor_and_model_parallel_group),
+        "tp*cp": functools.partial(state.get_tensor_and_context_parallel_group),
+    }  # fmt: skip
+    return {group().group_name: kind for kind, group in asked.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class StageKind:
+    """A pipeline stage by what it consists of."""
+
+    layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
+    same: tuple  # equal of stages that hold and compute the same
+
+
+def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
+    """Returns the stages of a layout, from the first to the last."""
+    from mrl.converters.families import fields_of
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.converters.rules import chunk_plans
+
+    hf = read_hf_config(config.model.path)
+    fields = fields_of(dict(hf))
+    experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
+    windows = fields.get("window_attn_skip_freq")
+    plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp)
+
+    def kind(layer: int) -> tuple:
+        return (experts[layer] if isinstance(experts, list) else experts, windows[layer] if windows else None)
+
+    found = []
+    for stage in range(dims.pp):
+        chunks = [plans[stage, v] for v in range(dims.vpp)]
+        same = tuple((c.has_embedding, c.has_output, tuple(map(kind, c.layers))) for c in chunks)
+        found.append(StageKind(tuple(tuple(c.layers) for c in chunks), same))
+    return found
+
+
+def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
+    """Returns bytes of one token's keys and values in one layer, on one rank (mrl.mcore_models.kv_cache)."""
+    from mrl.converters.families import fields_of
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.mcore_models.layer_spec import DTYPES
+
+    fields = fields_of(dict(read_hf_config(config.model.path)))
+    item = DTYPES[config.model.dtype].itemsize
+    if "kv_lora_rank" in fields:
+        heads = fields["num_attention_heads"] // dims.tp
+        return heads * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]) * item
+    return max(1, fields["num_query_groups"] // dims.tp) * 2 * fields["kv_channels"] * item

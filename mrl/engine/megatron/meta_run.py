@@ -1,0 +1,205 @@
+"""How tensors without memory are run as a GPU would run them, and what is counted while they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from mrl.engine.megatron.even_experts import EvenExperts
+from mrl.engine.peak_bytes import PeakBytes
+
+BLOCK = 512  # bytes that CUDA's caching allocator rounds a tensor up to
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank hands to collectives of one kind."""
+
+    group: str  # whose ranks take part: tp, cp, ep, ...
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all
+    ranks: int
+    bytes: int  # of the whole tensor: what an all-gather ends with, and what others begin with
+
+
+_OPS = {
+    "allreduce_": "all_reduce", "allgather_": "all_gather", "_allgather_base_": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "broadcast_": "broadcast",
+}  # fmt: skip
+
+
+class Watch(PeakBytes):
+    """Counts bytes, FLOPs and what collectives are given."""
+
+    def __init__(self, groups: Mapping[str, str]) -> None:
+        super().__init__("meta", block=BLOCK)
+        self.groups = groups
+        self.flops = 0.0
+        self.traffic: dict[tuple[str, str, int], int] = {}
+
+    def taken(self) -> tuple[float, tuple[Traffic, ...]]:
+        """Returns FLOPs and traffic since the last call."""
+        flops, traffic = self.flops, tuple(Traffic(*key, count) for key, count in sorted(self.traffic.items()))
+        self.flops, self.traffic = 0.0, {}
+        return flops, traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        packet = func._overloadpacket
+        if func.namespace == "c10d":
+            self._note_collective(func, out, args, kwargs or {})
+        elif packet.__name__ in _ATTENTION:
+            self.flops += _attention_flops(func, args, kwargs or {})
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _note_collective(self, func: Any, out: Any, args: Any, kwargs: Any) -> None:
+        from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+
+        name = func._schema.name.removeprefix("c10d::")
+        if func not in collective_ops or func in sync_ops or name not in _OPS:
+            return
+        group = CollectiveOp.get_process_group(func, args)
+        kind = self.groups.get(group.group_name, group.group_name)
+        key = (kind, _OPS[name], group.size())
+        size = _bytes_of((args[0], args[1]) if "all" in name and name != "allreduce_" else args[0])
+        self.traffic[key] = self.traffic.get(key, 0) + size
+
+
+def _bytes_of(tensors: Any) -> int:
+    """Bytes of the larger of an operation's inputs and outputs."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    if isinstance(tensors, tuple):
+        return max(_bytes_of(one) for one in tensors)
+    return sum(_bytes_of(one) for one in tensors)
+
+
+_ATTENTION = {  # operator -> where it has its queries, whether heads come before places, products of queries and keys
+    "_scaled_dot_product_flash_attention": (0, True, 2), "_scaled_dot_product_flash_attention_backward": (1, True, 5),
+    "_scaled_dot_product_efficient_attention": (0, True, 2),
+    "_scaled_dot_product_efficient_attention_backward": (1, True, 5),
+    "_flash_attention_forward": (0, False, 2), "_flash_attention_backward": (1, False, 5),
+}  # fmt: skip
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
+    """FLOPs of an attention kernel: two products of the pairs of queries and keys that see each other, five in its
+    backward pass, which makes the scores again."""
+    first, heads_first, products = _ATTENTION[func._schema.name.removeprefix("aten::")]
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    q, k, v = args[first : first + 3]
+    heads, queries = (q.shape[1], q.shape[2]) if heads_first else (q.shape[2], q.shape[1])
+    keys = k.shape[2] if heads_first else k.shape[1]
+    seen = keys - queries / 2 if named.get("is_causal") else keys
+    window = named.get("window_size_left")
+    if window is not None and window >= 0:
+        seen = min(seen, window + 1)
+    return products * q.shape[0] * heads * queries * seen * (q.shape[-1] + v.shape[-1])
+
+
+class AsOnAGPU(TorchFunctionMode):
+    """Chooses attention's kernel as torch does on a GPU, and gives what the host reads of tensors without numbers."""
+
+    def __init__(self, experts: EvenExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
+            return attention(*args, **kwargs)
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+                caller = sys._getframe(1).f_code.co_name
+                found = self.experts.numbers(args[0], caller)
+                assert found is not None, f"{caller} reads a tensor of {tuple(args[0].shape)}, which has no numbers"
+                return found
+            if func in (torch.Tensor.masked_select, torch.masked_select):
+                return args[0].broadcast_to(args[1].shape).flatten()[: self._selected(args[1])].clone()
+            if func in (torch.Tensor.nonzero, torch.nonzero):
+                return args[0].new_empty(self._selected(args[0]), args[0].dim(), dtype=torch.int64)
+        return func(*args, **kwargs)
+
+    def _selected(self, mask: Tensor) -> int:
+        count = self.experts.selected(mask)
+        assert count is not None, f"places of a mask of {tuple(mask.shape)} are counted, and it has no numbers"
+        return count
+
+
+@contextlib.contextmanager
+def in_backward(experts: EvenExperts) -> Iterator[None]:
+    """torch takes a function mode off while it runs what the mode was asked about, backward passes too: in them a
+    recomputed forward would go on without."""
+    run = torch.autograd.graph._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with AsOnAGPU(experts):
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run
+
+
+def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+              scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
+    """`scaled_dot_product_attention` by the kernel that torch takes on a GPU; a build for the CPU does not choose it.
+
+    As aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has it (cuDNN's, with the same shapes as flash, apart):
+    flash takes no mask and no fp32, the memory-efficient one no groups of queries, and the rest makes the whole matrix.
+    """
+    aten = torch.ops.aten
+    if (
+        attn_mask is None
+        and q.dtype != torch.float32
+        and max(q.shape[-1], v.shape[-1]) <= 256
+        and q.shape[-1] == v.shape[-1]
+    ):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    if not enable_gqa:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
+        return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """A norm as a fused kernel keeps it: of shapes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextlib.contextmanager
+def norms_of(spec: str) -> Iterator[None]:
+    from mrl.mcore_models.layers import RMSNorm
+
+    forward = RMSNorm.forward
+    if spec == "te":
+        RMSNorm.forward = lambda self, x: _FusedNorm.apply(x, self.weight)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RMSNorm.forward = forward  # type: ignore[method-assign]

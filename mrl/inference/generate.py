@@ -1,0 +1,115 @@
+"""`mrl generate` on every rank: samples completions of prompts, scores those of rows, or talks on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from mrl.config.inference import GenerateConfig
+from mrl.data.prompts import Prompt
+from mrl.data.turns import TurnEncoder
+from mrl.inference.chat import talk
+from mrl.inference.loaded import Loaded, loaded
+from mrl.inference.output import open_console, writing
+from mrl.inference.prompts import bound_in_words, prompt_of_text, prompts_of_file, read_tools
+from mrl.inference.score import score_rows
+from mrl.rollout.base import Trajectory
+from mrl.trainers.common import say_left_out
+from mrl.trainers.console import Console
+
+AT_ONCE = 256
+"""Completions that are sampled together: results of the first are there before the last is begun."""
+
+SHOWN_CHARACTERS = 60
+
+
+def run(config: GenerateConfig, command_line: str = "") -> None:
+    """Does what `config.request` says. Collective. Raises UserError for what the user can put right."""
+    console = open_console()
+    with contextlib.closing(console), loaded(config, config.place, console) as model:
+        say_what_answers(config, model, console)
+        if config.request.chat:
+            talk(config, model, console)
+        elif config.request.score:
+            score_rows(config, model, console)
+        else:
+            sample(config, model, console)
+
+
+def say_what_answers(config: GenerateConfig, model: Loaded, console: Console) -> None:
+    """What was found, and the layout that it is on: one line."""
+    place, world = config.place, model.dispatch.world_size
+    on = f"{world} {'process' if world == 1 else 'processes'}"
+    console.say(f"{place.given}: {place.what}, {config.model.dtype} on {on}")
+
+
+def sample(config: GenerateConfig, model: Loaded, console: Console) -> None:
+    """Completes all prompts, part by part, and shows or writes what each part gave."""
+    prompts = prompts_of(config, model, console)
+    samples, greedy = config.rollout.samples_per_prompt, config.request.greedy
+    many = len(prompts) * samples > 1
+    with writing(config.request.out, model.dispatch) as write:
+        size = max(1, AT_ONCE // samples)
+        for start in range(0, len(prompts), size):
+            console.doing(f"sampling: {start} of {len(prompts)} prompts are answered")
+            found = model.rollouts.sample(prompts[start : start + size], step=0, samples=samples, greedy=greedy)
+            for trajectory in found:
+                write(row_of(trajectory))
+                if config.request.out is None and model.dispatch.is_main:
+                    show(trajectory, samples, many=many)
+    if config.request.out is not None:
+        console.say(f"{config.request.out}: {len(prompts) * samples} completions")
+
+
+def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[Prompt]:
+    """Returns the prompts of the request; every rank reads them."""
+    request, bounded = config.request, bound_in_words(config.place.limit, config)
+    if request.file is not None:
+        prompts, report, _ = prompts_of_file(config, model, bounded=bounded)
+        say_left_out(console, "eval", report.counts, report.notes)
+        return prompts
+    encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
+    return [
+        prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(request.prompts)
+    ]
+
+
+def finish_reason(trajectory: Trajectory) -> str:
+    """Returns why a completion ended: stop (an end token or a stop text), length, or turns (of an environment)."""
+    return "stop" if trajectory.cut_by is None else {"tokens": "length", "turns": "turns"}[trajectory.cut_by]
+
+
+def row_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Returns a completion as a row of the results."""
+    prompt, start = trajectory.prompt, len(trajectory.prompt.tokens)
+    row: dict[str, Any] = {
+        "where": prompt.where, "prompt": prompt.content, "sample": trajectory.sample, "completion": trajectory.text,
+        "tokens": trajectory.tokens[start:], "log_probs": trajectory.log_probs[start:],
+        "finish_reason": finish_reason(trajectory), "prompt_tokens": start,
+    }  # fmt: skip
+    if trajectory.conversation is not None:
+        row |= {"mask": trajectory.mask[start:], "conversation": list(trajectory.conversation)}
+    further = {
+        name: value for name, value in prompt.row.items() if name not in (*row, "messages", "instruction", "input")
+    }
+    return row | further
+
+
+def show(trajectory: Trajectory, samples: int, *, many: bool) -> None:
+    """Prints a completion: its text alone where it is the only one."""
+    if many:
+        prompt = trajectory.prompt
+        number = f", sample {trajectory.sample + 1} of {samples}" if samples > 1 else ""
+        tokens = f"{trajectory.response_length} token{'s' * (trajectory.response_length != 1)}"
+        print(f"== {prompt.where}{number}: {in_short(prompt.content)} ({tokens}, {finish_reason(trajectory)})")
+    print(trajectory.text, flush=True)
+    if many:
+        print(flush=True)
+
+
+def in_short(content: str | Sequence[dict[str, Any]]) -> str:
+    """Returns the end of a prompt, on one line."""
+    text = content if isinstance(content, str) else str(content[-1].get("content", ""))
+    line = " ".join(text.split())
+    return repr(line if len(line) <= SHOWN_CHARACTERS else "…" + line[1 - SHOWN_CHARACTERS :])

@@ -1,0 +1,125 @@
+"""What MODEL is: a Hugging Face folder or hub id, an imported or saved checkpoint, an adapter, or a run's directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from mrl.config.inference import PlaceConfig
+from mrl.convert.adapters import is_adapter
+from mrl.convert.opening import open_any
+from mrl.convert.sources import Source, checkpoint_folder
+from mrl.converters.hub import model_folder
+from mrl.converters.json_file import read_json
+from mrl.converters.mcore_weights import MARKER, is_imported
+from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, main_dtype
+from mrl.converters.tokenizer_files import TOKENIZER_FILES
+from mrl.engine import collective
+from mrl.engine.atomic_checkpoint import LATEST
+from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
+from mrl.errors import ModelError, quoted
+
+FORMS = "a Hugging Face folder or hub id, a checkpoint, an adapter folder, or the directory of a run"
+
+
+def find(given: str, key: str = "MODEL") -> PlaceConfig:
+    """Returns where the weights, config.json and the tokenizer of `given` are. key: what the user calls it.
+
+    Of a run it is the model in its hf folder or, without one, its newest checkpoint. Raises a UserError where it is no
+    model, or one that does not make text.
+    """
+    path = os.path.expanduser(given)
+    if os.path.isfile(path) and os.path.basename(path) != LATEST:
+        gguf = "make a model of it with `mrl convert import`" if path.endswith(".gguf") else f"give {FORMS}"
+        raise ModelError(key, quoted(given), "is a file", gguf)
+    if not os.path.exists(path):
+        _check_may_be_hub_id(given, key)
+        return _of_folder(given, model_folder(given, key=key), f"{given} of the hub")
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _of_folder(given, path, "imported checkpoint" if is_imported(path) else "Hugging Face folder")
+    if is_adapter(folder):
+        return _of_source(given, folder, key)
+    hf = folder / "hf"
+    if (hf / "config.json").is_file() or (hf / ADAPTER_CONFIG).is_file():
+        found = find(str(hf), key)
+        return dataclasses.replace(found, given=given, what=f"the run's export {hf} ({found.what})")
+    if folder.is_dir() and not any((folder / name).exists() for name in ("checkpoints", MARKER, LATEST, "mcore")):
+        raise ModelError(key, quoted(given), "holds no model", f"give {FORMS}")
+    return _of_source(given, checkpoint_folder(folder), key)
+
+
+def _check_may_be_hub_id(given: str, key: str) -> None:
+    if not given or given.startswith((".", "/", "~")) or given.count("/") > 1:
+        raise ModelError(key, quoted(given), "does not exist", f"give {FORMS}")
+
+
+def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
+    """Returns the place of a folder that an engine starts from by itself."""
+    raw = read_json(Path(folder) / "config.json")
+    dtype: Literal["bfloat16", "float32"] | None = None
+    if not is_imported(folder) and any((Path(folder) / name).is_file() for name in (SINGLE, INDEX)):
+        with SafetensorsReader(folder) as reader:
+            dtype = _name(main_dtype(reader.tensors))
+    if dtype is None and isinstance(raw, dict):
+        dtype = _name(raw.get("dtype") or raw.get("torch_dtype"))
+    return PlaceConfig(
+        given=given, what=what, folder=folder, tokenizer=folder, dtype=dtype or "bfloat16", limit=_positions(raw)
+    )
+
+
+def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
+    """Returns the place of a checkpoint of a run, or of an adapter, whose weights `weights_of` reads."""
+    with open_any(folder) as source:
+        if source.head != "lm":
+            raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")
+        beside = is_adapter(folder) and any((folder / name).is_file() for name in TOKENIZER_FILES)
+        return PlaceConfig(
+            given=given,
+            what=source.what if is_adapter(folder) else f"{source.what} ({folder})",
+            folder=str(source.companion_folder),
+            tokenizer=str(folder if beside else source.companion_folder),
+            source=str(folder),
+            chat_template=source.chat_template,
+            dtype=_name(main_dtype(source.reader.tensors)),
+            limit=_positions(source.hf_config),
+        )
+
+
+def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
+    """Returns the choice of model.dtype that is nearest to what a model is stored in."""
+    return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"
+
+
+def _positions(hf_config: Any) -> int | None:
+    """Returns the positions that config.json states; None where it states none."""
+    if not isinstance(hf_config, dict):
+        return None
+    text = hf_config.get("text_config")
+    for fields in (text if isinstance(text, dict) else {}, hf_config):
+        for name in ("max_position_embeddings", "n_positions"):
+            if type(fields.get(name)) is int and fields[name] > 0:
+                return fields[name]
+    return None
+
+
+@contextlib.contextmanager
+def weights_of(place: PlaceConfig) -> Iterator[Source | None]:
+    """Gives what the weights of a checkpoint or an adapter are read from, by Hugging Face name; None where an engine
+    reads the folder itself. Collective: the main process compares the checksums of all files before it ends.
+    """
+    if place.source is None:
+        yield None
+        return
+    source = collective.on_every(lambda: open_any(place.source or ""))
+    try:
+        if not collective.is_main() and source.checksums is not None:
+            source.checksums.close()
+        yield source
+        collective.on_main(source.check)
+    finally:
+        source.close()

@@ -1,0 +1,153 @@
+"""`mrl generate --score`: log-probs of completions that rows have, token by token, without sampling.
+
+Dimensions: `T` tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mrl.batch import make_batch
+from mrl.config.inference import GenerateConfig
+from mrl.config.schema import DataConfig
+from mrl.data.dataset import Example, Rejected, SFTDataset
+from mrl.data.encode import Encoded
+from mrl.data.files import BadRow
+from mrl.data.formats import parse_prompt
+from mrl.data.stream import Report
+from mrl.data.turns import TurnEncoder
+from mrl.data.vision import WithImages
+from mrl.errors import DataError
+from mrl.inference.loaded import Loaded
+from mrl.inference.output import writing
+from mrl.trainers.common import say_left_out
+from mrl.trainers.console import Console
+
+AT_ONCE = 256
+"""Rows of one batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A row with the log-probs of what it has after its prompt."""
+
+    where: str
+    tokens: list[int]  # ids of what is scored: all assistant turns, or the completion
+    log_probs: list[float]  # of each of them
+    prompt_tokens: int  # that are not scored
+
+    @property
+    def total(self) -> float:
+        """The sum of the log-probs."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def mean(self) -> float:
+        return self.total / len(self.log_probs)
+
+    def as_row(self) -> dict[str, Any]:
+        return {
+            "where": self.where, "tokens": self.tokens, "log_probs": self.log_probs, "sum": self.total,
+            "mean": self.mean, "prompt_tokens": self.prompt_tokens,
+        }  # fmt: skip
+
+
+class CompletedRows(SFTDataset):
+    """Rows of prompts and completions, as `mrl sft` trains on them; also those that `mrl generate --out` wrote, whose
+    tokens are scored as they were sampled. system: a message before the prompts of the latter."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, system: str | None, vocab_size: int | None
+    ) -> None:
+        self.system = system
+        super().__init__(config, tokenizer, vocab_size=vocab_size)
+
+    def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        row, where = self.first_row()
+        self._prompts = TurnEncoder(tokenizer, self.system) if is_sampled(row) else None
+        if self._prompts is None and self.system is not None:
+            why = f"has no effect on {where}: a row without sampled tokens is taken as it is"
+            raise DataError("data.system", why=why, fix="leave it out")
+        if self._prompts is None:
+            super()._begin(tokenizer)
+
+    def _make(self, index: int, row: dict[str, Any]) -> Example | Rejected:
+        if self._prompts is None:
+            return super()._make(index, row)
+        if not is_sampled(row):
+            raise BadRow("has no prompt with tokens, which rows have since the first; give all of them one form")
+        prompt, new = self._prompts.prompt(parse_prompt(row, "prompt")), row["tokens"]
+        mask = row["mask"] if "mask" in row else [1] * len(new)
+        return self._fit(index, WithImages(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
+
+
+def is_sampled(row: Mapping[str, Any]) -> bool:
+    """Returns whether `mrl generate --out` wrote the row."""
+    tokens = row.get("tokens")
+    return "prompt" in row and isinstance(tokens, list) and bool(tokens) and all(type(t) is int for t in tokens)
+
+
+def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
+    """Scores all rows of the request, part by part."""
+    data = config.data
+    rows = CompletedRows(
+        DataConfig(
+            train=data.train, columns=data.columns, split=data.split, chat_template=data.chat_template,
+            on_bad_row=data.on_bad_row, max_length=config.max_length, truncation=data.truncation,
+        ),
+        model.tokenizer, system=data.system, vocab_size=model.vocab_size,
+    )  # fmt: skip
+    report, usable = Report(), list[tuple[str, Example]]()
+    for index in range(len(rows)):
+        if (example := report.count(rows, index)) is not None:
+            usable.append((rows.where(index), example))
+    if not usable:
+        raise report.of_which_none_is_left(rows)
+    say_left_out(console, "train", report.counts, report.notes)
+    found: list[Scored] = []
+    with writing(config.request.out, model.dispatch) as write:
+        for start in range(0, len(usable), AT_ONCE):
+            console.doing(f"scoring: {start} of {len(usable)} rows")
+            part = score(usable[start : start + AT_ONCE], model, temperature=config.rollout.temperature)
+            for scored in part:
+                write(scored.as_row())
+            found += part
+    if model.dispatch.is_main:
+        show(found, listed=config.request.out is None)
+
+
+def score(rows: list[tuple[str, Example]], model: Loaded, *, temperature: float) -> list[Scored]:
+    """Returns rows, each with its place, with the log-probs of what would train. The same on every rank. Collective."""
+    examples = [example for _, example in rows]
+    padded = examples + [examples[-1]] * (-len(examples) % model.dispatch.lcm_dp_size)  # no replica has none
+    batch = make_batch([example.ids for example in padded], [[float(m) for m in example.mask] for example in padded])
+    log_probs_T = model.dispatch.forward("actor", batch, {"temperature": temperature})["log_probs"].tolist()
+    found, start = [], 0
+    for where, example in rows:
+        count = len(example.ids) - 1  # labels are shifted once, in the batch: place i has the token i + 1
+        at = [i for i in range(count) if example.mask[i + 1]]
+        tokens = [example.ids[i + 1] for i in at]
+        found.append(Scored(where, tokens, [log_probs_T[start + i] for i in at], len(example.ids) - len(at)))
+        start += count
+    return found
+
+
+def show(found: list[Scored], *, listed: bool) -> None:
+    """Prints a table, or its last line alone."""
+    width = max([len("row"), *(len(scored.where) for scored in found)])
+    print(f"{'row':{width}}  {'tokens':>7}  {'sum':>10}  {'per token':>10}  {'perplexity':>10}")
+    for scored in found if listed else ():
+        print(_line(scored.where, len(scored.tokens), scored.total, width))
+    tokens = sum(len(scored.tokens) for scored in found)
+    print(_line(f"{len(found)} rows", tokens, math.fsum(scored.total for scored in found), width), flush=True)
+
+
+def _line(name: str, tokens: int, total: float, width: int) -> str:
+    mean = total / tokens
+    perplexity = math.exp(min(-mean, 700.0))
+    return f"{name:{width}}  {tokens:7d}  {total:10.3f}  {mean:10.4f}  {perplexity:10.4g}"

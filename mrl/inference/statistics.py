@@ -1,0 +1,140 @@
+"""What an accuracy that was measured on some prompts says of all: estimates, intervals and tests, in plain floats.
+
+Dimensions: `P` prompts, `N` samples of each. All intervals are of 95 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
+
+import numpy as np
+
+LEVEL = 0.95
+EXACT_SIGNS = 16
+"""Prompts that differ, up to which every assignment of signs is looked at."""
+RANDOM_SIGNS, AT_ONCE = 20_000, 1000
+
+Interval = tuple[float, float]
+
+
+def pass_at_k(values: Sequence[float], k: int) -> float:
+    """Returns the expected best of `k` of the values, drawn without replacement: from N samples an unbiased estimate of
+    the best of k.
+
+    Of values 0 and 1, c of them 1, this is `1 - C(N - c, k) / C(N, k)` (Chen et al. 2021, 2107.03374, eq. 1).
+    """
+    count = len(values)
+    assert 1 <= k <= count, f"pass@{k} of {count} samples"
+    ordered = sorted(values)
+    ways = math.comb(count, k)
+    return math.fsum(value * (math.comb(i, k - 1) / ways) for i, value in enumerate(ordered))
+
+
+def is_binary(values: Sequence[float]) -> bool:
+    """Returns whether all values are 0 or 1."""
+    return all(value in (0.0, 1.0) for value in values)
+
+
+def is_bounded(values: Sequence[float]) -> bool:
+    """Returns whether all values are from 0 to 1."""
+    return min(values) >= 0 and max(values) <= 1
+
+
+def wilson(mean: float, count: int) -> Interval:
+    """Returns Wilson's score interval (1927) of a rate that was `mean` in `count` trials; of a mean of numbers between
+    0 and 1, whose variance is no larger, an interval that is too wide, if anything."""
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def student(values_P: Sequence[float]) -> Interval:
+    """Returns Student's interval of the mean of what was measured of each prompt.
+
+    A prompt is one cluster: its samples, which are alike, count as one (Miller 2024, 2411.00640, section 2).
+    """
+    mean, count = fmean(values_P), len(values_P)
+    if count < 2:
+        return -math.inf, math.inf  # one prompt says nothing of others
+    half = t_quantile(0.5 + LEVEL / 2, count - 1) * stdev(values_P) / math.sqrt(count)
+    return mean - half, mean + half
+
+
+def interval(values_P: Sequence[float]) -> Interval:
+    """Returns the interval of the mean over prompts: Wilson's where each has 0 or 1, or all have the same number from 0
+    to 1, which leaves Student's no width; else Student's, within 0 and 1 where all values are."""
+    bounded = is_bounded(values_P)
+    if is_binary(values_P) or (bounded and min(values_P) == max(values_P)):
+        return wilson(fmean(values_P), len(values_P))
+    low, high = student(values_P)
+    return (max(0.0, low), min(1.0, high)) if bounded else (low, high)
+
+
+def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
+    """Returns the two-sided p-value of McNemar's exact test: of prompts that only one of the two answers, either is as
+    likely to be the one (a binomial test of 1/2; McNemar 1947)."""
+    assert is_binary([*first_P, *second_P])
+    pairs = list(zip(first_P, second_P, strict=True))
+    only_first, only_second = pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0))
+    count, fewer = only_first + only_second, min(only_first, only_second)
+    ways = sum(math.comb(count, i) for i in range(fewer + 1))
+    return min(1.0, 2 * ways / 2**count)
+
+
+def sign_flips(differences_P: Sequence[float], seed: int = 0) -> float:
+    """Returns the two-sided p-value of a paired permutation test (Fisher 1935): how often the mean difference is as far
+    from 0 where each prompt's has either sign alike.
+
+    Of up to `EXACT_SIGNS` prompts that differ all signs are taken, else `RANDOM_SIGNS` draws, to which the observed one
+    is added (Phipson and Smyth 2010).
+    """
+    differing = [abs(difference) for difference in differences_P if difference]
+    seen = abs(math.fsum(differences_P)) * (1 - 1e-9)  # sums of the same numbers may differ in their last bits
+    if len(differing) <= EXACT_SIGNS:
+        sums = (
+            abs(math.fsum(d * s for d, s in zip(differing, signs, strict=True)))
+            for signs in itertools.product((1, -1), repeat=len(differing))
+        )
+        return sum(total >= seen for total in sums) / 2 ** len(differing)
+    rng, sizes, as_far = np.random.Generator(np.random.Philox(seed)), np.array(differing), 0
+    for count in [AT_ONCE] * (RANDOM_SIGNS // AT_ONCE):
+        signs = rng.integers(0, 2, (count, len(sizes)), dtype=np.int8) * 2 - 1
+        as_far += int((abs(signs @ sizes) >= seen).sum())
+    return (1 + as_far) / (1 + RANDOM_SIGNS)
+
+
+def t_cdf(t: float, freedom: int) -> float:
+    """Returns P(T <= t) of Student's t with a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3-4)."""
+    theta = math.atan(t / math.sqrt(freedom))
+    sin, cos = math.sin(theta), math.cos(theta)
+    if freedom % 2:
+        term, total = cos, 0.0
+        for i in range(1, freedom - 1, 2):
+            total += term
+            term *= cos * cos * (i + 1) / (i + 2)
+        inside = 2 / math.pi * (theta + sin * total)
+    else:
+        term, total = 1.0, 0.0
+        for i in range(0, freedom - 1, 2):
+            total += term
+            term *= cos * cos * (i + 1) / (i + 2)
+        inside = sin * total
+    return 0.5 + inside / 2
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Returns t with P(T <= t) = probability > 1/2."""
+    if freedom > 1000:  # the next term of the expansion in 1 / freedom is below 1e-5
+        z = NormalDist().inv_cdf(probability)
+        return z + (z**3 + z) / (4 * freedom)
+    low, high = 0.0, 1.0
+    while t_cdf(high, freedom) < probability:
+        low, high = high, 2 * high
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2

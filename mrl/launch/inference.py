@@ -1,0 +1,286 @@
+"""Starts `mrl generate` and `mrl eval`: finds the model, checks keys and layout, and runs ranks that ask it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mrl.config.build import build_section
+from mrl.config.checks import parallel_dims
+from mrl.config.command import Part
+from mrl.config.inference import (
+    DEFAULT_NEW_TOKENS,
+    EvalConfig,
+    EvalKeys,
+    EvalRequestConfig,
+    GenerateConfig,
+    InferenceConfig,
+    PlaceConfig,
+    RequestConfig,
+    check_inference,
+    unread_of_texts,
+)
+from mrl.config.load import apply_override
+from mrl.config.ppo import RolloutConfig
+from mrl.config.ppo_checks import check_inside
+from mrl.engine.checks import Sequences
+from mrl.errors import ConfigError, UserError
+from mrl.launch import preflight
+from mrl.launch.environment import JoinedWorld, joined_world
+from mrl.launch.start import choose_nproc, join
+from mrl.trainers.waits import announced, write_error_line
+
+LOADING = "loading PyTorch and what goes with it"
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Keys of `rollout` that a greedy choice leaves unread."""
+
+Keys = TypeVar("Keys", bound=InferenceConfig)
+
+
+def generate(
+    model: str, overrides: Sequence[str], *, prompts: Sequence[str], file: str | None, chat: bool, score: bool,
+    tools: str | None, out: str | None, greedy: bool, nproc: int | None, options: Mapping[str, Any],
+) -> int | None:  # fmt: skip
+    """Runs `mrl generate`. options: KEY -> VALUE of what has an option of its own. Returns the exit code."""
+    raw = plain_of(overrides, options)
+    greedy = drop_zero_temperature(raw) or greedy
+    texts = list(prompts) or _from_stdin(file=file, chat=chat, score=score)
+    _check_request(raw, texts, file=file, chat=chat, score=score, tools=tools, out=out, greedy=greedy)
+    raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
+    raw["data"] = {**raw.get("data", {}), "train": file or "-", "eval": file or "-"}
+    joined = joined_world(os.environ)
+    with _said("reading the model's folder", joined):
+        keys, place = prepared(raw, InferenceConfig, model)
+        if file is None:
+            unread_of_texts(keys.data)
+        request = RequestConfig(
+            prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=greedy
+        )
+        config = GenerateConfig(**_fields(keys), place=place, request=request)
+        world_size = check_here(config, place, joined, nproc)
+    return run("mrl.inference.generate:run", config, world_size, joined)
+
+
+def evaluate(
+    model: str, task: str, overrides: Sequence[str], *, reward: str | None, limit: int | None, against: str | None,
+    out: str | None, as_json: bool, nproc: int | None, options: Mapping[str, Any],
+) -> int | None:  # fmt: skip
+    """Runs `mrl eval`. options: as of `generate`. Returns the exit code."""
+    given = plain_of(overrides, options)
+    if drop_zero_temperature(given) and given.get("rollout", {}).get("samples_per_prompt", 1) != 1:
+        raise UserError("--temperature", 0, "makes all samples of a prompt equal", "give one above 0, or no --samples")
+    joined = joined_world(os.environ)
+    with _said("reading the task and the model's folder", joined), preflight.quiet():
+        from mrl.inference.tasks import parse_reward, read_task, with_question
+
+        read = read_task(task)
+        raw = {**read.raw}
+        for section, value in given.items():
+            raw[section] = {**raw.get(section, {}), **value} if isinstance(value, dict) else value
+        if reward is not None:
+            raw["rewards"] = {**raw.get("rewards", {}), "functions": [parse_reward(reward, "--reward")]}
+        raw["data"] = {"train": raw["data"]["eval"], **with_question(raw["data"])}
+        raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
+        if raw["rollout"]["samples_per_prompt"] == 1:
+            check_unread(raw, SAMPLING, "one sample of each prompt, which is greedy (--samples)")
+        if not raw.get("rewards", {}).get("functions") and raw["rollout"].get("environment") is None:
+            names = "gsm8k, exact_match and others (docs/rewards.md), or path.py:name"
+            raise UserError("--reward", why="is missing, so that nothing says what is right", fix=f"give {names}")
+        config = _eval_config(raw, model, against, EvalRequestConfig(
+            task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
+        ))  # fmt: skip
+        world_size = check_here(config, config.place, joined, nproc)
+        if config.other is not None:
+            other = dataclasses.replace(config.model, path=config.other.folder)
+            check_here(dataclasses.replace(config, model=other), config.other, joined, nproc)
+    return run("mrl.inference.evaluate:run", config, world_size, joined)
+
+
+def _eval_config(raw: dict[str, Any], model: str, against: str | None, request: EvalRequestConfig) -> EvalConfig:
+    """Returns what ranks are given. against: a model, or the file of a result."""
+    keys, place = prepared(raw, EvalKeys, model)
+    other = None
+    if against is not None and not against.endswith(".json"):
+        _, other = prepared(raw, EvalKeys, against, "--against")
+        if place.limit is not None and other.limit is not None and other.limit < place.limit:
+            keys, place = prepared(raw, EvalKeys, model, most=other.limit)  # both get the same prompts
+        other = dataclasses.replace(
+            other, limit=place.limit, dtype=raw.get("model", {}).get("dtype", other.dtype)
+        )  # fmt: skip
+        request = dataclasses.replace(request, against=None)
+    return EvalConfig(**_fields(keys), place=place, other=other, request=request)
+
+
+def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns KEY=VALUE and options as plain data; one that is given in both is refused."""
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(raw, override)
+    given = {override.partition("=")[0] for override in overrides}
+    for key, value in options.items():
+        if value is None or value == ():
+            continue
+        if key in given:
+            raise ConfigError(key, why="is given by KEY=VALUE and by an option", fix="keep one of them")
+        section, _, name = key.rpartition(".")
+        (raw.setdefault(section, {}) if section else raw)[name] = list(value) if isinstance(value, tuple) else value
+    for section in ("rollout", "data", "model"):
+        if not isinstance(raw.get(section, {}), dict):
+            build_section(InferenceConfig, {section: raw[section]}, "", InferenceConfig)  # for what it refuses
+    return raw
+
+
+def drop_zero_temperature(raw: dict[str, Any]) -> bool:
+    """Takes a temperature of 0 out of `rollout`: it is greedy, for which rollouts have another word."""
+    rollout = raw.get("rollout", {})
+    if type(rollout.get("temperature")) in (int, float) and rollout["temperature"] == 0:
+        del rollout["temperature"]
+        return True
+    return False
+
+
+def _from_stdin(*, file: str | None, chat: bool, score: bool) -> list[str]:
+    """Returns the text on stdin as a prompt, where nothing else is asked."""
+    if file is not None or chat or score or sys.stdin is None or sys.stdin.isatty():
+        return []
+    text = sys.stdin.read()
+    return [text.removesuffix("\n")] if text.strip() else []
+
+
+def _check_request(
+    raw: Mapping[str, Any], texts: Sequence[str], *, file: str | None, chat: bool, score: bool, tools: str | None,
+    out: str | None, greedy: bool,
+) -> None:  # fmt: skip
+    """Raises UserError for options that do not go together."""
+    given = [name for name, value in (("--prompt", texts), ("--prompts", file), ("--chat", chat)) if value]
+    if len(given) > 1:
+        raise UserError(given[0], why=f"is given together with {given[1]}", fix="keep one of them")
+    if not given:
+        ways = "--prompt TEXT, --prompts FILE.jsonl, a text on stdin, or --chat"
+        raise UserError("mrl generate", why="has no prompt", fix=f"give {ways}")
+    if score and file is None:
+        raise UserError("--score", why="reads rows with completions", fix="give them with --prompts FILE.jsonl")
+    if tools is not None and file is not None:
+        raise UserError(
+            "--tools", why="is for --prompt and --chat: rows have a field tools of their own", fix="leave it out"
+        )
+    if chat and out is not None:
+        raise UserError("--out", why="has no effect with --chat", fix="write /save FILE there")
+    if file is not None and out is not None and os.path.realpath(file) == os.path.realpath(out):
+        raise UserError("--out", why="is the file of the prompts", fix="give another one")
+    if greedy or score:
+        check_unread(raw, SAMPLING if greedy else SAMPLING[1:], "--greedy" if greedy else "--score")
+    if score:
+        names = ("samples_per_prompt", "max_new_tokens", "stop", "stop_tokens", "backend", "environment")
+        check_unread(raw, names, "--score, which samples nothing")
+    if chat and raw.get("rollout", {}).get("samples_per_prompt", 1) != 1:
+        raise UserError("--samples", why="has no effect with --chat", fix="leave it out")
+
+
+def check_unread(raw: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Raises ConfigError where one of the keys of `rollout` is given and nothing would read it."""
+    for name in names:
+        if name in raw.get("rollout", {}):
+            value = raw["rollout"][name]
+            raise ConfigError(f"rollout.{name}", value, f"has no effect with {reason}", "leave one of them out")
+
+
+def prepared(
+    raw: Mapping[str, Any], root: type[Keys], given: str, key: str = "MODEL", most: int | None = None
+) -> tuple[Keys, PlaceConfig]:
+    """Returns the keys of `raw` with what the model's folder says where they are silent, and where the model is.
+
+    The dtype is that of the stored weights; prompts and new tokens fit the model's positions, or `most` tokens.
+    """
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in raw.items()}
+    build_section(root, {**plain, "model": {"path": given, **plain.get("model", {})}}, "", root)  # for what it refuses
+    if "path" in plain.get("model", {}):
+        raise ConfigError("model.path", why=f"is {key}, which comes first", fix="leave it out")
+    with preflight.quiet():
+        from mrl.inference.places import find
+
+        place = find(given, key)
+    plain["model"] = {"path": place.folder, "dtype": place.dtype, **plain.get("model", {})}
+    rollout, data = plain.setdefault("rollout", {}), plain.setdefault("data", {})
+    if "max_prompt_length" in data:
+        place = dataclasses.replace(place, limit=None)
+    elif place.limit is not None:
+        limit = min(place.limit, most or place.limit, _cache_tokens(rollout))
+        rollout.setdefault("max_new_tokens", max(1, min(DEFAULT_NEW_TOKENS, limit // 2)))
+        new = rollout["max_new_tokens"]
+        if type(new) is int and new >= limit:
+            why = f"leaves no prompt room in the model's {limit} positions"
+            raise ConfigError("rollout.max_new_tokens", new, why, f"give at most {limit - 1}")
+        if type(new) is int:
+            data["max_prompt_length"] = limit - new
+        place = dataclasses.replace(place, limit=limit)
+    config = build_section(root, plain, "", root)
+    check_inference(config)
+    return config, place
+
+
+def _cache_tokens(rollout: Mapping[str, Any]) -> int:
+    """Returns rollout.cache_tokens, which a sequence has to fit in, where that is a number."""
+    given = rollout.get("cache_tokens")
+    return given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
+
+
+def check_here(config: InferenceConfig, place: PlaceConfig, joined: JoinedWorld | None, nproc: int | None) -> int:
+    """Returns how many ranks ask the model. Raises a UserError where it cannot be run on them."""
+    if config.engine.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    part = Part("", config.model, config.engine, hf=preflight.read_model_config(config.model))
+    if joined is not None and nproc is not None:
+        raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
+    world_size = choose_nproc([part], nproc) if joined is None else joined.world_size
+    new, prompt = config.rollout.max_new_tokens, config.data.max_prompt_length
+    words = f"data.max_prompt_length {prompt} + rollout.max_new_tokens {new}"
+    sequences = Sequences(config.max_length, words, packed=config.data.packing, generated=True)
+    preflight.check_part(part, parallel_dims(config.engine.parallel, world_size), sequences)
+    check_inside(config.rollout, world_size, part.hf)
+    return world_size
+
+
+def run(target: str, config: Any, world_size: int, joined: JoinedWorld | None) -> int | None:
+    """Runs `target` on so many ranks; a rank of another launcher runs it as that one. Returns the exit code."""
+    command_line = shlex.join(["mrl", *sys.argv[1:]])
+    with _said(LOADING, joined):
+        from mrl.launch import local
+
+    module, _, name = target.partition(":")
+
+    def here(*given: Any) -> None:
+        with _said(LOADING, joined):
+            function: Callable[..., None] = getattr(importlib.import_module(module), name)
+        function(*given)
+
+    try:
+        if joined is not None:
+            join(joined)
+            with warnings.catch_warnings(action="ignore"):
+                here(config, command_line)
+        elif world_size == 1:
+            local.run_here(here, config, command_line)
+        else:
+            local.launch(target, config, command_line, world_size, quiet=True)
+    except local.RankFailed as failure:
+        print(f"mrl: {failure}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted") from None
+    return None
+
+
+def _said(what: str, joined: JoinedWorld | None) -> Any:
+    return announced(what, shows=joined is None or joined.rank == 0, write=write_error_line)
+
+
+def _fields(config: InferenceConfig) -> dict[str, Any]:
+    """Returns the sections of a config, as they are."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

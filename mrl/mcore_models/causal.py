@@ -1,0 +1,96 @@
+"""Causal attention by the leanest way that a device has for it: for the local spec's layers, and for prompts in
+generation under every spec and engine.
+
+Dimensions: `N` sequences of one length, `H` query heads and `G` key-value heads, `Q` queries and `K` keys, `D` head
+size of queries and keys, `V` of values. Queries stand at the end: query `i` is at place `K - Q + i` of the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.mcore_models import flash
+from mrl.mcore_models.masked import causal_mask, explicit_attention
+
+Way = Literal["sdpa", "flash", "blocks"]
+"""torch's own `scaled_dot_product_attention`; flash.py; or scores that are written out, block by block."""
+
+MOST_SCORES = 2**26
+"""Scores that are written out at once where no kernel serves: 256 MiB in fp32, a few times over."""
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """query [N, H, Q, D], key [N, G, K, D], value [N, G, K, V] -> [N, H, Q, V].
+
+    window: how many tokens a query sees, itself included; None for all. sinks: [H], and softcap: as in
+    `explicit_attention`. Without dropout, memory grows with Q + K: by a flash kernel, or block by block where there is
+    none (soft capping everywhere; fp32 and heads wider than 256 on a GPU).
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    window = None if window is None or window >= keys else window
+    plain = sinks is None and softcap is None
+    chosen = way(
+        query, keys, value, window=window, sinks=sinks is not None, softcap=softcap is not None, dropout=dropout > 0
+    )
+    if chosen == "sdpa":
+        return sdpa(query, key, value, None, scale=scale, dropout=dropout)
+    if chosen == "flash":
+        return flash.attend(query, key, value, scale=scale, window=window, sinks=sinks)
+    key, value = of_each_query_head(query, key, value)
+    most = flash.BLOCK if plain else max(1, min(flash.BLOCK, MOST_SCORES // (query.shape[0] * query.shape[1] * keys)))
+    of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
+    outs = []
+    for rows, seen, sizes in flash.blocks(queries, keys, window, most):
+        q, k, v = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        mask = causal_mask(*sizes, window, query.device)
+        if plain:
+            outs.append(sdpa(q, k, v, mask, scale=scale, dropout=dropout))
+        else:
+            outs.append(
+                explicit_attention(q, k, v, mask, scale=scale, sinks=of_heads, softcap=softcap, dropout=dropout)
+            )
+    return torch.cat(outs, dim=2)
+
+
+def way(
+    query: Tensor, keys: int, value: Tensor, *, window: int | None, sinks: bool, softcap: bool = False, dropout: bool
+) -> Way:
+    """Returns how attention of tensors like these is computed; window: one that is shorter than the keys, or None."""
+    queries = query.shape[2]
+    if not (sinks or softcap) and window is None and queries == keys:
+        return "sdpa"
+    return "flash" if not softcap and not dropout and flash.has_kernel(query, value) else "blocks"
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, dropout: float) -> Tensor:
+    """torch's own attention. mask: [..., Q, K] bool, True where a query may look; None for causal, with Q == K."""
+    if not query.is_cpu and (mask is not None or query.dtype == torch.float32):
+        # only flash-attn's kernel knows grouped queries, and it knows no mask and no fp32; torch would write the
+        # scores out
+        key, value = of_each_query_head(query, key, value)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def of_each_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [N, G, K, D] written out for each query head: [N, H, K, D]."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)

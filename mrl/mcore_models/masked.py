@@ -1,0 +1,41 @@
+"""Attention by a mask and by its formula, in memory that grows with queries times keys. Plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:
+    """[q_length, k_length] bool, True where a query (aligned to the keys' end) may look: at most `window` back."""
+    allowed = torch.ones(q_length, k_length, dtype=torch.bool, device=device).tril(k_length - q_length)
+    return allowed if window is None else allowed.triu(k_length - q_length - window + 1)
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention by its formula, for what torch's has not.
+
+    query [..., H, Q, D], key and value [..., G, K, D]; mask: bool, True where a query may look. sinks: [..., H, 1 or Q,
+    1]: the softmax has one more place, of this score and value zero (arXiv 2309.17453, "zero sink", learned). softcap:
+    scores `s` are `softcap * tanh(s / softcap)` (Gemma 2, arXiv 2408.00118).
+    """
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (t.repeat_interleave(groups, -3) if groups > 1 else t for t in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[-2]].to(value.dtype)
+    return torch.dropout(weights, dropout, train=dropout > 0) @ value

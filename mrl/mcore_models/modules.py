@@ -1,0 +1,61 @@
+"""Which classes a decoder layer is built of, by name: what `mrl.mcore_models.layers` chose, for people to read.
+
+`cpu_stand_in.prepare()` must have run before this module is imported. Nothing is built, and no process group is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from mrl.mcore_models import layers
+from mrl.mcore_models.config import Config, LatentConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerModules:
+    """Names of classes."""
+
+    attention: str  # of the scores and their sum over values
+    norm: str  # before attention: a module of its own, or the linear layer that it is fused with
+    linear: str  # of the attention's output
+    experts: str | None  # None in a dense layer
+
+
+def modules_of(config: Config | LatentConfig, layer: int) -> LayerModules:
+    """Returns what the decoder layer with the global number `layer` is built of."""
+    [spec] = layers.block_spec(config, [layer]).layer_specs
+    parts = spec.submodules
+    attention = parts.self_attention.submodules
+    first = attention.up if config.multi_latent_attention else attention.linear_qkv
+    norm = _name(parts.input_layernorm)
+    return LayerModules(
+        attention=_name(attention.core_attention),
+        norm=_name(first) if norm == "IdentityOp" else norm,
+        linear=_name(attention.linear_proj),
+        experts=_experts(parts.mlp),
+    )
+
+
+def _experts(mlp: Any) -> str | None:
+    below = _submodules(mlp)
+    experts = getattr(below, "experts", None)
+    return None if experts is None else _name(experts)
+
+
+def _submodules(of: Any) -> Any:
+    """A ModuleSpec's in megatron-core 0.16, of a partial in 0.19."""
+    return of.keywords.get("submodules") if isinstance(of, functools.partial) else of.submodules
+
+
+def _name(of: Any) -> str:
+    """Of a class, or of what makes objects of one."""
+    while not isinstance(of, type):
+        if isinstance(of, functools.partial):
+            of = of.func
+        elif hasattr(of, "module"):
+            of = of.module
+        else:
+            return str(getattr(of, "__name__", of))
+    return of.__name__

@@ -1,0 +1,135 @@
+"""Communication, pipeline bubble and time of the updates of a role, from what its passes do.
+
+Times are estimates: matrix products at a share of the GPU's peak (`efficiency`), collectives at the rate of the link
+that their ranks share, one after the other, as megatron's plain schedule runs them. Ring algorithms: an all-gather or
+reduce-scatter of B bytes over n ranks moves B (n-1)/n a rank, an all-reduce twice that, an all-to-all B (n-1)/n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from mrl.engine.megatron.meta import RankFigures
+from mrl.engine.megatron.meta_run import Traffic
+from mrl.parallel import ParallelDims
+from mrl.plan import schedule
+from mrl.plan.gpus import GPU
+from mrl.plan.memory import MicroBatches, RolePlan
+
+Link = Literal["node", "network"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Bytes that the busiest rank sends in one kind of communication during a step."""
+
+    group: str
+    op: str
+    ranks: int
+    link: Link
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """A role's mini-batches of one step."""
+
+    moved: tuple[Moved, ...]
+    bubble: float  # share of the stages' time that they wait, with the passes' own times
+    even_bubble: float  # the same, if all passes took the same time: of the schedule alone
+    flops: float  # that the busiest rank computes, with what is computed again
+    pipeline_s: float
+    gradients_s: float  # to reduce gradients and gather parameters
+    optimizer_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline_s + self.gradients_s + self.optimizer_s
+
+
+def moved_bytes(op: str, ranks: int, size: int) -> float:
+    """Returns what a rank sends in a collective of `size` bytes."""
+    share = (ranks - 1) / ranks
+    return size * (2 * share if op == "all_reduce" else 1 if op in ("send", "broadcast") else share)
+
+
+def span(dims: ParallelDims, group: str) -> int:
+    """Returns how many neighbouring ranks a group of this kind reaches over (order tp-cp-ep-dp-pp, mrl.parallel)."""
+    reach = {
+        "tp": dims.tp, "cp": dims.tp * dims.cp, "tp*cp": dims.tp * dims.cp, "etp": dims.etp,
+        "ep": dims.etp * dims.ep, "etp*ep": dims.etp * dims.ep,
+        "dp": dims.world_size // dims.pp, "edp": dims.world_size // dims.pp,
+    }  # fmt: skip
+    return reach.get(group, dims.world_size)
+
+
+def link_of(dims: ParallelDims, group: str, gpu: GPU) -> Link:
+    reach = span(dims, group)
+    return "node" if reach <= gpu.per_node and gpu.per_node % reach == 0 else "network"
+
+
+def cost(
+    plan: RolePlan, stages: Sequence[RankFigures], batches: MicroBatches, gpu: GPU, *, steps: int, efficiency: float,
+    forward_only: bool = False,
+) -> Cost:  # fmt: skip
+    """Returns what `steps` mini-batches of a role take."""
+    dims = plan.dims
+
+    def seconds(flops: float, traffic: Iterable[Traffic]) -> float:
+        total = flops / (gpu.flops * efficiency)
+        for one in traffic:
+            rate = gpu.link if link_of(dims, one.group, gpu) == "node" else gpu.network
+            total += moved_bytes(one.op, one.ranks, one.bytes) / rate
+        return total
+
+    forward = [[seconds(c.forward_flops, c.forward_traffic) for c in stage.chunks] for stage in stages]
+    backward = [[seconds(c.backward_flops, c.backward_traffic) for c in stage.chunks] for stage in stages]
+    line = schedule.timeline(forward, backward, micro_batches=batches.count, forward_only=forward_only)
+    even = [[1.0] * dims.vpp for _ in stages]
+    twice = [[2.0] * dims.vpp for _ in stages]
+    plain = schedule.timeline(even, twice, micro_batches=batches.count, forward_only=forward_only)
+    moved = _moved(dims, stages, batches.count, steps, gpu, forward_only)
+    after = [m for m in moved if m.group in ("dp", "edp")]
+    gradients_s = sum(m.bytes / (gpu.link if m.link == "node" else gpu.network) for m in after)
+    busiest = max(stages, key=lambda s: sum(c.forward_flops + c.backward_flops for c in s.chunks))
+    flops = sum(c.forward_flops + (0 if forward_only else c.backward_flops) for c in busiest.chunks)
+    # gradient, master and both moments are read, the latter three and the parameter written: 30 bytes of a bf16 one
+    updated = max(stage.largest_optimizer for stage in stages) / 12 * 30
+    return Cost(
+        moved=tuple(moved), bubble=line.bubble, even_bubble=plain.bubble, flops=flops * batches.count * steps,
+        pipeline_s=line.makespan * steps, gradients_s=gradients_s,
+        optimizer_s=0.0 if forward_only else updated / gpu.memory_rate * steps,
+    )  # fmt: skip
+
+
+def _moved(
+    dims: ParallelDims, stages: Sequence[RankFigures], micro_batches: int, steps: int, gpu: GPU, forward_only: bool
+) -> list[Moved]:
+    """What the stage that sends most of each kind sends in a step."""
+    most: dict[tuple[str, str, int], float] = {}
+    for stage in stages:
+        here: dict[tuple[str, str, int], float] = {}
+
+        def add(group: str, op: str, ranks: int, size: float, here: dict = here) -> None:
+            if ranks > 1 and size:
+                here[group, op, ranks] = here.get((group, op, ranks), 0.0) + size
+
+        for chunk in stage.chunks:
+            for one in (*chunk.forward_traffic, *chunk.backward_traffic):
+                add(one.group, one.op, one.ranks, moved_bytes(one.op, one.ranks, one.bytes) * micro_batches)
+            # hidden states to the next stage; their gradients, as large, come back from there
+            add("pp", "send", dims.pp, chunk.sent * micro_batches * (1 if forward_only else 2))
+        for buffer in () if forward_only else stage.grad_buffers:
+            kind = "edp" if buffer.of_experts else "dp"
+            add(kind, "reduce_scatter", buffer.ranks, moved_bytes("reduce_scatter", buffer.ranks, 4 * buffer.elements))
+            whole = buffer.parameter_bytes * buffer.elements
+            add(kind, "all_gather", buffer.ranks, moved_bytes("all_gather", buffer.ranks, whole))
+        for key, size in here.items():
+            most[key] = max(most.get(key, 0.0), size)
+    return [
+        Moved(group, op, ranks, link_of(dims, group, gpu), math.ceil(size * steps))
+        for (group, op, ranks), size in sorted(most.items())
+    ]

@@ -1,0 +1,160 @@
+"""What every rank holds in each phase of a step, in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from mrl.config.phases import Phase, Phases
+from mrl.config.schema import RoleConfig
+from mrl.engine.megatron import meta
+from mrl.engine.megatron.meta import RankFigures
+from mrl.parallel import ParallelDims
+from mrl.plan import schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """How a role's mini-batch is divided on each rank, where all sequences are as long as they may be."""
+
+    lengths: tuple[int, ...]  # of the sequences of one
+    count: int  # in a mini-batch
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def micro_batches(config: RoleConfig, dims: ParallelDims, sequences: int, longest: int) -> MicroBatches:
+    """Returns the micro-batches of a rank whose layout shares `sequences` of `longest` tokens."""
+    limit = config.engine.micro_batch
+    each = limit.size if limit.size is not None else max(1, (limit.tokens or longest) // longest)
+    mine = max(1, math.ceil(sequences / dims.dp))
+    multiple = dims.pp if dims.vpp > 1 else 1
+    count = math.ceil(math.ceil(mine / each) / multiple) * multiple
+    return MicroBatches((longest,) * min(each, mine), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolePlan:
+    """A role's model on its layout: the figures of one rank of each pipeline stage."""
+
+    role: str
+    config: RoleConfig
+    dims: ParallelDims
+    trains: tuple[RankFigures, ...]  # of each stage, with gradients and optimizer; empty where the role never trains
+    forward: tuple[RankFigures, ...]  # of each stage in forward passes without gradients
+
+    @property
+    def stages(self) -> tuple[RankFigures, ...]:
+        return self.trains or self.forward
+
+
+def plan_role(role: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int) -> RolePlan:
+    """Builds and runs the role's model, once for each stage that differs from those before it."""
+    trained: tuple[RankFigures, ...] = ()
+    only_forward: tuple[RankFigures, ...] = ()
+    for phase in phases.phases:
+        if phase.role != role:
+            continue
+        sequences = phase.sequences // phase.steps
+        if phase.kind == "train":
+            lengths = micro_batches(config, dims, sequences, longest).lengths
+            trained = _stages(config, dims, lengths, entropy=phases.entropy if config.head == "lm" else "none")
+        elif phase.kind == "forward":
+            lengths = micro_batches(config, dims, sequences, longest).lengths
+            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, entropy="none")
+    if not trained and not only_forward:  # it only samples
+        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), entropy="none")
+    return RolePlan(role, config, dims, trained, only_forward)
+
+
+def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, entropy: str) -> tuple[RankFigures, ...]:
+    """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
+    alone, and that is listed. Stages with the same layers are run once."""
+    kinds = meta.kinds_of_stages(config, dims)
+    spec = meta.layer_spec_on_gpus(config, dims)
+    made: dict[tuple, RankFigures] = {}
+    found = []
+    for stage, kind in enumerate(kinds):
+        rank = stage * (dims.world_size // dims.pp)
+        if kind.same not in made:
+            made[kind.same] = meta.measure(config, dims, rank, lengths, spec=spec, entropy=entropy)
+        found.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Bytes on a rank of one stage in one phase."""
+
+    phase: str
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    cache: int  # keys and values, or what an engine inside the trainer takes
+    idle: int  # of roles that do not work
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.cache + self.idle
+
+
+def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory: int) -> list[Use]:
+    """Returns what the fullest rank of each stage of each phase's role holds."""
+    found = []
+    for phase in phases.phases:
+        plan = roles[phase.role]
+        for stage in range(plan.dims.pp):
+            use = _use(phase, plan, stage, longest, gpu_memory)
+            others = [other for role, other in roles.items() if role != phase.role]
+            idle = 0 if phases.offload_idle else sum(_resident(other) for other in others)
+            found.append(dataclasses.replace(use, idle=idle))
+    return found
+
+
+def _resident(plan: RolePlan) -> int:
+    """The most that a role holds of its state while another one works and idle roles stay on the device."""
+    away = set(plan.config.engine.offload)
+    return max(
+        stage.parameters * ("parameters" not in away) + stage.gradients * ("gradients" not in away)
+        + stage.largest_optimizer * ("optimizer" not in away) + stage.buffers
+        for stage in plan.stages
+    )  # fmt: skip
+
+
+def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
+    figures = plan.stages[stage]
+    weights = figures.parameters + figures.buffers
+    if phase.kind == "sample":
+        if phase.engine_fraction:
+            kept = weights if phase.handed_over else 0
+            return Use(phase.name, stage, kept, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
+        return Use(phase.name, stage, weights, 0, 0, 0, phase.cache_tokens * _cache_bytes(plan, stage), 0)
+    dims = plan.dims
+    batches = micro_batches(plan.config, dims, phase.sequences // phase.steps, longest)
+    figures = (plan.trains if phase.kind == "train" else plan.forward)[stage]
+    order = schedule.passes(
+        stage, pp=dims.pp, vpp=dims.vpp, micro_batches=min(batches.count, 4 * dims.pp * dims.vpp),
+        forward_only=phase.kind == "forward",
+    )  # fmt: skip
+    activations = schedule.most_alive(
+        order, [c.saved for c in figures.chunks], [c.forward_peak for c in figures.chunks],
+        [c.backward_peak for c in figures.chunks],
+    )  # fmt: skip
+    if phase.kind == "forward":
+        return Use(phase.name, stage, weights, 0, 0, activations, 0, 0)
+    waits = "optimizer" in plan.config.engine.offload  # on the host, until the step
+    optimizer = figures.largest_optimizer
+    if waits and activations < optimizer:
+        return Use(phase.name, stage, weights, figures.gradients, optimizer, 0, 0, 0)
+    return Use(phase.name, stage, weights, figures.gradients, 0 if waits else optimizer, activations, 0, 0)
+
+
+def _cache_bytes(plan: RolePlan, stage: int) -> int:
+    """Bytes of keys and values of one token in the layers of a stage, on one rank."""
+    per_layer = meta.cache_bytes(plan.config, plan.dims)
+    return sum(len(layers) for layers in plan.stages[stage].layers) * per_layer

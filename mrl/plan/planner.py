@@ -1,0 +1,145 @@
+"""Plans a run: from its config to figures of every stage and phase."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from mrl.config.command import Config, Part, TrainingCommand
+from mrl.config.phases import Phases
+from mrl.converters.families import FAMILIES
+from mrl.converters.hf_config import normalize
+from mrl.engine.megatron import meta
+from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
+from mrl.plan import memory
+from mrl.plan.cost import Cost, cost
+from mrl.plan.gpus import GPU
+from mrl.plan.memory import RolePlan, Use
+from mrl.trainers.throughput import training_flops
+
+RESERVED_GIB = 4.0
+"""What a GPU needs beside tensors, an assumption: CUDA's context and kernels, NCCL's buffers, cuBLAS's workspace, and
+what the caching allocator cannot hand out again."""
+
+EFFICIENCY = 0.5
+"""The share of a GPU's peak that matrix products are taken to reach, an assumption."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run takes on `world_size` GPUs."""
+
+    command: str
+    world_size: int
+    gpu: GPU
+    reserved: int  # bytes of each GPU that are left for what is no tensor
+    longest: int  # tokens of a sequence
+    phases: Phases
+    roles: dict[str, RolePlan]
+    uses: list[Use]
+    costs: dict[str, Cost]  # by the name of the phase; none of sampling
+    model_flops: dict[str, float]  # of a token in an update, by role
+    batches: dict[str, memory.MicroBatches]  # by the name of the phase
+    step_tokens: int  # of a global batch
+
+    @property
+    def fullest(self) -> Use:
+        return max(self.uses, key=lambda use: use.total)
+
+    @property
+    def room(self) -> int:
+        """Bytes that tensors may take on a GPU."""
+        return self.gpu.memory - self.reserved
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.total <= self.room
+
+    @property
+    def seconds(self) -> float:
+        """Of a step without its sampling."""
+        return sum(one.seconds for one in self.costs.values())
+
+
+def plan(
+    command: TrainingCommand, config: Config, parts: list[Part], layouts: list[ParallelDims], gpu: GPU, *,
+    reserved_gib: float = RESERVED_GIB, efficiency: float = EFFICIENCY,
+) -> Plan:  # fmt: skip
+    """Returns the plan of a config whose parts and layouts have been checked. `meta.prepare` must have been called."""
+    longest, _ = command.longest(config)
+    phases = command.phases(config)
+    roles, costs, batches, model_flops = {}, {}, {}, {}
+    for part, dims in zip(parts, layouts, strict=True):
+        if not any(phase.role == part.role for phase in phases.phases):
+            continue
+        if part.engine.backend != "megatron":
+            raise ConfigError(
+                part.key("engine.backend"), part.engine.backend, "is not planned", "plan the parts on megatron"
+            )
+        roles[part.role] = memory.plan_role(part.role, command.engine_config(config, part), dims, phases, longest)
+        if part.optimizer is not None and part.hf.get("model_type") in FAMILIES:
+            lengths = torch.tensor([longest])
+            model_flops[part.role] = (
+                training_flops(normalize(dict(part.hf), where="config.json"), lengths, longest) / longest
+            )
+    for phase in phases.phases:
+        if phase.kind == "sample":
+            continue
+        role = roles[phase.role]
+        found = memory.micro_batches(role.config, role.dims, phase.sequences // phase.steps, longest)
+        batches[phase.name] = found
+        trains = phase.kind == "train"
+        costs[phase.name] = cost(
+            role, role.trains if trains else role.forward, found, gpu, steps=phase.steps, efficiency=efficiency,
+            forward_only=not trains,
+        )  # fmt: skip
+    return Plan(
+        command=command.name, world_size=layouts[0].world_size, gpu=gpu, reserved=int(reserved_gib * 2**30),
+        longest=longest, phases=phases, roles=roles,
+        uses=memory.uses(phases, roles, longest, gpu.memory), costs=costs, model_flops=model_flops, batches=batches,
+        step_tokens=config.train.global_batch_size * longest,
+    )  # fmt: skip
+
+
+def prepare() -> None:
+    """Makes this process one that plans."""
+    meta.prepare()
+
+
+def _optimizer_bytes(role: RolePlan, stage: int) -> list[int]:
+    """Returns the different amounts that ranks of a stage have, the least first."""
+    dims = role.dims
+    ranks = dims.world_size // dims.pp
+    places = {(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank) for at in map(dims.coordinates, range(ranks))}
+    return sorted({role.stages[stage].optimizer(*place) for place in places})
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """Returns the plan as plain data, in bytes, seconds and FLOPs."""
+    roles = {}
+    for role, one in made.roles.items():
+        stages = [
+            {
+                "stage": i, "layers": [list(layers) for layers in stage.layers], "parameter_bytes": stage.parameters,
+                "gradient_bytes": stage.gradients, "buffer_bytes": stage.buffers,
+                "optimizer_bytes": _optimizer_bytes(one, i),
+                "chunks": [dataclasses.asdict(chunk) for chunk in stage.chunks],
+            }
+            for i, stage in enumerate(one.stages)
+        ]  # fmt: skip
+        roles[role or "model"] = {
+            "layout": one.dims.describe(),
+            "degrees": dataclasses.asdict(one.dims),
+            "stages": stages,
+        }
+    return {
+        "command": made.command, "world_size": made.world_size, "gpu": dataclasses.asdict(made.gpu),
+        "reserved_bytes": made.reserved, "fits": made.fits, "longest_sequence": made.longest, "roles": roles,
+        "phases": [dataclasses.asdict(use) | {"total": use.total} for use in made.uses],
+        "updates": {name: dataclasses.asdict(one) | {"seconds": one.seconds} for name, one in made.costs.items()},
+        "model_flops_per_token": {role or "model": flops for role, flops in made.model_flops.items()},
+        "step_seconds": made.seconds,
+    }  # fmt: skip

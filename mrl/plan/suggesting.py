@@ -1,0 +1,118 @@
+"""`mrl plan --suggest`: layouts of a run on so many GPUs, those that fit ranked by the time of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mrl.config.command import Part
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import normalize
+from mrl.converters.rules import expected_hf_names
+from mrl.errors import UserError
+from mrl.plan.gpus import GPU
+from mrl.plan.planner import Plan
+
+MOST = 48  # layouts that are built and run, a second or less each
+LONG = 16384  # tokens from which context parallelism is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A layout that fits."""
+
+    overrides: tuple[str, ...]
+    plan: Plan
+
+
+def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -> list[dict[str, Any]]:
+    """Returns engine.parallel of layouts that may fit, those that divide the model least first."""
+    hf = part.hf
+    dense, experts, count = _parameters(hf, part.head)
+    layers = hf["num_hidden_layers"]
+    tps = [n for n in _powers(gpu.per_node) if n <= world_size]
+    pps = [n for n in _powers(world_size) if n <= layers]
+    cps = _powers(8) if longest >= LONG else [1]
+    eps = [n for n in _powers(world_size) if count % n == 0] if count else [1]
+    trains = part.optimizer is not None and part.model.lora is None
+    found = []
+    for tp, pp, cp, ep in itertools.product(tps, pps, cps, eps):
+        if world_size % (tp * pp * cp) or (world_size // pp) % ep or (count and tp > 1 and ep * tp > world_size // pp):
+            continue
+        dp_cp, edp = world_size // (tp * pp), max(1, world_size // (pp * ep))
+        state = dense / (tp * pp) * (6 + 12 / dp_cp if trains else 2) + experts / (ep * pp) * (
+            6 + 12 / edp if trains else 2
+        )
+        if state > room:
+            continue
+        for vpp in [1, 2] if pp > 1 and layers >= 2 * pp else [1]:
+            degrees = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": 1 if count else None}
+            found.append(
+                (state / room, {k: v for k, v in degrees.items() if v not in (1, None) or k == "etp" and count})
+            )
+
+    # layouts with much room take activations better, those with few model-parallel ranks are faster: some of each
+    def spread(entry: tuple[float, dict[str, Any]]) -> tuple[float, float]:
+        share, degrees = entry
+        return (math.prod(v for k, v in degrees.items() if k in ("tp", "pp", "cp", "vpp")), share)
+
+    return [degrees for _, degrees in sorted(found, key=spread)][:MOST]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _parameters(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
+    """Returns a model's dense parameters, those of its experts, and how many experts a layer has."""
+    normal = normalize(dict(hf), where="config.json")
+    shapes = expected_hf_names(family_for(normal), normal, head="value" if head == "value" else "lm")
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return total - experts, experts, int(normal.get("num_experts") or 0) if experts else 0
+
+
+def search(
+    plan_of: Callable[[Sequence[str]], Plan], key: str, layouts: Sequence[Mapping[str, Any]]
+) -> Iterator[Suggestion]:
+    """Yields the layouts that are taken and fit; with full recomputation where they fit with it alone.
+
+    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. key: of the engine."""
+    for degrees in layouts:
+        text = ", ".join(f"{name}: {value}" for name, value in degrees.items())
+        override = f"{key}.parallel={{{text}}}"
+        for more in ((), (f"{key}.recompute=full", f"{key}.recompute_modules=null")):
+            try:
+                made = plan_of([override, *more])
+            except UserError:
+                break
+            if made.fits:
+                yield Suggestion((override, *more[:1]), made)
+                break
+
+
+def lines(found: Sequence[Suggestion], world_size: int, gpu: GPU, tried: int) -> Iterator[str]:
+    """Yields the table, the fastest first."""
+    from mrl.plan.show import GIB, table
+
+    if not found:
+        yield f"none of {tried} layouts on {world_size:,} x {gpu.name} fits"
+        yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"
+        return
+    best = sorted(found, key=lambda one: one.plan.seconds)[:10]
+    rows = [["layout", "GiB", "of", "bubble", "s a step", "recompute"]]
+    for one in best:
+        role = next(iter(one.plan.roles.values()))
+        bubble = max(cost.bubble for cost in one.plan.costs.values())
+        rows.append([
+            role.dims.describe(), f"{one.plan.fullest.total / GIB:.1f}", f"{one.plan.room / GIB:.1f}", f"{bubble:.1%}",
+            f"{one.plan.seconds:.2f}", role.config.engine.recompute,
+        ])  # fmt: skip
+    yield f"{len(found)} of {tried} layouts on {world_size:,} x {gpu.name} fit; the fastest by estimate:"
+    yield ""
+    yield from table(rows)
+    yield ""
+    yield "the first one: " + " ".join(f"'{override}'" for override in best[0].overrides)

@@ -1,0 +1,137 @@
+"""The charts of a report: which metrics are drawn together, and what becomes of those that no chart names."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+Goal = Literal["low", "high"]
+
+OTHER = "Other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """Metrics that are drawn together."""
+
+    key: str  # the name of its picture, without .png
+    section: str
+    title: str
+    patterns: tuple[str, ...]  # names of metrics; * stands for a reward's label
+    stacked: bool = False  # one over the other, as parts of a whole; a chart for each run
+    names: tuple[str, ...] = ()  # those that the runs have
+
+    def matches(self, name: str) -> bool:
+        """Returns whether the metric is drawn here."""
+        return any(re.fullmatch(re.escape(p).replace(r"\*", ".+"), name) for p in self.patterns)
+
+
+def _chart(section: str, key: str, title: str, *patterns: str, stacked: bool = False) -> Chart:
+    return Chart(key, section, title, patterns, stacked)
+
+
+CHARTS: tuple[Chart, ...] = (
+    _chart("Loss", "loss", "Loss", "train/loss", "actor/loss"),
+    _chart("Loss", "eval_loss", "Loss on the evaluation set", "eval/loss"),
+    _chart("Loss", "critic_loss", "Loss of the critic", "critic/loss"),
+    _chart("Reward", "reward", "Reward", "reward/mean"),
+    _chart("Reward", "reward_by_function", "Reward by function", "reward/*/mean"),
+    _chart("Reward", "reward_std", "Standard deviation of rewards", "reward/std", "reward/*/std"),
+    _chart("Reward", "accuracy", "Held-out prompts", "eval/accuracy", "eval/reward"),
+    _chart("Reward", "reward_range", "Lowest and highest reward", "reward/min", "reward/max"),
+    _chart("Reward", "equal_groups", "Groups with equal rewards", "reward/equal_groups"),
+    _chart("Reward", "faults", "Faults of reward functions", "reward/faults", "eval/faults"),
+    _chart("Policy", "kl", "KL", "actor/kl", "actor/approx_kl"),
+    _chart("Policy", "sequence_kl", "KL of sequences", "actor/sequence_kl"),
+    _chart("Policy", "kl_coef", "Coefficient of the KL", "actor/kl_coef"),
+    _chart("Policy", "entropy", "Entropy", "actor/entropy"),
+    _chart("Policy", "clip_fraction", "Clip fraction", "actor/clip_fraction", "actor/clip_fraction_low",
+           "actor/clip_fraction_high", "critic/clip_fraction"),
+    _chart("Policy", "ratio", "Ratio to the policy that sampled", "actor/ratio", "actor/ratio_max"),
+    _chart("Policy", "importance", "Correction for the sampler", "actor/importance_weight", "actor/importance_limited"),
+    _chart("Policy", "advantage", "Advantages", "advantage/mean", "advantage/std"),
+    _chart("Policy", "value", "Value", "critic/value"),
+    _chart("Policy", "explained_variance", "Explained variance", "critic/explained_variance"),
+    _chart("Rollout", "response_length", "Response length (tokens)", "rollout/response_length",
+           "rollout/response_length_min", "rollout/response_length_max", "rollout/response_length_finished",
+           "eval/response_length"),
+    _chart("Rollout", "prompt_length", "Prompt length (tokens)", "rollout/prompt_length", "rollout/prompt_length_max"),
+    _chart("Rollout", "finished", "Finished by themselves", "rollout/finished"),
+    _chart("Rollout", "logprob_gap", "Log-prob gap of sampler and trainer", "rollout/logprob_gap",
+           "rollout/logprob_gap_max"),
+    _chart("Rollout", "conversation", "Conversations", "rollout/turns", "rollout/tool_calls"),
+    _chart("Rollout", "turn_length", "Length of turns (tokens)", "rollout/turn_length", "rollout/turn_length_max",
+           "rollout/observation_length"),
+    _chart("Rollout", "prompts_rejected", "Prompts rejected", "rollout/prompts_rejected"),
+    _chart("Optimizer", "lr", "Learning rate", "train/lr", "critic/lr"),
+    _chart("Optimizer", "grad_norm", "Gradient norm before clipping", "train/grad_norm", "critic/grad_norm"),
+    _chart("Speed and memory", "throughput", "Tokens per second", "perf/tokens_per_s", "rollout/tokens_per_s"),
+    _chart("Speed and memory", "phases", "Seconds by phase", "perf/rollout_s", "perf/reward_s", "perf/log_probs_s",
+           "perf/update_s", "perf/eval_s", stacked=True),
+    _chart("Speed and memory", "step_s", "Seconds a step", "perf/step_s"),
+    _chart("Speed and memory", "mfu", "Model FLOPs utilization", "perf/mfu"),
+    _chart("Speed and memory", "memory", "Peak memory of a rank (GB)", "perf/memory_gb"),
+    _chart("Speed and memory", "progress", "Tokens trained", "train/tokens"),
+    _chart("Speed and memory", "iteration", "Iteration", "iteration"),
+)  # fmt: skip
+"""In the order of the page. The first that fits a metric draws it."""
+
+MAIN = (
+    "train/loss", "eval/loss", "reward/mean", "reward/*/mean", "eval/accuracy", "actor/kl", "actor/approx_kl",
+    "actor/entropy", "actor/clip_fraction", "critic/loss", "critic/explained_variance", "rollout/response_length",
+    "rollout/finished", "rollout/logprob_gap", "train/grad_norm", "train/lr", "perf/step_s", "perf/tokens_per_s",
+    "perf/mfu", "perf/memory_gb",
+)  # fmt: skip
+"""What the terminal shows without --all."""
+
+GOALS: dict[str, Goal] = {
+    "train/loss": "low", "eval/loss": "low", "critic/loss": "low", "reward/mean": "high", "reward/*/mean": "high",
+    "eval/accuracy": "high", "eval/reward": "high", "critic/explained_variance": "high", "perf/tokens_per_s": "high",
+    "rollout/tokens_per_s": "high", "perf/mfu": "high", "perf/step_s": "low",
+}  # fmt: skip
+"""Metrics of which one value is better than another."""
+
+
+def is_main(name: str) -> bool:
+    """Returns whether the terminal shows the metric without being asked."""
+    return _listed(name, MAIN) is not None
+
+
+def goal_of(name: str, *, rl: bool) -> Goal | None:
+    """Returns which values of a metric are the better ones; None where that cannot be said. A policy's loss says
+    nothing of how good it is (rl)."""
+    pattern = _listed(name, GOALS)
+    return None if pattern is None or (rl and name == "train/loss") else GOALS[pattern]
+
+
+def _listed(name: str, patterns: Iterable[str]) -> str | None:
+    return next((p for p in patterns if Chart("", "", "", (p,)).matches(name)), None)
+
+
+def order_of(name: str) -> tuple[int, str]:
+    """A key that sorts metrics as the page has them."""
+    return next((i for i, chart in enumerate(CHARTS) if chart.matches(name)), len(CHARTS)), name
+
+
+def charts_of(names: Iterable[str]) -> list[Chart]:
+    """Returns the charts that draw the metrics, each once: a metric that no chart names gets one of its own under
+    Other."""
+    left = sorted(set(names))
+    found = []
+    for chart in CHARTS:
+        here = [name for name in left if chart.matches(name)]
+        left = [name for name in left if name not in here]
+        if here:
+            order = [next(i for i, p in enumerate(chart.patterns) if _listed(name, (p,)) is not None) for name in here]
+            ordered = [name for _, name in sorted(zip(order, here, strict=True))]
+            found.append(dataclasses.replace(chart, names=tuple(ordered)))
+    keys: set[str] = set()
+    for name in left:
+        key = "other_" + re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")[:80]
+        while key in keys:
+            key += "_"
+        keys.add(key)
+        found.append(Chart(key, OTHER, name, (name,), names=(name,)))
+    return found

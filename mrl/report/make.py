@@ -1,0 +1,141 @@
+"""A report of runs: written once, or again and again while they go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from mrl.errors import UserError, shortened
+from mrl.report import summary
+from mrl.report.differences import differences_of, value_text
+from mrl.report.page import MARK, Look, page
+from mrl.report.pictures import write_pictures
+from mrl.report.runs import Run, RunReader, state_of
+from mrl.report.samples import SampleReader
+
+PAGE, PICTURES = "index.html", "charts"
+DIFFERENCES = 20
+"""Keys that are different between runs and shown on the terminal."""
+
+CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a report has, beside the runs."""
+
+    folder: pathlib.Path | None  # of the page; None where there is to be none
+    look: Look
+    samples: int  # most of a run on the page
+    every_metric: bool = False  # on the terminal
+
+
+class Report:
+    """The page, the pictures and the table of some runs."""
+
+    def __init__(self, readers: Sequence[RunReader], wanted: Wanted) -> None:
+        self._readers, self._wanted = readers, wanted
+        self._samples = [SampleReader(reader.path) for reader in readers]
+
+    def runs(self) -> list[Run]:
+        """Returns the runs as far as they were read."""
+        return [reader.run() for reader in self._readers]
+
+    def write(self, runs: Sequence[Run], *, reload_s: int | None = None, pictures: bool = True) -> pathlib.Path | None:
+        """Writes the page, and the pictures beside it. Returns the page."""
+        folder, look = self._wanted.folder, dataclasses.replace(self._wanted.look, reload_s=reload_s)
+        if folder is None:
+            return None
+        content = page(runs, [reader.read(self._wanted.samples) for reader in self._samples], look)
+        path = folder / PAGE
+        try:
+            check_folder(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f".{PAGE}.{os.getpid()}.tmp"
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+            if pictures:
+                write_pictures(folder / PICTURES, runs, look)
+        except OSError as error:
+            why = f"cannot be written ({error.strerror or error})"
+            raise UserError(shortened(str(folder)), why=why, fix="give another folder with --out") from error
+        return path
+
+    def text(self, runs: Sequence[Run]) -> str:
+        """Returns what the terminal shows."""
+        look = self._wanted.look
+        table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric, blocks=blocks())
+        return "\n".join([table, *_differences(runs)])
+
+
+def check_folder(folder: pathlib.Path) -> None:
+    """Raises UserError where a page would be written over a file that is none of ours."""
+    path = folder / PAGE
+    if path.exists() and MARK.encode() not in path.open("rb").read(200):
+        raise UserError(str(path), why="is there and no report of mrl", fix="give another folder with --out")
+
+
+def _differences(runs: Sequence[Run]) -> list[str]:
+    if len(runs) < 2:
+        return []
+    found = differences_of(runs)
+    rows = {**found.versions, **found.keys}
+    if not rows:
+        return ["", "configs, versions and git state are the same"]
+    lines = ["", f"different ({' | '.join(found.runs)}):"]
+    for name, values in list(rows.items())[:DIFFERENCES]:
+        lines.append(f"  {name}: " + " | ".join(shortened(value_text(value), 60) for value in values))
+    if len(rows) > DIFFERENCES:
+        lines.append(f"  and {len(rows) - DIFFERENCES} more, on the page")
+    return lines
+
+
+def blocks() -> str:
+    """Returns the characters of a sparkline that the terminal can show."""
+    try:
+        summary.BLOCKS.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return summary.ASCII_BLOCKS
+    return summary.BLOCKS
+
+
+def watch(
+    report: Report,
+    readers: Sequence[RunReader],
+    every_s: int,
+    show: Callable[[Sequence[Run], pathlib.Path | None], None],
+    sleep: Callable[[float], None] | None = None,
+) -> list[Run]:
+    """Writes the page anew whenever a metrics.jsonl has grown, and shows the table; returns when every run is finished.
+
+    The page loads itself again until then. Pictures, which take longer than the page, are written at the end alone; so
+    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that).
+    """
+    grown: list[Run] | None = report.runs()
+    try:
+        while grown is not None:
+            runs = grown
+            show(runs, report.write(runs, reload_s=every_s, pictures=False))
+            grown = _changed(report, readers, runs, every_s, sleep or time.sleep)
+    finally:
+        runs = report.runs()
+        report.write(runs)
+    return runs
+
+
+def _changed(
+    report: Report, readers: Sequence[RunReader], runs: Sequence[Run], every_s: int, sleep: Callable[[float], None]
+) -> list[Run] | None:
+    """Waits for a run that has grown, or has begun or ended. Returns the runs then, None where all are finished."""
+    while any(run.state != "finished" for run in runs):
+        sleep(every_s)
+        if any([reader.read() for reader in readers]):
+            return report.runs()
+        states = [state_of(run.path, run.last_step, run.settings.total_steps) for run in runs]
+        if states != [run.state for run in runs]:
+            return [dataclasses.replace(run, state=state) for run, state in zip(runs, states, strict=True)]
+    return None

@@ -1,0 +1,216 @@
+"""Rollouts to page through: which of a run's saved samples a page has, with their tokens as text."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import json
+import math
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mrl.report.runs import SAMPLES
+from mrl.report.token_text import TokenTexts
+
+SERIES = {"step": "before step", "eval": "held-out, after step", "baseline": "greedy answers before step"}
+"""The name that a file begins with -> what its samples are (docs/rl.md)."""
+
+MOST_FILES = 12
+"""Files of a series that are read: evenly spaced, the first and the last among them."""
+
+MOST_TOKENS, MOST_CHARACTERS = 4000, 20_000
+"""Tokens of a sample with their numbers, and characters of a text, that a page has."""
+
+TOKENS_OF_PAGE = 600_000
+"""Tokens of a run with their numbers that a page has: with long samples it has fewer of them. A token takes about 20
+bytes there."""
+
+_NAME = re.compile(rf"({'|'.join(SERIES)})_(\d{{8,}})\.jsonl(\.gz)?")
+_PLAIN = ("row", "index", "sample", "reward", "rewards", "environment", "prompt", "completion", "finished", "cut_by",
+          "turns", "response_length", "advantage", "conversation")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleFile:
+    """A file of samples/."""
+
+    path: pathlib.Path
+    series: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """What a page shows of a run's rollouts."""
+
+    files: Sequence[Mapping[str, Any]]  # {series, step, of, samples}; of: how many samples the file has
+    notes: Sequence[str]
+
+
+class SampleReader:
+    """Reads samples/ of a run; files are read once, as a run does not change them."""
+
+    def __init__(self, run: pathlib.Path) -> None:
+        self._folder = run / SAMPLES
+        self._texts = TokenTexts(run)
+        self._read: dict[tuple[str, int, int, int], tuple[Mapping[str, Any], list[str]]] = {}
+
+    def read(self, most: int) -> Samples:
+        """Returns at most `most` samples, of files all along the run: whole groups of prompts, as far as they fit."""
+        files = sample_files(self._folder)
+        series = [name for name in SERIES if any(file.series == name for file in files)]
+        if not most or not series:
+            return Samples([], [f"--samples 0 left out the {len(files)} files of samples/"] if files else [])
+        shown, notes = [], []
+        for name in series:
+            of_series = [file for file in files if file.series == name]
+            chosen, each = self._share(of_series, max(1, most // len(series)), TOKENS_OF_PAGE // len(series))
+            read = [self._file(file, each) for file in chosen]
+            shown += [entry for entry, _ in read]
+            count = sum(len(entry["samples"]) for entry, _ in read)
+            said = f"{count} samples of {len(chosen)} files" + (
+                f" of {len(of_series)}" * (len(chosen) < len(of_series))
+            )
+            notes.append(f"{name}: {said}; the first {each} of each at most, and whole groups where they fit")
+            notes += [problem for _, problems in read for problem in problems]
+        if self._texts.problem is not None and any("ids" in s for f in shown for s in f["samples"]):
+            notes.append(self._texts.problem)
+        return Samples(shown, [*notes, f"--samples N puts up to N of a run on the page; here it was {most}"])
+
+    def _share(self, files: Sequence[SampleFile], samples: int, tokens: int) -> tuple[list[SampleFile], int]:
+        """Returns which files of a series to read, and how many samples of each. tokens: about as many of all."""
+        rows, _ = read_rows(files[-1].path)
+        group = max(collections.Counter(repr(row.get("index")) for row in rows).values(), default=1)
+        lengths = [len(row["tokens"]) for row in rows if isinstance(row.get("tokens"), list)]
+        if lengths:
+            samples = min(samples, max(1, tokens // min(math.ceil(sum(lengths) / len(lengths)), MOST_TOKENS)))
+        each = max(min(group, samples), samples // MOST_FILES)
+        chosen = evenly(files, min(MOST_FILES, max(1, samples // each)))
+        return chosen, samples // len(chosen)
+
+    def _file(self, file: SampleFile, most: int) -> tuple[Mapping[str, Any], list[str]]:
+        try:
+            found = file.path.stat()
+        except OSError:  # the run has just removed it (log.samples.keep)
+            return {"series": file.series, "step": file.step, "of": 0, "samples": []}, []
+        key = (str(file.path), found.st_mtime_ns, found.st_size, most)
+        if key not in self._read:
+            rows, broken = read_rows(file.path)
+            samples = [self._sample(row) for row in first_groups(rows, most)]
+            problems = [f"{file.path.name}: {text}" for text in broken]
+            entry = {"series": file.series, "step": file.step, "of": len(rows), "samples": samples}
+            self._read[key] = entry, problems
+        return self._read[key]
+
+    def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the page has of a sample: texts that are not too long, and of its tokens after the prompt ids or
+        texts, mask, log-probs and, where they were saved, advantages."""
+        found = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
+        fields: list[Any] = [row.get(name) for name in ("tokens", "mask", "log_probs")]
+        if not _alike(*fields) or 1 not in fields[1]:
+            return found
+        tokens, mask, log_probs = fields
+        start = mask.index(1)
+        stop = min(len(tokens), start + MOST_TOKENS)
+        if stop < len(tokens):
+            found["tokens_left_out"] = len(tokens) - stop
+        found["ids"], found["mask"] = tokens[start:stop], mask[start:stop]
+        found["log_probs"] = [_rounded(x) for x in log_probs[start:stop]]
+        if _alike(tokens, row.get("advantages")):
+            found["advantages"] = [_rounded(x) for x in row["advantages"][start:stop]]
+        if (texts := self._texts.of(tokens[start:stop])) is not None:
+            found["texts"] = texts
+        return found
+
+
+def sample_files(folder: pathlib.Path) -> list[SampleFile]:
+    """Returns the files of a folder of samples, by step; of one that is there twice the one that is not compressed."""
+    found: dict[tuple[str, int], SampleFile] = {}
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for name in names:  # x.jsonl comes before x.jsonl.gz
+        if (match := _NAME.fullmatch(name)) is not None:
+            file = SampleFile(folder / name, match[1], int(match[2]))
+            found.setdefault((file.series, file.step), file)
+    return sorted(found.values(), key=lambda file: (list(SERIES).index(file.series), file.step))
+
+
+def evenly(items: Sequence[Any], most: int) -> list[Any]:
+    """Returns at most `most` of them at even distances, the last always, the first where there are two."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def read_rows(path: pathlib.Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the samples of a file, and what was wrong with it. A reader for people: unlike a replay
+    (`mrl.rollout.samples`) it takes files without tokens, and what it cannot read it says and leaves out."""
+    rows: list[dict[str, Any]] = []
+    broken = 0
+    problems = []
+    try:
+        for line in _lines(path):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                broken += 1
+    except (OSError, EOFError, zlib.error) as error:
+        problems.append(f"cannot be read beyond {len(rows)} samples ({error})")
+    if broken:
+        problems.append(f"{broken} {'line is' if broken == 1 else 'lines are'} no sample and left out")
+    return rows, problems
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        yield from (line for line in file if line.strip())
+
+
+def first_groups(rows: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Returns the samples of the first prompts, as many whole groups as fit; of the first one as many samples as do."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(repr(row.get("index")), []).append(row)
+    found: list[dict[str, Any]] = []
+    for group in groups.values():
+        if found and len(found) + len(group) > most:
+            break
+        found += group[:most]
+    return found
+
+
+def _alike(*lists: Any) -> bool:
+    return all(isinstance(each, list) for each in lists) and len({len(each) for each in lists}) == 1
+
+
+def _rounded(value: Any) -> float | None:
+    """Four digits are what a colour and a tooltip show."""
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(f"{value:.4g}") if is_number else None
+
+
+def _shortened(value: Any) -> Any:
+    """Texts of any length inside a value lose their middle."""
+    if isinstance(value, str):
+        left = len(value) - MOST_CHARACTERS
+        if left <= 0:
+            return value
+        half = MOST_CHARACTERS // 2
+        return f"{value[:half]}\n[... {left:,} characters left out ...]\n{value[-half:]}"
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _shortened(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

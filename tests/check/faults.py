@@ -1,0 +1,103 @@
+"""Faults that trainers have had, put into mrl's own code; each must be found by the quantity and the parameter that point to it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from mrl.check.measure import Measured, Work, measure
+from mrl.check.verdict import Problem, problems
+from mrl.converters import algebra
+from mrl.converters.algebra import Shard, Span
+from mrl.engine.megatron import optim
+
+Patch = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A fault as a change of a file under mrl/, and what `mrl check` says of it.
+
+    layout: where it shows. quantity: of the first problem there. parameter: a part of the name that it gives, or of its
+    text. right: layouts where it does not show."""
+
+    file: str
+    text: str
+    replacement: str
+    layout: str
+    quantity: str
+    parameter: str
+    right: str = "dp1"
+    overrides: tuple[str, ...] = ()
+
+
+PLANTED = {
+    "wrong QKV interleave": Planted(
+        "converters/algebra.py",
+        "    for group in range(groups):\n        for source, rows in enumerate(per_group):\n",
+        "    for source, rows in enumerate(per_group):\n        for group in range(groups):\n",
+        "tp2", "log-probs", "_proj.weight", right="",
+    ),
+    "missing gradient all-reduce": Planted(
+        "engine/megatron/optim.py", "    finalize_model_grads(list(chunks))\n", "    pass\n", "dp2", "gradients", "model.",
+    ),
+    "mean instead of a sum": Planted(
+        "algorithms/sft.py", "(nll_T * mask_T).sum(), ctx", "(nll_T * mask_T).mean(), ctx", "dp2", "loss", "", right="",
+    ),
+    "shifted mask": Planted(
+        "batch.py", "loss_mask=flat([m[1:] for m in masks]", "loss_mask=flat([m[:-1] for m in masks]", "dp1", "loss mask",
+        "1 earlier", right="",
+    ),
+    "shared RNG of pipeline stages": Planted(
+        "converters/random_weights.py",
+        'f"{self.seed}:{name}"',
+        'f"{self.seed}:" + ".".join(str(self.__dict__.setdefault("seen", {}).setdefault(part, '
+        'len(self.__dict__["seen"]))) if part.isdigit() else part for part in name.split("."))',
+        "pp2", "initial weights", "model.layers.", overrides=("model.init=random",),
+    ),
+    "sharded parameter not loaded": Planted(
+        "engine/megatron/weights.py",
+        "                parameters[name].copy_(rule.load(read))",
+        '                _ = "linear_fc2" in name and rule.rank or parameters[name].copy_(rule.load(read))',
+        "tp2", "initial weights", "down_proj.weight",
+    ),
+}  # fmt: skip
+
+
+# -- in a world of processes -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_interleave() -> Iterator[None]:
+    """q, k and v one after the other."""
+    right = algebra.KINDS["qkv"]
+
+    def wrong(shapes: Any, shard: Shard) -> list[Span]:
+        whole = right(shapes, dataclasses.replace(shard, rank=0, degree=1))
+        return sorted(whole, key=lambda span: span.source)
+
+    with mock.patch.dict(algebra.KINDS, qkv=wrong):
+        yield
+
+
+def without_all_reduce() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(optim, "finalize_model_grads", lambda chunks: None)
+
+
+PATCHES: dict[str, Patch] = {
+    "none": contextlib.nullcontext,
+    "wrong QKV interleave": without_interleave,
+    "missing gradient all-reduce": without_all_reduce,
+}
+
+
+def measured(work: Work, fault: str) -> tuple[Measured, list[Problem]] | None:
+    """What a layout gives with a fault in its code, and what is said of it."""
+    with PATCHES[fault]():
+        found = measure(work)
+    if found is None:
+        return None
+    return found, problems(found, head=work.config.head, lengths=work.batch.lengths.tolist())

@@ -1,0 +1,107 @@
+"""The command as a user types it: every example of its help, on real processes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mrl import cli
+from mrl.commands.check import COMMAND
+from tests.trainers import tiny_runs
+
+EXAMPLES = [line.strip() for line in textwrap.dedent(COMMAND.examples).strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with the files that examples name."""
+    folder = tmp_path_factory.mktemp("check")
+    tiny_runs.make_inputs(folder)
+    config = Qwen3Config.from_pretrained(folder / "model")
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    sft = tiny_runs.make_config(folder, folder / "run", engine={"backend": "megatron"})
+    tiny_runs.write_config(folder / "sft.yaml", sft)
+    role = {"model": sft["model"], "engine": {"device": "cpu"}}
+    grpo = {
+        "output_dir": str(folder / "run"), "actor": role, "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
+        "algorithm": {"name": "grpo", "kl_in": "none"}, "rewards": {"functions": [{"name": "exact_match"}]},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 24}, "train": {"global_batch_size": 8, "steps": 1},
+    }  # fmt: skip
+    tiny_runs.write_config(folder / "grpo.yaml", grpo)
+    ppo = grpo | {
+        "algorithm": {"name": "ppo", "kl_in": "none"},
+        "critic": {"engine": {"backend": "fsdp", "device": "cpu"}},
+    }
+    tiny_runs.write_config(folder / "ppo.yaml", ppo)
+    return folder
+
+
+def mrl(place: Path, line: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    return CliRunner().invoke(cli.main, shlex.split(line)[1:], catch_exceptions=False)
+
+
+def test_the_first_example_is_the_plain_command():
+    assert EXAMPLES[0] == "mrl check sft.yaml"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_every_example_of_the_help_runs(place, monkeypatch, line):
+    done = mrl(place, line, monkeypatch)
+    assert done.exit_code == 0, done.output
+    if "--json" in line:
+        found = json.loads(done.stdout)
+        assert found["same"] and [row["verdict"] for row in found["rows"]] == ["same"] * len(found["rows"])
+    else:
+        assert "\nthe same: " in done.stdout and "DIFFERENT" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 100
+    assert sorted(path.name for path in place.iterdir()) == [
+        "eval.jsonl",
+        "grpo.yaml",
+        "model",
+        "ppo.yaml",
+        "sft.yaml",
+        "train.jsonl",
+    ]
+
+
+@pytest.mark.nightly
+def test_actor_and_critic(place, monkeypatch):
+    """A role each, on its own engine; what differs is an exit code and a name."""
+    done = mrl(place, "mrl check ppo.yaml --layouts dp1,dp2 --nproc 2 --json", monkeypatch)
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0, found
+    assert [(row["role"], row["layout"]) for row in found["rows"]] == [
+        ("actor", "dp1"), ("actor", "dp2"), ("critic", "dp1"), ("critic", "dp2"),
+    ]  # fmt: skip
+    assert all(row["numbers"]["gradients"]["compared"] > 20 for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("mrl check sft.yaml --layouts tp3", "the model's 4 attention heads"),
+        ("mrl check sft.yaml --layouts tpp", "--layouts: value 'tpp' is no layout"),
+        ("mrl check sft.yaml --layouts tp2xpp2 --nproc 2", "--layouts: tp2+spxpp2 needs 4 processes, and 2 run here"),
+        ("mrl check sft.yaml --layouts ep2", "splits experts, and the model (qwen3) has none"),
+        ("mrl check sft.yaml --cut depth=2", "--cut: value 'depth=2' is no cut"),
+        ("mrl check sft.yaml engine.backend=fsdp --layouts tp2", "engine.parallel.tp: value 2 is not supported"),
+        ("mrl check gone.yaml", "gone.yaml: the config file does not exist"),
+        ("mrl check sft.yaml trian.steps=2", "trian.steps: value 2 is given to an unknown key"),
+    ],
+)
+def test_mistakes_are_one_line(place, monkeypatch, line, says):
+    done = mrl(place, line, monkeypatch)
+    assert done.exit_code == 2, done.output
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and says in lines[0], done.stderr

@@ -1,0 +1,76 @@
+"""The batch of a check: the first rows of the data, shortened where something trains, and compared with its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mrl.check.rows import Rows, _shortened, sft_rows
+from mrl.config.load import from_dict
+from mrl.data.batches import BatchSource, batch_of
+from mrl.data.dataset import Example, SFTDataset
+from mrl.data.tokenizer import load_tokenizer
+from tests.trainers import tiny_runs
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    inputs = tmp_path_factory.mktemp("inputs")
+    tiny_runs.make_inputs(inputs)
+    return from_dict(tiny_runs.make_config(inputs, inputs / "run"))
+
+
+def test_they_are_the_first_of_the_run(config):
+    rows = sft_rows(config, config.model.path, sequences=3, length=64)
+    dataset = SFTDataset(config.data, load_tokenizer(config.model.path))
+    first = BatchSource(dataset, global_batch_size=4, seed=config.seed, prefetch=False).next()
+    assert torch.equal(rows.batch.tokens, first.select(range(3)).tokens)
+    assert torch.equal(rows.batch.loss_mask, first.select(range(3)).loss_mask)
+    assert rows.words.startswith("data.train: the first 3 of the 4 sequences of the first batch (")
+    assert not rows.problems()
+    assert sft_rows(config, config.model.path, sequences=9, length=64).batch.num_sequences == 4
+
+
+def test_a_long_row_is_cut_where_it_trains():
+    row = Example(list(range(100)), [0] * 60 + [1] * 40, False)
+    short = _shortened(row, 20)
+    assert short.ids == list(range(50, 70)) and sum(short.mask) == 10
+    at_the_end = _shortened(Example(list(range(100)), [0] * 99 + [1], False), 20)
+    assert at_the_end.ids == list(range(80, 100)) and sum(at_the_end.mask) == 1
+    assert _shortened(row, 100) is row
+    with_image = dataclasses.replace(row, multi_modal_inputs={"pixel_values": torch.zeros(1)})
+    assert _shortened(with_image, 20) is with_image
+
+
+def test_shortened_rows_are_said(config):
+    rows = sft_rows(config, config.model.path, sequences=4, length=8)
+    assert "of each at most 8 tokens around the first that trains" in rows.words and rows.batch.max_length == 7
+    assert not rows.problems()
+
+
+EXAMPLES = [Example([5, 6, 7, 8, 9, 4], [0, 0, 0, 1, 1, 0], False), Example([5, 6, 7], [0, 0, 1], False)]
+
+
+def problems(**changes) -> list[str]:
+    batch = batch_of(EXAMPLES)
+    changed = {name: change(getattr(batch, name)) for name, change in changes.items()}
+    return Rows(EXAMPLES, (), dataclasses.replace(batch, **changed), "").problems()
+
+
+def test_a_batch_that_is_not_its_rows_is_found():
+    assert problems() == []
+    earlier = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    assert problems(loss_mask=lambda m: earlier) == [
+        "loss mask: wrong at 2 of 5 places of sequence 0; they are those 1 earlier"
+    ]
+    later = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+    assert problems(loss_mask=lambda m: later) == [
+        "loss mask: wrong at 2 of 5 places of sequence 0; they are those 1 later"
+    ]
+    assert problems(labels=lambda labels: labels.roll(1)) == [
+        "labels: wrong at 5 of 5 places of sequence 0; they are those 1 earlier"
+    ]
+    assert problems(denominators=lambda d: {**d, "tokens": 5.0}) == ["denominators: tokens is 5.0, and the rows have 3"]
+    assert "lengths: the sequences have [2, 5]" in problems(lengths=lambda lengths: lengths.flip(0))[0]

@@ -1,0 +1,58 @@
+"""Parts of machines for the doctor to look at: packages that break as real ones do, and programs that answer as real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ABORTS = "import os, sys\nprint('terminate called after throwing an instance of std::bad_alloc', file=sys.stderr, flush=True)\nos.abort()"
+SEGFAULTS = "import ctypes\nctypes.string_at(0)"
+HANGS = "import time\nprint('waiting for a lock')\ntime.sleep(600)"
+
+BREAKS = {
+    # how a package breaks: its __init__.py, and what the doctor says of it
+    "ImportError": ("raise ImportError('x.so: undefined symbol: _ZN3c104cuda9SetDeviceEab')", "undefined symbol"),
+    "OSError": (
+        "raise OSError('libcudart.so.12: cannot open shared object file: No such file')",
+        "OSError: libcudart.so.12: cannot open shared object file: No such file); it is built for another CUDA than is here",
+    ),
+    "RuntimeError": ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    "AttributeError": ("import sys\nsys.no_such_name", "AttributeError: module 'sys' has no attribute 'no_such_name'"),
+    "SyntaxError": ("def broken(:", "SyntaxError: "),
+    "SystemExit": ("raise SystemExit('licence not found')", "SystemExit: licence not found"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "numpy": ("raise ImportError('numpy.core.multiarray failed to import')", "it is built for another numpy"),
+    "abort": (ABORTS, "its import ends the process (ended by SIGABRT: terminate called after throwing"),
+    "segmentation fault": (SEGFAULTS, "its import ends the process (ended by SIGSEGV"),
+    "exit": ("import os\nos._exit(3)", "its import ends the process (ended with exit code 3"),
+    "kill": ("import os\nos.kill(os.getpid(), 9)", "its import ends the process (ended by SIGKILL"),
+}
+
+
+def package(folder: Path, name: str, text: str = "", **modules: str) -> Path:
+    """A package of one file, or of more: `modules` by name."""
+    at = folder / name
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "__init__.py").write_text(text + "\n", encoding="utf-8")
+    for module, content in modules.items():
+        (at / f"{module}.py").write_text(content + "\n", encoding="utf-8")
+    return at
+
+
+def distribution(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> None:
+    """What pip writes about an installed package."""
+    about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    about.mkdir(parents=True)
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    """A program of the shell."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def printing(text: str) -> str:
+    """A script that prints `text`."""
+    return f"cat <<'END'\n{text}\nEND"

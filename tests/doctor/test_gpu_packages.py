@@ -1,0 +1,115 @@
+"""transformer-engine, apex, flash-attn, DeepEP, vLLM: absent, broken, whole, and PyPI's apex, which is another program."""
+
+import pytest
+
+from mrl.doctor import gpu_packages
+from mrl.doctor.imports import imports
+from tests.doctor.conftest import by_name
+from tests.doctor.machines import BREAKS, distribution, package
+
+NAMES = ["transformer-engine", "apex", "flash-attn-2", "flash-attn-3", "deepep", "vllm"]
+
+
+def look(gpu=True):
+    """The whole way: what is there, imported in a process, in words."""
+    here = gpu_packages.present()
+    found = by_name(gpu_packages.section(imports(gpu_packages.steps(here)) if here else {}, gpu=gpu))
+    assert list(found) == [f"package.{name}" for name in NAMES]
+    return {name.removeprefix("package."): finding for name, finding in found.items()}
+
+
+@pytest.fixture
+def torch(site):
+    package(site, "torch")
+
+
+def test_absent_ones_cost_what_they_cost():
+    on_gpu, on_cpu = look(gpu=True), look(gpu=False)
+    assert on_gpu["transformer-engine"].level == "warning"
+    assert "no grouped GEMM" in on_gpu["transformer-engine"].what and "mrl[gpu]" in on_gpu["transformer-engine"].fix
+    assert {finding.level for finding in on_cpu.values()} == {"note"}
+    assert "nothing is lost" in on_gpu["apex"].what and "all-to-all" in on_gpu["deepep"].what
+
+
+def test_pypis_apex_is_told_from_nvidias(site, torch):
+    """Both are called apex; NVIDIA's has the folder multi_tensor_apply, whether its kernels were built or not."""
+    package(site, "apex", "from pyramid.config import Configurator")
+    distribution(site, "apex", "0.9.10.dev0")
+    for gpu in (True, False):
+        found = look(gpu)["apex"]
+        assert found.level == "warning" and found.what.startswith("apex 0.9.10.dev0 is PyPI's package of that name")
+        assert "pip uninstall apex" in found.fix
+
+
+def test_nvidias_apex_without_its_kernels_is_nvidias(site, torch):
+    package(site, "apex", optimizers="")
+    package(site / "apex", "multi_tensor_apply")
+    found = look()["apex"]
+    assert found.level == "warning" and "No module named 'amp_C'" in found.what and "PyPI" not in found.what
+    assert "APEX_CUDA_EXT=1" in found.fix
+    package(site, "amp_C")
+    found = look()["apex"]
+    assert found.level == "ok" and "is NVIDIA's and loads; its FusedAdam is used" in found.what
+    package(site, "transformer_engine", pytorch="")
+    assert "not used beside transformer-engine" in look()["apex"].what
+    assert "not used without a GPU" in look(gpu=False)["apex"].what
+
+
+@pytest.mark.parametrize("kind", ["OSError", "abort"])
+def test_broken_ones_are_named_and_the_others_looked_at(site, torch, kind):
+    text, says = BREAKS[kind]
+    for name in ("transformer_engine", "flash_attn", "flash_attn_interface", "deep_ep"):
+        package(site, name, text)
+    package(site, "vllm", "__version__ = '1'")
+    distribution(site, "vllm", "0.32.0+cpu")
+    found = look()
+    assert found["transformer-engine"].level == "fault" and "engine.layer_spec=local" in found["transformer-engine"].fix
+    assert {found[name].level for name in ("flash-attn-2", "flash-attn-3")} == {"warning"}
+    assert found["deepep"].level == "note" and says.split(")")[0] in found["deepep"].what
+    assert found["vllm"].level == "ok" and found["vllm"].what == "vLLM 0.32.0+cpu loads"
+    without_gpu = look(gpu=False)
+    assert (
+        without_gpu["transformer-engine"].level == "note"
+        and "not looked at without a GPU" in without_gpu["transformer-engine"].what
+    )
+
+
+def test_whole_ones(site, torch):
+    for name, version in (
+        ("transformer-engine", "2.20.9"),
+        ("flash-attn", "2.8.3"),
+        ("vllm", "0.20.0"),
+        ("deep-ep", "1.2"),
+    ):
+        distribution(site, name, version)
+    package(site, "transformer_engine", pytorch="")
+    for name in ("flash_attn", "vllm", "deep_ep"):
+        package(site, name)
+    found = look()
+    assert {name: found[name].level for name in ("transformer-engine", "flash-attn-2", "deepep")} == dict.fromkeys(
+        ("transformer-engine", "flash-attn-2", "deepep"), "ok"
+    )
+    assert found["flash-attn-2"].what == "flash-attn 2 2.8.3 loads"
+    assert found["vllm"].level == "note" and "tried with 0.32.0" in found["vllm"].what
+    distribution(site, "transformer_engine", "2.17.0")
+    (site / "transformer_engine-2.20.9.dist-info" / "METADATA").unlink()
+    (site / "transformer_engine-2.20.9.dist-info").rmdir()
+    assert look()["transformer-engine"].level == "note"
+
+
+def test_nothing_is_looked_at_without_torch(site):
+    package(site, "torch", "raise OSError('libtorch_cpu.so: no such file')")
+    package(site, "transformer_engine", "1 / 0")
+    package(site, "vllm")
+    found = look()
+    assert "was not looked at, as torch does not load" in found["transformer-engine"].what
+    assert found["vllm"].level == "note"
+
+
+def test_finders_that_raise_hide_a_package(site, monkeypatch):
+    def find_spec(name, *_):
+        if name == "vllm":
+            raise AttributeError("a finder of an editable installation")
+
+    monkeypatch.setattr(gpu_packages.importlib.util, "find_spec", find_spec)
+    assert gpu_packages.present() == []

@@ -1,0 +1,410 @@
+"""Disks, limits, clocks, network, Slurm, containers: this machine's own, and others' by files and programs that answer as theirs."""
+
+import io
+import os
+import resource
+import socket
+import time
+
+import pytest
+
+from mrl.doctor import clocks, cluster, disks, limits, network
+from mrl.doctor.limits import ControlGroup
+from tests.doctor.conftest import by_name
+from tests.doctor.machines import printing, program
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /tmp rw,nosuid,noexec - tmpfs tmpfs rw
+31 22 0:41 / /mnt/my\\040disk rw - nfs4 server:/export rw
+32 22 0:42 / /mnt/my\\040disk/inner rw shared:9 master:1 - xfs /dev/sdb rw
+33 22 0:43 / /tmpfoo rw - btrfs /dev/sdc rw
+"""
+
+
+# -- disks --
+
+
+def test_mounts_are_read():
+    among = disks.mounts(MOUNTS)
+    kinds = {
+        path: disks.mount_of(path, among).kind
+        for path in ("/x", "/tmp/a", "/mnt/my disk/a", "/mnt/my disk/inner", "/tmpfoo/a")
+    }
+    assert list(kinds.values()) == ["ext4", "tmpfs", "nfs4", "xfs", "btrfs"]
+    assert disks.mount_of("/x", []) is None and "noexec" in disks.mount_of("/tmp", among).options
+
+
+def test_this_machine_s_disks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = by_name(disks.section({"HF_HOME": str(tmp_path / "not" / "there")}))
+    assert {"disk.here", "disk.hub", "disk.tmp"} <= found.keys()
+    assert found["disk.here"].data["path"] == str(tmp_path) and found["disk.here"].data["free"] > 0
+    assert found["disk.hub"].data["path"] == str(tmp_path / "not" / "there" / "hub")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    "environment, folder",
+    [
+        ({"HF_HUB_CACHE": "/a"}, "/a"),
+        ({"HF_HOME": "/b", "XDG_CACHE_HOME": "/c"}, "/b/hub"),
+        ({"XDG_CACHE_HOME": "/c"}, "/c/huggingface/hub"),
+        ({}, os.path.expanduser("~/.cache/huggingface/hub")),
+    ],
+)
+def test_the_hub_s_cache_is_huggingface_hub_s(environment, folder, monkeypatch):
+    assert disks.hub_cache(environment) == folder
+
+
+def test_little_room(tmp_path, monkeypatch):
+    def with_free(free, files=10**6):
+        size = os.statvfs_result((4096, 4096, 10**9, free // 4096, free // 4096, 10**7, files, files, 0, 255))
+        monkeypatch.setattr(disks.os, "statvfs", lambda _: size)
+        return disks.folder("disk.here", "it", str(tmp_path), [], "move")
+
+    assert [with_free(free).level for free in (2**29, 5 * 2**30, 2**40)] == ["fault", "warning", "ok"]
+    assert with_free(5 * 2**30).fix == "make room, or move" and "5.0 GiB of" in with_free(5 * 2**30).what
+    assert with_free(2**40, files=12).level == "warning" and "12 more files fit" in with_free(2**40, files=12).what
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    full = tmp_path / "full"
+    full.mkdir()
+    monkeypatch.setattr(disks.tempfile, "NamedTemporaryFile", lambda **_: io.FileIO("/dev/full", "w"))
+    found = disks.folder("disk.here", "it", str(full), [], "move")
+    assert (
+        found.level == "fault" and "cannot be written (No space left on device)" in found.what and found.fix == "move"
+    )
+    assert disks.folder("disk.hub", "it", str(full), [], "move").level == "warning"
+
+
+def test_a_tmpdir_that_is_not_there_or_not_fit(tmp_path):
+    among = disks.mounts(MOUNTS)
+    found = by_name(disks._of_tmp("/no/such", "/tmp", disks.mount_of("/tmp", among)))
+    assert found.keys() == {"disk.tmp.named", "disk.tmp.noexec", "disk.tmp.kind"}
+    assert "TMPDIR is /no/such, which cannot be used: /tmp is taken" in found["disk.tmp.named"].what
+    assert found["disk.tmp.kind"].level == "note"
+    [remote] = disks._of_tmp(None, "/mnt/my disk/x", disks.mount_of("/mnt/my disk/x", among))
+    assert remote.level == "warning" and "nfs4" in remote.what
+
+
+def test_little_shared_memory(monkeypatch):
+    size = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(disks.os, "statvfs", lambda _: size)
+    [found] = disks._shared_memory()
+    assert found.level == "warning" and "64 MiB of 64 MiB" in found.what and "--ipc=host" in found.fix
+
+
+# -- limits --
+
+
+def tree(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return str(root)
+
+
+def test_control_groups_of_version_2(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("0::/slurm/job_1/step\n")
+    root = tree(tmp_path / "cgroup", {
+        "slurm/cpu.max": "max 100000", "slurm/job_1/cpu.max": "350000 100000", "slurm/job_1/step/cpu.max": "800000 100000",
+        "slurm/memory.max": str(2**34), "slurm/job_1/memory.max": "max", "slurm/job_1/step/pids.max": "512", "pids.max": "100",
+    })  # fmt: skip
+    assert limits.control_group(root, str(own)) == ControlGroup(cpus=3.5, memory=2**34, pids=100)
+
+
+def test_control_groups_of_version_1(tmp_path):
+    """In a container the paths are those of the host, and what is mounted is the container's own group."""
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n")
+    root = tree(tmp_path / "cgroup", {
+        "memory/memory.limit_in_bytes": str(2**33), "cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000",
+    })  # fmt: skip
+    assert limits.control_group(root, str(own)) == ControlGroup(cpus=1.5, memory=2**33)
+    tree(tmp_path / "cgroup", {"memory/memory.limit_in_bytes": "9223372036854771712", "cpu/cpu.cfs_quota_us": "-1"})
+    assert limits.control_group(root, str(own)) == ControlGroup()
+    assert limits.control_group(root, str(tmp_path / "none")) == ControlGroup()
+
+
+def processors(monkeypatch, total, allowed, environment=None, **group):
+    monkeypatch.setattr(limits.os, "cpu_count", lambda: total)
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(allowed)))
+    monkeypatch.setattr(limits.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    return by_name(limits._processors(ControlGroup(**group), environment or {}))
+
+
+def test_processors(monkeypatch):
+    whole = processors(monkeypatch, 8, 8)
+    assert whole.keys() == {"cpu"} and whole["cpu"].level == "ok"
+    found = processors(monkeypatch, 64, 16, cpus=3.5)
+    assert found["cpu"].level == "note" and found["cpu"].data["usable"] == 4
+    assert "may run on 16" in found["cpu"].what and "use the time of 3.5" in found["cpu"].what
+    assert (
+        found["cpu.threads"].fix == "export OMP_NUM_THREADS=4"
+        and "torch starts 16 threads" in found["cpu.threads"].what
+    )
+    assert "cpu.threads" not in processors(monkeypatch, 64, 16, {"OMP_NUM_THREADS": "4"}, cpus=3.5)
+    many = processors(monkeypatch, 8, 8, {"OMP_NUM_THREADS": "64,2"})["cpu.threads"]
+    assert many.level == "warning" and many.fix.endswith("at most 8")
+
+
+def test_a_busy_machine(monkeypatch):
+    processors(monkeypatch, 2, 2)
+    monkeypatch.setattr(limits.os, "getloadavg", lambda: (14.0, 1.0, 1.0))
+    assert "14 processes" in by_name(limits._processors(ControlGroup(), {}))["cpu.load"].what
+
+
+def test_memory():
+    [whole] = limits._memory(ControlGroup())
+    assert whole.data["total"] > whole.data["available"] > 0 and whole.level in ("ok", "warning")
+    [limited] = limits._memory(ControlGroup(memory=2**30))
+    assert limited.level == "warning" and "ends processes above 1.0 GiB" in limited.what and "--mem" in limited.fix
+
+
+def test_ulimits(monkeypatch):
+    values = {
+        "NOFILE": (1024, 8192),
+        "NPROC": (100, 100),
+        "MEMLOCK": (65536, 65536),
+        "CORE": (-1, -1),
+        "AS": (2**32, -1),
+    }
+    by_number = {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
+    monkeypatch.setattr(limits.resource, "getrlimit", by_number.__getitem__)
+    found = by_name(limits._ulimits(ControlGroup(pids=4000)))
+    assert found["ulimit.nofile"].fix == "ulimit -n 8192" and "100 processes" in found["ulimit.nproc"].what
+    assert found["ulimit.as"].level == "warning" and found["ulimit.core"].level == "note"
+    values |= {"NOFILE": (1024, 1024), "NPROC": (-1, -1), "CORE": (0, 0), "AS": (-1, -1)}
+    by_number |= {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
+    found = by_name(limits._ulimits(ControlGroup(pids=300)))
+    assert (
+        "administrators" in found["ulimit.nofile"].fix
+        and "300 processes and threads may run (the control group)" in found["ulimit.nproc"].what
+    )
+    assert not {"ulimit.as", "ulimit.core"} & found.keys()
+    by_number[resource.RLIMIT_NOFILE] = (65536, 65536)
+    assert by_name(limits._ulimits(ControlGroup())).keys() - {"ulimit.memlock"} == {"ulimit"}
+
+
+# -- clocks --
+
+
+def test_this_machine_s_clocks_tick():
+    assert not list(clocks._ticking())
+
+
+def test_clocks_that_disagree(monkeypatch):
+    monkeypatch.setattr(clocks.time, "time", lambda: time.monotonic() * 2)
+    found = by_name(clocks._ticking())
+    assert found["clock.ticks"].level == "warning" and "the time of day moved by 0.1" in found["clock.ticks"].what
+    assert "certificates" in found["clock.day"].what, "and it is 1970"
+
+
+def test_a_file_server_with_another_clock(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not list(clocks._files())
+    now = time.time
+    monkeypatch.setattr(clocks.time, "time", lambda: now() - 60)
+    [found] = clocks._files()
+    assert found.what == "files in the current folder are dated 60 s ahead of this machine's clock"
+
+
+CHRONY = "Reference ID    : A9FEA97B\nStratum         : 4\nSystem time     : {} seconds slow of NTP time\nLeap status     : {}"
+
+
+@pytest.mark.parametrize(
+    "name, script, level, says",
+    [
+        ("chronyc", printing(CHRONY.format("0.000004", "Normal")), "ok", "0.004 ms off"),
+        ("chronyc", printing(CHRONY.format("0.000000", "Not synchronised")), "warning", "is not synchronised (chrony)"),
+        ("chronyc", printing(CHRONY.format("42.5", "Normal")), "warning", "42.5 s off"),
+        ("timedatectl", "echo yes", "ok", "(timedatectl)"),
+        ("timedatectl", "echo no", "warning", "is not synchronised (timedatectl)"),
+        ("timedatectl", "echo 'System has not been booted with systemd' >&2; exit 1", "note", "cannot be seen"),
+        ("chronyc", "echo '506 Cannot talk to daemon'; exit 1", "note", "cannot be seen"),
+    ],
+)  # fmt: skip
+def test_who_synchronises_the_clock(programs, name, script, level, says):
+    program(programs, name, script)
+    found = clocks.synchronised()
+    assert (found.level, says in found.what) == (level, True), found
+
+
+def test_text_that_is_not_utf_8(monkeypatch):
+    assert clocks._text({}).level in ("ok", "warning")
+    monkeypatch.setattr(clocks.locale, "getpreferredencoding", lambda _: "ANSI_X3.4-1968")
+    found = clocks._text({"LC_ALL": "POSIX", "LANG": "en"})
+    assert found.level == "warning" and "(text: ANSI_X3.4-1968; LC_ALL=POSIX)" in found.what
+
+
+# -- network --
+
+
+def test_this_machine_s_network():
+    found = by_name(network.section({}))
+    assert "network.loopback" not in found and found["network.interfaces"].data["interfaces"]
+    assert network.interfaces().keys() == {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize(
+    "wanted, fits",
+    [
+        ("eth", ["eth0", "eth1"]),
+        ("=eth0,ib0:1", ["eth0", "ib0"]),
+        ("^docker,lo", ["eth0", "eth1", "ib0"]),
+        ("^=eth0", ["eth1", "ib0", "docker0", "lo"]),
+        ("enp", []),
+        ("", []),
+    ],
+)
+def test_names_of_interfaces_are_nccl_s(wanted, fits):
+    """https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname"""
+    assert network.matching(wanted, ["eth0", "eth1", "ib0", "docker0", "lo"]) == fits
+
+
+@pytest.mark.parametrize(
+    "environment, name, level",
+    [
+        ({"GLOO_SOCKET_IFNAME": "ib7"}, "network.gloo", "fault"),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "network.gloo", "note"),
+        ({"NCCL_SOCKET_IFNAME": "ib7"}, "network.nccl", "warning"),
+        ({"NCCL_SOCKET_IFNAME": "^lo"}, "network.nccl", "note"),
+    ],
+)
+def test_variables_that_choose_an_interface(environment, name, level):
+    assert by_name(network.chosen(environment, ["lo", "eth0"]))[name].level == level
+    assert not list(network.chosen({}, ["lo"]))
+
+
+@pytest.mark.parametrize(
+    "addresses, level, says",
+    [
+        (["127.0.1.1"], "note", "which other machines cannot reach"),
+        (["10.9.9.9"], "warning", "an address that no interface here has"),
+        ([], "note", "does not resolve"),
+    ],
+)
+def test_what_the_host_is_called(monkeypatch, addresses, level, says):
+    def look(name, port):
+        if not addresses:
+            raise socket.gaierror("Name or service not known")
+        return [(2, 1, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", look)
+    [found] = network._own_name({"10.0.0.1"})
+    assert (found.level, says in found.what) == (level, True), found
+    addresses[:] = ["10.0.0.1"]
+    assert not list(network._own_name({"10.0.0.1"}))
+
+
+def test_a_name_server_that_is_gone(monkeypatch):
+    monkeypatch.setattr(network, "NAME_S", 0.05)
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: time.sleep(0.5) or [])
+    [found] = network._own_name(set())
+    assert "takes more than 0.05 s to resolve" in found.what
+
+
+def test_no_loopback(monkeypatch):
+    def refuse(*_):
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(network.socket, "create_server", refuse)
+    [found] = network._loopback()
+    assert found.level == "fault" and "Cannot assign requested address" in found.what
+
+
+def test_infiniband(tmp_path):
+    port = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+    root = tree(tmp_path, {f"sys/class/infiniband/mlx5_0/ports/1/{name}": text for name, text in port.items()})
+    assert not list(network._infiniband({}, str(tmp_path / "none")))
+    [unmapped] = network._infiniband({}, root)
+    assert unmapped.level == "warning" and "without /dev/infiniband/uverbs*" in unmapped.what
+    tree(tmp_path, {"dev/infiniband/uverbs0": ""})
+    [whole] = network._infiniband({}, root)
+    assert whole.what == "RDMA devices: mlx5_0:1 400 Gb/sec (4X NDR) InfiniBand"
+    [unused] = network._infiniband({"NCCL_IB_DISABLE": "1"}, root)
+    assert unused.level == "warning"
+    tree(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})
+    [down] = network._infiniband({}, root)
+    assert down.level == "warning" and "no port is active" in down.what
+
+
+# -- Slurm and containers --
+
+
+def test_no_slurm(programs):
+    [found] = cluster.slurm({})
+    assert found.level == "note" and "mrl slurm render" in found.what
+
+
+def test_a_slurm_that_answers(programs):
+    program(
+        programs,
+        "sbatch",
+        'case "$*" in *--version*) echo "slurm 24.11.5";; *) test -z "$SBATCH_ACCOUNT" && echo ok;; esac',
+    )
+    program(programs, "sinfo", printing("batch*|up|12|2-00:00:00|gpu:h100:8\nold|down|1|infinite|(null)"))
+    program(programs, "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'")
+    environment = {"SBATCH_ACCOUNT": "x", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "PATH": os.environ["PATH"]}
+    found = by_name(cluster.slurm(environment))
+    assert found["slurm"].what == "slurm 24.11.5; partitions: batch* (12 nodes with gpu:h100:8), old (1 node, down)"
+    assert found["slurm.sbatch"].level == "ok" and found["slurm.pyxis"].level == "ok"
+    assert found["slurm.job"].what == "inside of Slurm's job 7: tasks 8"
+
+
+def test_a_slurm_that_does_not_answer(programs, monkeypatch):
+    program(programs, "sbatch", 'echo "slurm 24.11.5"')
+    program(
+        programs,
+        "sinfo",
+        "echo 'slurm_load_partitions: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+    )
+    [found] = cluster.slurm({})
+    assert (
+        found.level == "warning" and "Unable to contact slurm controller" in found.what and "scontrol ping" in found.fix
+    )
+    monkeypatch.setattr(cluster, "LIMIT_S", 0.3)
+    program(programs, "sinfo", "sleep 60")
+    assert "sinfo did not end within 0.3 s" in list(cluster.slurm({}))[0].what
+
+
+def test_a_slurm_that_refuses_jobs(programs):
+    program(
+        programs,
+        "sbatch",
+        'case "$*" in *--version*) echo "slurm 24.11.5";; *) echo "sbatch: error: no account" >&2; exit 1;; esac',
+    )
+    program(programs, "sinfo", printing("batch*|up|12|2-00:00:00|(null)"))
+    found = by_name(cluster.slurm({"PATH": os.environ["PATH"]}))["slurm.sbatch"]
+    assert found.level == "warning" and found.what.endswith("it ended with exit code 1: sbatch: error: no account")
+
+
+def test_container_engines(programs):
+    program(programs, "docker", "echo 'permission denied while trying to connect' >&2; exit 1")
+    program(programs, "apptainer", "echo 'apptainer version 1.4.1'")
+    found = by_name(cluster.containers({}))
+    assert found["container.engines"].what == "container engines: apptainer 1.4.1"
+    assert (
+        found["container.silent"].level == "note"
+        and "docker ended with exit code 1: permission denied" in found["container.silent"].what
+    )
+
+
+@pytest.mark.parametrize(
+    "environment, file, kind",
+    [
+        ({"APPTAINER_CONTAINER": "/x.sif"}, "x", "apptainer"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ".dockerenv", "Kubernetes"),
+        ({}, ".dockerenv", "docker"),
+        ({}, "run/.containerenv", "podman"),
+        ({"container": "lxc"}, "x", "lxc"),
+        ({}, "x", None),
+    ],
+)
+def test_inside_of_a_container(tmp_path, environment, file, kind):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert cluster.container(environment, str(tmp_path)) == kind

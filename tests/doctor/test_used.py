@@ -1,0 +1,191 @@
+"""What a run will use: the answers are those of the functions that choose, on machines with and without GPUs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mrl.doctor import choices, used
+from mrl.doctor.choices import MODELS
+from mrl.errors import ConfigError
+from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limits
+from mrl.mcore_models.te_limits import Gpu
+from tests.doctor.conftest import by_name
+from tests.doctor.machines import package
+
+DENSE, EXPERTS, SINKS, LATENT = MODELS
+A100, H100 = Gpu((8, 0), (2, 8, 3), (9, 25, 1), (2, 20, 2)), Gpu((9, 0), (2, 8, 3), (9, 25, 1), (2, 20, 2))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(gpu, te=..., apex=...)`: a GPU, and why packages are not used."""
+
+    def make(gpu, te=None, apex="is not installed"):
+        monkeypatch.setattr(platform, "has_gpu", lambda: gpu is not None)
+        monkeypatch.setattr(platform, "device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(platform, "without_transformer_engine", lambda: platform.NO_GPU if gpu is None else te)
+        monkeypatch.setattr(Gpu, "here", classmethod(lambda cls: Gpu() if gpu is None else gpu))
+
+    return make
+
+
+def rows():
+    found = choices.rows()
+    assert [(row["model"], row["cp"]) for row in found] == [(model, cp) for model in MODELS for cp in (1, 2)]
+    return {(row["model"], row["cp"]): row for row in found}
+
+
+def words(found):
+    return by_name(used.section(used.Choices(rows=tuple(found.values()), megatron=True, error="x"), torch_works=True))
+
+
+def test_without_a_gpu_all_is_local(machine):
+    machine(None)
+    found = rows()
+    assert {row["spec"] for row in found.values()} == {"local"}
+    assert found[DENSE, 1]["attention"] == ["sdpa"] and found[DENSE, 2]["attention"] == ["flash"]
+    assert found[SINKS, 1]["attention"] == ["flash"]
+    said = words(found)
+    assert said["used.spec"].level == "note" and said["used.spec"].what.startswith(
+        "layers: local (torch sees no GPU; with one"
+    )
+
+
+def test_on_a_gpu_it_is_what_the_tables_of_limits_say(machine):
+    machine(H100)
+    found = rows()
+    assert {row["spec"] for row in found.values()} == {"te"}
+    assert found[DENSE, 1]["attention"] == ["flash", "fused", "unfused"] and found[DENSE, 2]["attention"] == [
+        "flash",
+        "fused",
+    ]
+    assert found[SINKS, 1]["attention"] == ["fused", "unfused"]
+    assert [found[model, 2]["cp_communication"] for model in (DENSE, SINKS)] == ["p2p", "a2a"]
+    assert words(found)["used.spec"].level == "ok"
+    table = used.table(used.Choices(rows=tuple(found.values())))
+    assert table[1][:4] == [DENSE, "1", "te", "flash-attn 2, cuDNN (fused), unfused"]
+    assert table[2][:4] == ["", "2 or more", "te", "flash-attn 2, cuDNN (fused) by p2p"]
+    assert len({len(row) for row in table}) == 1
+
+
+def test_a100_without_flash_attn_is_slow_and_has_no_cp(machine):
+    machine(dataclasses.replace(A100, flash_attn=()))
+    found = rows()
+    assert found[DENSE, 1]["attention"] == ["unfused"]
+    assert found[DENSE, 2]["spec"] == "local" and "without flash-attn 2" in found[DENSE, 2]["why"]
+    said = [finding for finding in words(found).values() if finding.level == "warning" and "unfused" in finding.what]
+    assert said and "it does not under flash-attn 2 or engine.layer_spec: local" in said[0].what
+    assert any(
+        f"for {DENSE} at cp 2" in finding.what or f"{DENSE} at cp 2" in finding.what
+        for finding in words(found).values()
+    )
+
+
+def test_a_broken_transformer_engine_stops_a_run_in_the_words_of_the_run(machine):
+    machine(H100, te="OSError: libcudart.so.12")
+    found = rows()
+    with pytest.raises(ConfigError) as stops:
+        layer_spec.choose("auto", {"num_attention_heads": 8, "hidden_size": 512}, choices_dims(), dtype=torch.bfloat16)
+    assert {row["error"] for row in found.values()} == {str(stops.value)}
+    said = words(found)["used.spec"]
+    assert said.level == "fault" and str(stops.value) in said.what
+    assert used.table(used.Choices(rows=tuple(found.values())))[1] == [DENSE, "any", "refused", "-", "-", "-"]
+
+
+def choices_dims():
+    from mrl.parallel import ParallelDims
+
+    return ParallelDims()
+
+
+def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeypatch):
+    """Heads of 192 and 128, 128 heads; a window where layers have one; queries of half the keys under cp 2."""
+    seen = []
+    way = causal.way
+
+    def record(query, keys, value, **options):
+        seen.append((tuple(query.shape), tuple(value.shape), keys, options["window"], options["sinks"]))
+        return way(query, keys, value, **options)
+
+    machine(None)
+    monkeypatch.setattr(causal, "way", record)
+    rows()
+    assert ((1, 128, 64, 192), (1, 128, 64, 128), 64, None, False) in seen
+    assert ((1, 64, 32, 64), (1, 8, 64, 64), 64, 16, True) in seen and (
+        (1, 64, 64, 64),
+        (1, 8, 64, 64),
+        64,
+        None,
+        True,
+    ) in seen
+
+
+def test_modules_and_optimizer_are_megatrons():
+    cpu_stand_in.prepare()
+    from megatron.core.optimizer import Adam
+
+    from mrl.engine.megatron import optim
+
+    found = choices.rows()
+    made = dict(zip([(row["model"], row["cp"]) for row in found], choices.modules(found), strict=True))
+    assert made[DENSE, 1] == {
+        "attention": "SdpaAttention",
+        "norm": "RMSNorm",
+        "linear": "RowParallelLinear",
+        "experts": None,
+    }
+    assert {made[model, 1]["experts"] for model in (EXPERTS, SINKS, LATENT)} == {"SequentialMLP"}
+    assert made[LATENT, 2]["attention"] == "SdpaAttention"
+    assert optim.chosen() == {
+        "optimizer": f"{Adam.__module__}.{Adam.__name__}", "norm": "megatron.core.utils.local_multi_tensor_l2_norm",
+    }  # fmt: skip
+    assert issubclass(Adam, torch.optim.AdamW)
+    table = used.table(used.Choices(rows=found, modules=list(made.values())))
+    assert table[3][-2:] == ["RMSNorm", "one after another"]
+
+
+def test_refused_rows_have_no_modules():
+    cpu_stand_in.prepare()
+    assert choices.modules([{"model": DENSE, "cp": 1, "error": "no"}]) == [None]
+
+
+@pytest.mark.parametrize(
+    "torch_text, says",
+    [("raise OSError('libtorch.so')", "OSError: libtorch.so"), ("import os; os.abort()", "ended by SIGABRT")],
+)
+def test_a_process_that_breaks_says_how_far_it_came(site, torch_text, says):
+    """It is not come to megatron-core: that is not blamed."""
+    package(site, "torch", torch_text)
+    found = used.choices()
+    assert says in found.error and found.megatron_fault is None and not found.rows
+    assert by_name(used.section(found, torch_works=True))["used"].level == "fault"
+    assert by_name(used.section(found, torch_works=False))["used"].level == "note"
+
+
+def test_a_megatron_that_does_not_load_is_blamed():
+    found = used.Choices(rows=({"model": DENSE, "cp": 1, "spec": "local", "why": "x", "attention": ["sdpa"], "cp_communication": None},),
+                         error="ImportError: cannot import name 'y'")  # fmt: skip
+    assert found.megatron_fault == "ImportError: cannot import name 'y'"
+    assert dataclasses.replace(found, megatron=True, error=None).megatron_fault is None
+    half = by_name(used.section(dataclasses.replace(found, megatron=True), torch_works=True))
+    assert half["used.modules"].level == "warning" and "used.optimizer" not in half
+
+
+def test_the_launchers_variables_are_read_by_the_run_s_own_function(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert choices._joined() is None
+    monkeypatch.setenv("RANK", "3")
+    assert "RANK=3 is set but WORLD_SIZE" in choices._joined()["error"]
+    for name, value in (("WORLD_SIZE", "8"), ("MASTER_ADDR", "n1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    assert choices._joined() == {"launcher": "torchrun", "rank": 3, "world": 8}
+
+
+def test_kernels_have_words():
+    """A kernel that is added to the tables is shown as it is, and shall have words."""
+    from typing import get_args
+
+    assert set(used.KERNELS["te"]) == set(get_args(te_limits.Kernel))
+    assert set(used.KERNELS["local"]) == set(get_args(causal.Way))

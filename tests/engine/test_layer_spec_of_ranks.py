@@ -1,0 +1,78 @@
+"""All ranks of a model build its layers of the same modules, or none does: nodes may differ in what is installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from mrl.config.schema import RoleConfig
+from mrl.errors import ConfigError
+from tests.engine import tiny
+from tests.engine.harness import run_case
+
+ABSENT = "transformer-engine is not installed"
+
+
+def of_ranks(config: RoleConfig, kinds: list[str]) -> list[str]:
+    """Returns what each rank says where rank 1 finds other packages than rank 0, for each kind of difference."""
+    from mrl.engine.megatron import engine, model
+    from mrl.mcore_models.layer_spec import LayerSpec
+
+    choose, comm = model.layer_spec.choose, model.cp_comm_type
+    said = []
+    for kind in kinds:
+
+        def other(*given, kind=kind, **options):
+            if kind == "error":
+                raise ConfigError(
+                    "engine.layer_spec", "auto", "finds transformer-engine, which does not load", "mend it"
+                )
+            return LayerSpec("te", "there is a GPU") if kind in ("spec", "cp") else choose(*given, **options)
+
+        if kind != "none" and (dist.get_rank() == 1 or kind == "cp"):
+            model.layer_spec.choose = other
+        model.cp_comm_type = lambda *_, kind=kind: "a2a" if kind == "cp" and dist.get_rank() == 1 else "p2p"
+        try:
+            said.append(engine.MegatronEngine(config).model.spec)
+        except ConfigError as error:
+            said.append(str(error))
+        finally:
+            model.layer_spec.choose, model.cp_comm_type = choose, comm
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    return everyone
+
+
+def test_one_that_chooses_otherwise_is_named_by_all(tmp_path):
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama"), backend="megatron", parallel={"cp": 2})
+    first, second = run_case(2, f"{__name__}:of_ranks", config=config, kinds=["none", "spec", "cp", "error"])
+    assert first == second  # nobody waits for a rank that has given up
+    alike, spec, cp, error = first
+    assert alike == "local"
+    assert spec.startswith('engine.layer_spec: value "auto" is local on rank 0 (host ')
+    assert ": torch sees no GPU" in spec and " but te with cp_comm_type p2p on rank 1 (host " in spec, spec
+    assert spec.endswith(": there is a GPU); install the same packages on all hosts, or set local"), spec
+    assert "is te with cp_comm_type p2p on rank 0" in cp and "but te with cp_comm_type a2a on rank 1" in cp, cp
+    assert error.endswith("which does not load; mend it; it is so on rank 1 (host " + error.rpartition("host ")[2])
+
+
+def with_variable(config: RoleConfig, name: str, value: str) -> tuple[str, str | None]:
+    """Returns the spec that a model is built of where a variable is in the environment, and the variable then."""
+    from mrl.engine.megatron.engine import MegatronEngine
+
+    os.environ[name] = value
+    try:
+        engine = MegatronEngine(config)
+        engine.init_model()
+        return engine.model.spec, os.environ.get(name)
+    finally:
+        del os.environ[name]
+
+
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_variables_of_transformer_engine_are_its_own(tmp_path, name):
+    """megatron's GPTModel asserts that they agree with an argument of its own trainer, which mrl has not."""
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama"), backend="megatron")
+    assert run_case(1, f"{__name__}:with_variable", config=config, name=name, value="0") == ("local", "0")

@@ -1,0 +1,70 @@
+"""What runs in worlds (tests/engine/harness.py): the command line of `mrl`, on every rank, as torchrun starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+from unittest import mock
+
+from click.testing import CliRunner
+
+from mrl import cli
+from tests.engine.harness import run_case
+from tests.rollout import stand_in_vllm
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """How a command ended on rank 0."""
+
+    code: int
+    out: str
+    err: str
+
+
+def mrl(*arguments: object, world: int = 1, cwd: object = "/", stdin: str = "") -> Done:
+    """`mrl ARGUMENTS` on so many ranks. A command that fails with a traceback fails the test."""
+    return run_case(
+        world, "tests.inference.cases:command", arguments=[str(a) for a in arguments], cwd=str(cwd), stdin=stdin
+    )
+
+
+def command(arguments: list[str], cwd: str, stdin: str) -> Done:
+    os.chdir(cwd)
+    done = CliRunner().invoke(cli.main, arguments, input=stdin)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def with_stand_in_vllm(cwd: str) -> dict[str, Any]:
+    """`mrl generate --backend vllm`: the names that vLLM got weights for, and what came out of it."""
+    names: list[str] = []
+    with stand_in_vllm.installed() as vllm:
+
+        def load(self: Any, weights: Any) -> set[str]:
+            names.extend(name for name, _ in weights)
+            self.a.data.fill_(1.5)
+            self.b.data.fill_(1.5)
+            return {"a", "b"}
+
+        with mock.patch.object(stand_in_vllm.Model, "load_weights", load):
+            asked = [
+                "generate",
+                "runs/demo",
+                "--backend",
+                "vllm",
+                "--prompt",
+                "1+1=",
+                "--greedy",
+                "--out",
+                "vllm.jsonl",
+            ]
+            done = command(asked, cwd, "")
+        assert done.code == 0, done.err
+        assert vllm.made[0].ended and vllm.made[0].arguments["dtype"] == "float32"
+    (row,) = map(json.loads, pathlib.Path(cwd, "vllm.jsonl").read_text().splitlines())
+    return {"names": names, **row}

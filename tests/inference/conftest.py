@@ -1,0 +1,31 @@
+"""Worlds of test processes end with the session; tiny models with a tokenizer are made once in a module."""
+
+import pytest
+
+from tests.data.tiny_tokenizers import CHATML, make_tokenizer
+from tests.engine import harness, tiny
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds():
+    yield harness.run_world
+    harness.close_worlds()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder of a tiny model with a tokenizer of 400 tokens, by family and fields; each is made once."""
+    made = {}
+
+    def of(family="qwen3", template=CHATML, **fields):
+        key = (family, template, *sorted(fields.items()))
+        if key not in made:
+            tokenizer = make_tokenizer(template)
+            path = str(tmp_path_factory.mktemp(family))
+            made[key] = tiny.make_model(
+                path, family, vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **fields
+            )
+            tokenizer.save_pretrained(path)
+        return made[key]
+
+    return of

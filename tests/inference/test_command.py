@@ -1,0 +1,112 @@
+"""Every example of the commands' help, run as it stands; and the commands as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from mrl.commands import eval as eval_command
+from mrl.commands import generate as generate_command
+from tests.data.tiny_tokenizers import write_jsonl
+from tests.engine.harness import run_case
+from tests.inference.cases import mrl
+from tests.trainers.rl import tiny_policies
+
+REPO = pathlib.Path(__file__).parents[2]
+EXAMPLES = [
+    line.strip()
+    for command in (generate_command.COMMAND, eval_command.COMMAND)
+    for line in command.examples.strip().splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+    """A folder with what the examples name: runs/demo, rows, a task, a reward, another model, an earlier result."""
+    folder = tmp_path_factory.mktemp("site")
+    tiny_policies.make_inputs(folder)
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "other").rename(folder / "path" / "to" / "hf-model")
+    config = tiny_policies.make_config(
+        folder, folder / "runs" / "demo", actor={"engine": tiny_policies.engine("megatron")}, checkpoint={"every": 2},
+        log={"console": "none"},
+    )  # fmt: skip
+    assert run_case(1, "tests.trainers.rl.cases:train", config=config)[0] == "done"
+    write_jsonl(folder / "rows.jsonl", [tiny_policies.prompt([i]) for i in range(3)])
+    (folder / "my_rewards.py").write_text("def score(prompt, completion, row):\n    return len(completion) % 2\n")
+    (folder / "prompt.txt").write_text("12+30=\n")
+    (folder / "task.yaml").write_text("data: rows.jsonl\nreward: exact_match\nmax_new_tokens: 8\n")
+    earlier = mrl("eval", "path/to/hf-model", "task.yaml", "--out", "before.json", cwd=folder)
+    assert earlier.code == 0, earlier.err
+    return folder
+
+
+def in_a_shell(line: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    environ |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    script = f'mrl() {{ "{sys.executable}" -m mrl "$@"; }}\n{line}'
+    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if "--chat" not in line and "--nproc" not in line])
+def test_an_example_of_the_help(site, line):
+    """In the order of the help: one reads what another has written. --chat is in test_chat.py."""
+    command, _, stdin = line.partition(" < ")
+    program, *arguments = shlex.split(command)
+    assert program == "mrl"
+    done = mrl(*arguments, cwd=site, stdin=(site / stdin).read_text() if stdin else "")
+    assert done.code == 0, done.err
+    if "--out" in arguments and arguments[0] == "generate":
+        assert len((site / "completions.jsonl").read_text().splitlines()) == 3 * 4
+    else:
+        assert done.out.strip(), done.err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if "--nproc" in line or " < " in line])
+def test_an_example_in_processes_of_its_own(site, line):
+    done = in_a_shell(line, site)
+    assert done.returncode == 0, done.stderr
+    alone = mrl("generate", "runs/demo", "--prompt", "12+30=", *(["--greedy"] if "--greedy" in line else []), cwd=site)
+    assert done.stdout == alone.out, "on any number of processes it says the same"
+    assert "runs/demo" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_mistake_on_several_processes_is_one_line(site):
+    done = in_a_shell("mrl generate runs/demo --prompts none.jsonl --nproc 2", site)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("mrl: data.eval: none.jsonl: there is no such file or folder")
+
+
+@pytest.mark.nightly
+def test_ranks_of_another_launcher(site):
+    """Under torchrun; the result comes once."""
+    torchrun = f'"{sys.executable}" -m torch.distributed.run --nproc_per_node 2 -m mrl'
+    done = in_a_shell(f"{torchrun} eval runs/demo task.yaml --json engine.parallel.pp=2", site)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    alone = json.loads(mrl("eval", "runs/demo", "task.yaml", "--json", cwd=site).out)
+    assert found["world_size"] == 2 and found["rows"] == alone["rows"] and found["measures"] == alone["measures"]
+
+
+def test_vllm_in_the_processes_gets_the_weights_of_the_model(site):
+    """Of a stand-in for vLLM: what is asked of it, and that what it samples comes out. Real ones are in test_vllm.py."""
+    out = run_case(1, "tests.inference.cases:with_stand_in_vllm", cwd=str(site))
+    assert out["names"] and out["completion"], out
+
+
+def test_keys_are_completed(site):
+    from click.testing import CliRunner
+
+    from mrl import cli
+
+    environ = {"COMP_WORDS": "mrl generate x rollout.t", "COMP_CWORD": "3", "_MRL_COMPLETE": "bash_complete"}
+    done = CliRunner().invoke(cli.main, prog_name="mrl", env=environ)
+    assert "rollout.temperature=" in done.stdout and "rollout.top_k=" in done.stdout

@@ -1,0 +1,235 @@
+"""`mrl eval`: the numbers of `mrl ppo`'s own evaluation, tasks, comparisons, and what a result says."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from statistics import fmean
+
+import pytest
+import yaml
+
+from mrl import metrics
+from mrl.inference import results
+from mrl.inference.statistics import mcnemar, wilson
+from tests.data.tiny_tokenizers import write_jsonl
+from tests.engine.harness import run_case
+from tests.inference.cases import mrl
+from tests.trainers.rl import tiny_policies
+
+REWARD = '''
+def even(prompt, completion, row):
+    """1 where the completion has an even number of characters: random models are right about half of the time."""
+    return float(len(completion) % 2 == 0)
+
+def third(prompt, completion, row):
+    return len(completion) % 4 / 3
+
+def broken(prompt, completion, row):
+    raise ValueError("a judge that is down")
+'''
+ROWS = 12
+ASK = ("--max-new-tokens", "8")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> pathlib.Path:
+    """Models, rows, a reward whose values differ; `run`, whose evaluations are greedy, `sampled`, whose are of 3 samples."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_policies.make_inputs(folder)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [tiny_policies.prompt([i] * (1 + i % 3)) for i in range(ROWS)]
+    write_jsonl(folder / "rows.jsonl", rows)
+    write_jsonl(folder / "questions.jsonl", [{"question": row["prompt"], "answer": row["answer"]} for row in rows])
+    # the second is what is learned: of the first alone all values would be 1
+    even = {"function": f"{folder}/reward.py:even", "weight": 0.25}
+    rewards = {"functions": [even, {"name": "length", "maximum": 4, "slack": 20}]}
+    (folder / "as_run.yaml").write_text(yaml.safe_dump({"data": str(folder / "rows.jsonl"), "rewards": rewards}))
+    for name, samples in (("run", 1), ("sampled", 3)):
+        config = tiny_policies.make_config(
+            folder, folder / name, rewards=rewards,
+            data={"eval": str(folder / "rows.jsonl")}, train={"eval_every": 1, "eval_samples": samples},
+            log={"console": "none"}, checkpoint={"every": 2},
+        )  # fmt: skip
+        assert run_case(1, "tests.trainers.rl.cases:train", config=config)[0] == "done"
+    return folder
+
+
+def evaluate(
+    inputs, model, task="rows.jsonl", *arguments: object, world: int = 1, reward: str | None = "reward.py:even"
+):
+    """The result of `mrl eval MODEL TASK --json` in the folder of the inputs."""
+    given = [*ASK, *(["--reward", reward] if reward else []), "--json"]
+    done = mrl("eval", model, task, *given, *arguments, cwd=inputs, world=world)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def logged(run: pathlib.Path, step: int) -> dict[str, float]:
+    (row,) = [row for row in metrics.read(run / "metrics.jsonl") if row["step"] == step]
+    return {name: value for name, value in row.items() if name.startswith("eval/")}
+
+
+@pytest.mark.parametrize(
+    ("place", "keys", "world"),
+    [
+        ("run", (), 1),
+        pytest.param("run/checkpoints", ("engine.parallel.tp=2",), 2, marks=pytest.mark.nightly),
+        pytest.param("run", ("engine.backend=fsdp",), 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_accuracy_is_that_of_the_run(inputs, place, keys, world):
+    """Of the trained model and, of the model that the run began with, of samples: to the bit."""
+    expected = logged(inputs / "run", 2)
+    assert 0 < expected["eval/accuracy"] < 1
+    found = evaluate(inputs, place, "as_run.yaml", *keys, world=world, reward=None)
+    assert {name: found["metrics"][name] for name in expected} == expected
+    assert found["measures"]["accuracy"]["value"] == pytest.approx(expected["eval/accuracy"], abs=1e-12)
+    assert found["length"] == expected["eval/response_length"] and found["samples"] == 1
+
+
+def test_pass_at_k_is_that_of_the_run(inputs):
+    expected = logged(inputs / "sampled", 0)
+    found = evaluate(inputs, "model", "as_run.yaml", "--samples", 3, "--temperature", "0.8", reward=None)
+    assert {name: found["metrics"][name] for name in expected} == expected
+    measures = found["measures"]
+    assert measures["pass@3"]["value"] == pytest.approx(expected["eval/accuracy"], abs=1e-12)
+    assert measures["pass@1"]["value"] == pytest.approx(
+        fmean(v for row in found["rows"] for v in row["values"]), abs=1e-12
+    )
+    assert measures["pass@1"]["value"] < measures["pass@2"]["value"] < measures["pass@3"]["value"]
+    for measure in measures.values():
+        assert 0 <= measure["low"] < measure["value"] < measure["high"] <= 1
+
+
+def test_what_a_result_says(inputs, tmp_path):
+    """The file and the table; a field question is the prompt; a task file says the same as options."""
+    out = tmp_path / "result.json"
+    done = mrl(
+        "eval", "run", "questions.jsonl", *ASK, "--reward", "reward.py:even", "--out", out, "--limit", 6, cwd=inputs
+    )
+    assert done.code == 0, done.err
+    found = json.loads(out.read_text())
+    right = sum(row["values"][0] for row in found["rows"])
+    low, high = wilson(right / 6, 6)
+    assert done.out.splitlines()[:3] == [
+        "questions: 6 prompts, reward even, greedy, seed 0",
+        "run (float32)",
+        f"accuracy   {right / 6:.1%} [{low:.1%}, {high:.1%}]",
+    ]
+    assert [row["where"] for row in found["rows"]] == [f"questions.jsonl:{i + 1}" for i in range(6)]
+    assert all(len(row["completions"]) == len(row["tokens"]) == len(row["finished"]) == 1 for row in found["rows"])
+    assert found["truncated"] == fmean(not row["finished"][0] for row in found["rows"])
+    assert found["seed"] == 0 and found["versions"]["mrl"] and found["config"]["rollout"]["max_new_tokens"] == 8
+    assert found["config"]["data"]["columns"] == {"question": "prompt"} and found["data"][0]["rows"] == ROWS
+    assert not list(tmp_path.glob("*.part"))
+    task = {"name": "sums", "data": "questions.jsonl", "reward": "reward.py:even", "max_new_tokens": 8, "limit": 6}
+    (inputs / "task.yaml").write_text(yaml.safe_dump(task))
+    same = json.loads(mrl("eval", "run", "task.yaml", "--json", cwd=inputs).out)
+    assert (same["task"], same["rows"]) == ("sums", found["rows"])
+    other = json.loads(mrl("eval", "run", "task.yaml", "--json", "--limit", 2, "--samples", 2, cwd=inputs).out)
+    assert (other["samples"], len(other["rows"])) == (2, 2)
+
+
+def test_two_models_are_compared_in_pairs(inputs, tmp_path):
+    """Against a model, and against its result: the same; by McNemar's test on the prompts that one of them answers."""
+    out = tmp_path / "base.json"
+    base = evaluate(inputs, "model", "rows.jsonl", "--out", out)
+    found = evaluate(inputs, "run", "rows.jsonl", "--against", out)
+    first, second = ([row["values"][0] for row in result["rows"]] for result in (found, base))
+    measure = found["comparison"]["measures"]["pass@1"]
+    assert measure["difference"] == pytest.approx(fmean(first) - fmean(second), abs=1e-12)
+    assert measure["p"] == mcnemar(first, second) and measure["test"] == "McNemar's exact test"
+    assert measure["low"] <= measure["difference"] <= measure["high"] and first != second
+    assert evaluate(inputs, "run", "rows.jsonl", "--against", "model")["comparison"] == found["comparison"]
+    text = mrl("eval", "run", "rows.jsonl", *ASK, "--reward", "reward.py:even", "--against", out, cwd=inputs).out
+    assert (
+        "A: run (float32)\nB: model (float32)\n" in text
+        and f"of {ROWS} prompts that both have, A is better on " in text
+    )
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_numbers_between_0_and_1(inputs):
+    """A reward that is no answer of yes or no: best of k, and a permutation of signs between two models."""
+    found = evaluate(
+        inputs, "run", "rows.jsonl", "--samples", 2, "--temperature", "1.5", "--against", "model", reward="reward.py:third"
+    )  # fmt: skip
+    best = fmean(max(row["values"]) for row in found["rows"])
+    assert found["measures"]["pass@2"]["value"] == pytest.approx(best, abs=1e-12) == found["metrics"]["eval/accuracy"]
+    assert found["comparison"]["measures"]["pass@2"]["test"] == "paired permutation of signs"
+
+
+def test_faults_of_a_reward(inputs):
+    stopped = mrl("eval", "run", "rows.jsonl", *ASK, "--reward", "reward.py:broken", cwd=inputs)
+    assert stopped.code == 2 and "a judge that is down" in stopped.err
+    found = evaluate(inputs, "run", "rows.jsonl", "rewards.on_error=zero", reward="reward.py:broken")
+    assert found["faults"] == ROWS and found["measures"]["accuracy"]["value"] == 0
+
+
+def result(values, samples=1, reward="even", **fields):
+    rows = [{"row": str(i), "values": list(v)} for i, v in enumerate(values)]
+    return {"rows": rows, "samples": samples, "reward": reward, **fields}
+
+
+def test_rows_are_paired_by_what_is_in_them():
+    """Wherever they stand; equal rows one by one; of k samples each, as far as both have them."""
+    first, second = result([[1.0, 0.0]] * 3, 2), result([[0.0], [1.0], [1.0], [0.0]])
+    first["rows"][2]["row"] = "0"
+    second["rows"].reverse()
+    found = results.compare(first, second)
+    assert found["prompts"] == 2 and list(found["measures"]) == ["pass@1"]
+    assert found["measures"]["pass@1"]["difference"] == pytest.approx(0.5 - 0.5)
+    assert (found["measures"]["pass@1"]["only_first"], found["measures"]["pass@1"]["only_second"]) == (1, 1)
+
+
+REFUSED = {
+    "no reward": (("rows.jsonl",), "--reward: is missing, so that nothing says what is right; give gsm8k"),
+    "unknown reward": (("rows.jsonl", "--reward", "gsm9k"), 'rewards.functions[0].name: value "gsm9k" is no named reward; did you mean gsm8k?'),
+    "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even, third"),
+    "no file of a reward": (("rows.jsonl", "--reward", "none.py:odd"), "the file none.py does not exist"),
+    "empty file": (("empty.jsonl", "--reward", "gsm8k"), "data.eval: empty.jsonl: the data set is empty"),
+    "no file": (("none.jsonl", "--reward", "gsm8k"), "data.eval: none.jsonl: there is no such file or folder"),
+    "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), "answer"),
+    "a temperature of one sample": (("rows.jsonl", "--reward", "gsm8k", "--temperature", "0.5"), "has no effect with one sample of each prompt"),
+    "no result": (("rows.jsonl", "--reward", "gsm8k", "--against", "other.json"), "--against: value 'other.json' is no result"),
+    "a task without rows": (("bad.yaml",), "data: value null is null; give a file of rows"),
+    "an unknown key of a task": (("typo.yaml",), "did you mean max_new_tokens?"),
+    "two rewards": (("both.yaml",), "reward: is given together with rewards; keep one of them"),
+    "too many new tokens": (("rows.jsonl", "--reward", "gsm8k", "--max-new-tokens", "200"), "rollout.max_new_tokens: value 200"),
+    "out in no folder": (("rows.jsonl", "--reward", "gsm8k", "--out", "no/where.json"), "--out: value 'no/where.json' cannot be written"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bad(inputs) -> pathlib.Path:
+    (inputs / "empty.jsonl").write_text("")
+    (inputs / "other.json").write_text("{}")
+    write_jsonl(inputs / "bare.jsonl", [{"prompt": "1+1="}])
+    (inputs / "bad.yaml").write_text("reward: gsm8k\n")
+    (inputs / "typo.yaml").write_text("data: rows.jsonl\nreward: gsm8k\nmax_tokens: 3\n")
+    (inputs / "both.yaml").write_text("data: rows.jsonl\nreward: gsm8k\nrewards: [gsm8k]\n")
+    return inputs
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_in_one_line(bad, name):
+    arguments, says = REFUSED[name]
+    done = mrl("eval", "model", *arguments, cwd=bad)
+    assert (done.code, done.out) == (2, ""), done
+    line = done.err.splitlines()[-1]
+    assert says in line and line.startswith("mrl: ") and len(line) < 600, line
+
+
+@pytest.mark.parametrize(
+    ("words", "entry"),
+    [
+        ("gsm8k", {"name": "gsm8k"}),
+        ("my.py:score", {"function": "my.py:score"}),
+        ("{name: gsm8k, strict: true}", {"name": "gsm8k", "strict": True}),
+    ],
+)
+def test_words_for_a_reward(words, entry):
+    from mrl.inference.tasks import parse_reward
+
+    assert parse_reward(words) == entry

@@ -1,0 +1,293 @@
+"""`mrl generate`: as transformers, token by token, on every family and layout; its options and its places."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.data.tiny_tokenizers import WITH_TOOLS, write_jsonl
+from tests.engine.tiny import FAMILIES, OTHERS
+from tests.inference.cases import mrl
+from tests.tiers import nightly_but
+
+PROMPTS = ["hello there!", "What is 2 + 2?", "the quick brown fox jumps over", "é"]
+NEW_TOKENS = 12
+
+# name -> (world size, KEY=VALUE)
+LAYOUTS = {
+    "megatron": (1, []),
+    "megatron tp2": (2, ["engine.parallel.tp=2"]),
+    "megatron pp2": (2, ["engine.parallel.pp=2"]),
+    "megatron dp2": (2, []),
+    "megatron cp2": (2, ["engine.parallel.cp=2"]),
+    "megatron tp2 pp2": (4, ["engine.parallel.tp=2", "engine.parallel.pp=2"]),
+    "fsdp": (1, ["engine.backend=fsdp"]),
+    "fsdp dp2": (2, ["engine.backend=fsdp"]),
+}
+ROWS = [{"prompt": text, "answer": "x"} for text in PROMPTS]
+
+
+def rows_of(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def completions(folder, tmp_path, *arguments: str, layout: str = "megatron", rows=ROWS) -> list[dict]:
+    """The rows that `mrl generate --prompts --out` writes."""
+    world, keys = LAYOUTS[layout]
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    given = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out.jsonl", "--max-new-tokens", NEW_TOKENS]
+    done = mrl("generate", folder, *given, *keys, *arguments, world=world)
+    assert (done.code, done.out) == (0, ""), done.err
+    return rows_of(tmp_path / "out.jsonl")
+
+
+def greedy_of_transformers(folder, prompts=PROMPTS) -> list[tuple[list[int], list[float], list[int]]]:
+    """(new tokens, their log-probs, the prompt's tokens) of each prompt, one at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for text in prompts:
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)[
+            "input_ids"
+        ]
+        made = model.generate(
+            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+        )[0].tolist()  # fmt: skip
+        with torch.no_grad():
+            log_probs = model(torch.tensor([made])).logits[0].log_softmax(-1)
+        new = made[len(ids) :]
+        found.append((new, [float(log_probs[len(ids) + i - 1, token]) for i, token in enumerate(new)], ids))
+    return found
+
+
+ALL_FAMILIES = [("megatron", family) for family in FAMILIES] + [("fsdp", family) for family in FAMILIES | OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [
+        pytest.param(*pair, marks=() if pair in fast else pytest.mark.nightly if pair in slow else pytest.mark.nightly)
+        for fast in [[("megatron", "qwen3"), ("fsdp", "gpt_oss")]]
+        for slow in [[("megatron", "deepseek_v3"), ("megatron", "gpt_oss"), ("fsdp", "gemma2")]]
+        for pair in ALL_FAMILIES
+    ],
+)
+def test_greedy_is_as_transformers(folder, tmp_path, backend, family):
+    model = folder(family)
+    found = completions(model, tmp_path, "--greedy", layout=backend)
+    for row, (tokens, log_probs, prompt) in zip(found, greedy_of_transformers(model), strict=True):
+        assert row["tokens"] == tokens and row["prompt_tokens"] == len(prompt)
+        assert row["log_probs"] == pytest.approx(log_probs, abs=5e-5)
+        assert row["finish_reason"] == ("stop" if len(tokens) < NEW_TOKENS else "length")
+
+
+def without_log_probs(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if name != "log_probs"} for row in rows]
+
+
+SAMPLED = ["--samples", "3", "--temperature", "0.8", "--top-p", "0.95", "--seed", "5"]
+
+
+@pytest.mark.parametrize(
+    "layout", nightly_but(["megatron tp2", "megatron pp2"], [name for name in LAYOUTS if name != "megatron"])
+)
+def test_a_seed_gives_the_same_text_on_every_layout(folder, tmp_path, layout):
+    model = folder("qwen3")
+    first = completions(model, tmp_path, *SAMPLED)
+    assert len({tuple(row["tokens"]) for row in first}) == len(first) == 3 * len(PROMPTS), "no two samples are alike"
+    other = completions(model, tmp_path, *SAMPLED, layout=layout)
+    assert without_log_probs(other) == without_log_probs(first)
+    for one, two in zip(first, other, strict=True):
+        assert two["log_probs"] == pytest.approx(one["log_probs"], abs=1e-5)
+
+
+def test_what_a_row_of_results_has(folder, tmp_path):
+    """Where it is from, messages and text alike, what else the row has, and why it ended; other seeds give other samples."""
+    model = folder("qwen3")
+    rows = [
+        {"prompt": [{"role": "user", "content": "hello"}], "id": 7},
+        {"prompt": "hello", "tools": [{"type": "function", "function": {"name": "sum"}}], "completion": "taken away"},
+    ]
+    first, second = completions(model, tmp_path, "--stop", "e", "--stop", "a", rows=rows)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert first["where"] == f"{tmp_path / 'prompts.jsonl'}:1" and first["id"] == 7 and first["sample"] == 0
+    assert first["prompt"] == rows[0]["prompt"] and second["prompt"] == "hello" and second["tools"] == rows[1]["tools"]
+    for row in (first, second):
+        assert row["completion"] == tokenizer.decode(row["tokens"], skip_special_tokens=True) != "taken away"
+        assert len(row["log_probs"]) == len(row["tokens"])
+        ended = (
+            any(stop in tokenizer.decode(row["tokens"]) for stop in "ea") or row["tokens"][-1] == tokenizer.eos_token_id
+        )
+        assert row["finish_reason"] == ("stop" if ended else "length")
+    assert {first["finish_reason"], second["finish_reason"]} & {"stop"}
+    again = completions(model, tmp_path, "--stop", "e", "--stop", "a", "--seed", "1", rows=rows)
+    assert [row["tokens"] for row in again] != [first["tokens"], second["tokens"]]
+
+
+def test_text_on_the_terminal(folder, tmp_path):
+    """One completion is its text alone, from --prompt or stdin; several have a line before each. Notes are on stderr."""
+    model = folder("qwen3")
+    (expected, *others) = completions(model, tmp_path, "--greedy")
+    few = ["--greedy", "--max-new-tokens", NEW_TOKENS]
+    one = mrl("generate", model, "--prompt", PROMPTS[0], *few)
+    assert (one.code, one.out) == (0, expected["completion"] + "\n")
+    assert one.err == f"{model}: Hugging Face folder, float32 on 1 process\n"
+    assert mrl("generate", model, *few, stdin=PROMPTS[0] + "\n").out == one.out
+    two = mrl("generate", model, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], *few)
+    assert two.out == (
+        f"== prompt 1: 'hello there!' (12 tokens, {expected['finish_reason']})\n{expected['completion']}\n\n"
+        f"== prompt 2: 'What is 2 + 2?' (12 tokens, {others[0]['finish_reason']})\n{others[0]['completion']}\n\n"
+    )
+    sampled = mrl("generate", model, "--prompt", PROMPTS[0], "--samples", 2, "--max-new-tokens", 1)
+    assert "== prompt 1, sample 2 of 2: 'hello there!' (1 token, " in sampled.out
+
+
+def test_system_and_tools_reach_the_template(folder):
+    """What a template is given shows in the tokens, and so in what a greedy model says."""
+    model = folder("qwen3", template=WITH_TOOLS)
+
+    def says(*arguments: object) -> str:
+        return mrl("generate", model, "--prompt", "hello", "--greedy", "--max-new-tokens", 8, *arguments).out
+
+    tokenizer, hf = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tools = [{"type": "function", "function": {"name": "sum"}}]
+    path = pathlib.Path(model) / "tools.json"
+    path.write_text(json.dumps(tools))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)["input_ids"]
+    made = hf.generate(
+        torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    expected = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+    assert says("--system", "Be brief.", "--tools", path).rstrip("\n") == expected.rstrip("\n")
+    assert len({says(), says("--system", "Be brief."), says("--tools", path)}) == 3
+
+
+def test_a_model_without_a_template_goes_on_with_the_text(folder):
+    model = folder("qwen3", template=None)
+    tokenizer, hf = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = tokenizer("the quick", add_special_tokens=False)["input_ids"]
+    made = hf.generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    done = mrl("generate", model, "--prompt", "the quick", "--greedy", "--max-new-tokens", 6)
+    assert done.out == tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True) + "\n"
+    refused = mrl("generate", model, "--chat")
+    assert refused.code == 2 and "--chat: the tokenizer has no chat template" in refused.err
+
+
+@pytest.mark.parametrize(
+    "layout", nightly_but(["megatron", "fsdp dp2"], ["megatron", "megatron tp2 pp2", "megatron dp2", "fsdp dp2"])
+)
+def test_scores_are_those_of_transformers(folder, tmp_path, layout):
+    """Of prompts and completions, in text and in messages; token by token."""
+    model = folder("qwen3")
+    rows = [
+        {"prompt": "hello", "completion": " there"},
+        {
+            "prompt": [{"role": "user", "content": "hi!"}],
+            "completion": [{"role": "assistant", "content": "What is 2?"}],
+        },
+        {"prompt": "the quick brown", "completion": "é"},
+    ]
+    world, keys = LAYOUTS[layout]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    scored = ["--prompts", tmp_path / "rows.jsonl", "--score", "--temperature", "0.5"]
+    done = mrl("generate", model, *scored, "--out", tmp_path / "scores.jsonl", *keys, world=world)
+    assert done.code == 0, done.err
+    found = rows_of(tmp_path / "scores.jsonl")
+    tokenizer, hf = (
+        AutoTokenizer.from_pretrained(model),
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+    )
+    for row, score in zip(rows, found, strict=True):
+        said = row["completion"] if isinstance(row["completion"], str) else row["completion"][0]["content"]
+        asked = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
+        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+        whole = tokenizer.apply_chat_template([*asked, {"role": "assistant", "content": said}])["input_ids"]
+        whole = whole[: len(whole) - whole[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))]
+        with torch.no_grad():
+            log_probs = (hf(torch.tensor([whole])).logits[0] / 0.5).log_softmax(-1)
+        expected = [float(log_probs[i - 1, whole[i]]) for i in range(len(before), len(whole))]
+        assert score["tokens"] == whole[len(before) :]
+        assert score["log_probs"] == pytest.approx(expected, abs=5e-5)
+        assert score["sum"] == pytest.approx(sum(expected), abs=2e-4)
+        assert score["mean"] == pytest.approx(sum(expected) / len(expected), abs=5e-5)
+    total = sum(score["sum"] for score in found)
+    assert f"{total:.3f}" in done.out.splitlines()[-1] and done.out.splitlines()[-1].startswith("3 rows")
+    listed = mrl("generate", model, *scored).out.splitlines()
+    assert (
+        len(listed) == 5
+        and listed[1].startswith(f"{tmp_path / 'rows.jsonl'}:1 ")
+        and listed[-1] == done.out.splitlines()[-1]
+    )
+
+
+def test_what_was_sampled_has_the_scores_that_it_was_sampled_with(folder, tmp_path):
+    """Rows of --out: their tokens as they are, whatever text they are; with the system message that they came after."""
+    model, brief = folder("qwen3"), ("--system", "Be brief.")
+    made = completions(model, tmp_path, "--samples", 2, *brief)
+    scored = ["--prompts", tmp_path / "out.jsonl", "--score", "--out", tmp_path / "scores.jsonl"]
+    for system, same in ((brief, True), ((), False)):
+        done = mrl("generate", model, *scored, *system)
+        assert done.code == 0, done.err
+        for row, score in zip(made, rows_of(tmp_path / "scores.jsonl"), strict=True):
+            assert score["tokens"] == row["tokens"]
+            assert (score["log_probs"] == pytest.approx(row["log_probs"], abs=1e-5)) == same
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "hello", "completion": "there"}])
+    refused = mrl("generate", model, "--prompts", tmp_path / "rows.jsonl", "--score", *brief)
+    assert refused.code == 2 and "data.system: has no effect on" in refused.err
+
+
+REFUSED = {
+    "nothing asked": ((), "mrl generate: has no prompt; give --prompt TEXT"),
+    "two ways": (("--prompt", "x", "--chat"), "--prompt: is given together with --chat; keep one of them"),
+    "no file": (("--prompts", "none.jsonl"), "data.eval: none.jsonl: there is no such file or folder"),
+    "empty file": (("--prompts", "empty.jsonl"), "data.eval: empty.jsonl: the data set is empty; at least one row is needed"),
+    "no prompt in the row": (("--prompts", "odd.jsonl"), "odd.jsonl:1: the fields text hold no prompt"),
+    "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
+    "too long in a file": (("--prompts", "long.jsonl"), "long.jsonl:1: the prompt has 214 tokens, and 64 is the most that"),
+    "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
+    "too many new tokens": (
+        ("--prompt", "x", "--max-new-tokens", "128"),
+        "rollout.max_new_tokens: value 128 leaves no prompt room in the model's 128 positions; give at most 127",
+    ),
+    "unknown key": (("--prompt", "x", "rollout.temprature=1"), "did you mean rollout.temperature?"),
+    "unknown section": (("--prompt", "x", "train.steps=1"), "train"),
+    "greedy and a temperature": (("--prompt", "x", "--greedy", "--temperature", "0.5"), "rollout.temperature: value 0.5 has no effect"),
+    "twice": (("--prompt", "x", "--top-k", "5", "rollout.top_k=4"), "rollout.top_k: is given by KEY=VALUE and by an option"),
+    "no number": (("--prompt", "x", "--temperature", "hot"), '--temperature: value "hot" is not a number'),
+    "a layout that does not fit": (("--prompt", "x", "engine.parallel.tp=3"), "engine.parallel"),
+    "score without rows": (("--prompt", "x", "--score"), "--score: reads rows with completions"),
+    "score and samples": (("--prompts", "long.jsonl", "--score", "--samples", "2"), "rollout.samples_per_prompt: value 2 has no effect"),
+    "out in no folder": (("--prompt", "x", "--out", "no/where.jsonl"), "--out: value 'no/where.jsonl' cannot be written"),
+    "out over the prompts": (("--prompts", "long.jsonl", "--out", "long.jsonl"), "--out: is the file of the prompts"),
+    "tools that are none": (("--prompt", "x", "--tools", "odd.jsonl"), "--tools: value 'odd.jsonl' is no list of function schemas"),
+    "training keys": (("--prompt", "x", "engine.recompute=full"), "engine.recompute: value \"full\" is for training"),
+    "a replay": (("--prompt", "x", "--backend", "recorded"), 'rollout.backend: value "recorded" replays a run'),
+    "keys of rows": (("--prompt", "x", "data.columns={a: b}"), "data.columns: value {\"a\": \"b\"} is not used without a file of rows"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "odd.jsonl").write_text('{"text": "x"}\n')
+    write_jsonl(tmp_path / "long.jsonl", [{"prompt": "hello " * 200}])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_in_one_line(folder, files, name):
+    arguments, says = REFUSED[name]
+    done = mrl("generate", folder("qwen3"), *arguments, cwd=files)
+    assert (done.code, done.out) == (2, ""), done
+    line = done.err.splitlines()[-1]
+    assert says in line and line.startswith("mrl: ") and len(line) < 500, line
+    assert sorted(path.name for path in files.iterdir()) == ["empty.jsonl", "long.jsonl", "odd.jsonl"], (
+        "nothing was written"
+    )

@@ -1,0 +1,170 @@
+"""What MODEL may be: the same weights wherever they are, and what is said of a folder that holds none."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mrl.config.schema import LoraConfig
+from mrl.convert.importing import import_hf
+from mrl.errors import UserError
+from mrl.inference.places import find
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.inference.cases import mrl
+from tests.tiers import nightly_but
+from tests.trainers import tiny_runs
+from tests.trainers.rl import tiny_policies
+
+ASK = ("--prompt", "12+30=", "--greedy", "--max-new-tokens", "8")
+
+
+def says(model: object, *keys: str, world: int = 1) -> tuple[str, str]:
+    """(what it says, what the line on stderr says was taken)."""
+    done = mrl("generate", model, *ASK, *keys, world=world)
+    assert done.code == 0, done.err
+    return done.out, done.err
+
+
+def of_transformers(model) -> str:
+    """As `says`, of a transformers model with the tokenizer of arithmetic."""
+    tokenizer = tiny_runs.load_example("arithmetic/make_data.py").make_tokenizer()
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+30="}], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    made = model.generate(
+        torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+    )
+    return tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True) + "\n"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> pathlib.Path:
+    """A run of `mrl sft` on megatron that has a checkpoint after each of two steps, and its export."""
+    inputs, out = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("runs") / "demo"
+    tiny_runs.make_inputs(inputs)
+    config = tiny_runs.make_config(
+        inputs, out, engine={"backend": "megatron"}, train={"steps": 2}, optimizer={"lr": 0.05, "warmup_steps": 0},
+        checkpoint={"every": 1, "keep": None}, log={"console": "none"},
+    )  # fmt: skip
+    ended = run_case(1, "tests.trainers.cases:train", config=config)
+    assert ended[0] == "done", ended
+    return out
+
+
+def test_a_run_answers_with_its_export_or_its_newest_checkpoint(run, tmp_path):
+    expected = of_transformers(AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32))
+    text, note = says(run)
+    assert text == expected and f"{run}: the run's export {run}/hf (Hugging Face folder), float32 on 1 process" in note
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
+    text, note = says(tmp_path / "run")
+    assert text == expected and "megatron checkpoint of step 2" in note
+
+
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    nightly_but([(2, ("engine.parallel.tp=2",))], [(2, ("engine.parallel.tp=2",)), (2, ("engine.parallel.pp=2",)), (2, ("engine.backend=fsdp",))]),
+)  # fmt: skip
+def test_a_checkpoint_answers_on_any_layout(run, world, keys):
+    """Two steps apart there are other weights; the names of the newest one mean the same."""
+    last = says(run / "checkpoints" / "step_00000002", *keys, world=world)[0]
+    assert last == says(run)[0] == says(run / "checkpoints" / "latest")[0] == says(run / "checkpoints")[0]
+    first = find(str(run / "checkpoints" / "step_00000001"))
+    assert first.dtype == "float32" and first.source is not None and first.limit == 128
+
+
+def test_an_earlier_checkpoint_has_other_weights(run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(tiny_runs.chat([12, 30])) + "\n")
+    scores = []
+    for place in ("checkpoints/step_00000001", "checkpoints/step_00000002", "hf"):
+        out = tmp_path / "scores.jsonl"
+        assert mrl("generate", run / place, "--prompts", tmp_path / "rows.jsonl", "--score", "--out", out).code == 0
+        scores.append(json.loads(out.read_text())["sum"])
+    assert scores[0] != pytest.approx(scores[1], abs=1e-3) and scores[1] == pytest.approx(scores[2], abs=1e-4)
+
+
+def test_a_damaged_checkpoint_answers_nothing(run, tmp_path):
+    folder = tmp_path / "step_00000002"
+    shutil.copytree(run / "checkpoints" / "step_00000002", folder)
+    shutil.copy(run / "config.yaml", tmp_path.parent / "config.yaml")
+    (file,) = [path for path in sorted((folder / "mcore").glob("*.distcp")) if path.stat().st_size > 100_000][:1] or [
+        None
+    ]
+    if file is None:  # all are small: those are compared when the checkpoint is opened
+        file = max((folder / "mcore").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    done = mrl("generate", folder, *ASK)
+    assert (done.code, done.out) == (2, "") and "has changed; use another checkpoint" in done.err, done
+
+
+def test_an_imported_folder(run, tmp_path):
+    import_hf(run / "hf", tmp_path / "mcore")
+    text, note = says(tmp_path / "mcore")
+    assert text == says(run)[0] and "imported checkpoint, float32" in note
+
+
+def test_the_actor_of_a_run_of_ppo(tmp_path_factory):
+    inputs, out = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("runs") / "rl"
+    tiny_policies.make_inputs(inputs)
+    config = tiny_policies.make_config(inputs, out, "ppo", checkpoint={"every": 2}, log={"console": "none"})
+    assert run_case(1, "tests.trainers.rl.cases:train", config=config)[0] == "done"
+    expected = of_transformers(AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32))
+    assert says(out)[0] == expected
+    text, note = says(out / "checkpoints")
+    assert text == expected and "fsdp checkpoint of step 2, actor" in note
+
+
+@pytest.mark.parametrize("backend", nightly_but(["megatron"], ["megatron", "fsdp"]))
+def test_an_adapter_answers_over_its_base(run, tmp_path, backend):
+    keys = (f"engine.backend={backend}",)
+    lora = LoraConfig(rank=4, alpha=64.0)
+    adapter = tiny.make_adapter(str(tmp_path / "adapter"), str(run / "hf"), lora, seed=3)
+    base = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    expected = of_transformers(PeftModel.from_pretrained(base, adapter))
+    text, note = says(adapter, *keys)
+    assert text == expected != says(run)[0] and f"adapters over {run}/hf" in note
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(adapter)
+    assert says(adapter, *keys)[0] != text, "its own chat template, where it has one"
+
+
+def test_folders_without_a_model(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "started" / "checkpoints").mkdir(parents=True)
+    cases = {
+        "empty": "MODEL: value '{}' holds no model; give a Hugging Face folder or hub id, a checkpoint, an adapter folder, or",
+        "none": "MODEL: value '{}' does not exist",
+        "model.gguf": "MODEL: value '{}' is a file; make a model of it with `mrl convert import`",
+        "started": "holds no whole checkpoint",
+    }
+    for name, says_ in cases.items():
+        with pytest.raises(UserError) as caught:
+            find(str(tmp_path / name))
+        assert says_.format(tmp_path / name) in str(caught.value), str(caught.value)
+    with pytest.raises(UserError, match="MODEL: value 'a/b/c' does not exist"):
+        find("a/b/c")
+
+
+def test_a_value_head_makes_no_text(tmp_path):
+    tiny_policies.make_inputs(tmp_path)
+    done = mrl("generate", tmp_path / "scorer", *ASK)
+    assert done.code == 2 and "lm_head.weight" in done.err, done.err
+
+
+def test_names_of_the_positions_and_dtypes(tmp_path):
+    folder = pathlib.Path(tiny.make_model(str(tmp_path / "m"), "gpt2", n_positions=64, max_position_embeddings=64))
+    assert find(str(folder)).limit == 64 and find(str(folder)).dtype == "float32"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert find(str(folder)).dtype == "bfloat16"

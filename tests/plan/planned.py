@@ -1,0 +1,89 @@
+"""What `mrl plan` says of a case of tests/cuda. Runs in a process that plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from mrl.engine.megatron import meta
+from mrl.parallel import ParallelDims
+from mrl.plan import schedule
+from tests.cuda import models, update
+from tests.cuda.cases import Case
+
+
+def held(case: Case) -> list[dict[str, int]]:
+    """Bytes of parameters, gradients, optimizer and activations on every rank: a list by rank."""
+    folder = models.write(case.model, Path(tempfile.mkdtemp()), case.layers, **case.changes)
+    if case.lora:
+        models.write_zeros(folder)
+    config = update.config_of(case, folder)
+    parallel = config.engine.parallel
+    dims = ParallelDims(
+        case.world, tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=parallel.expert_tp,
+        sp=parallel.sequence_parallel,
+    )  # fmt: skip
+    stages = [meta.measure(config, dims, stage * (case.world // case.pp), case.lengths) for stage in range(case.pp)]
+    found = []
+    for rank in range(case.world):
+        at = dims.coordinates(rank)
+        stage = stages[at.pp_rank]
+        order = schedule.passes(at.pp_rank, pp=case.pp, vpp=case.vpp, micro_batches=case.micro_batches)
+        found.append({
+            "parameters": stage.parameters, "gradients": stage.gradients,
+            "optimizer": stage.optimizer(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank),
+            "activations": schedule.most_alive(
+                order, [c.saved for c in stage.chunks], [c.forward_peak for c in stage.chunks],
+                [c.backward_peak for c in stage.chunks],
+            ),
+        })  # fmt: skip
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def command(words: list[str], folder: str) -> Done:
+    """Runs `mrl` with these words in a folder."""
+    import os
+
+    from click.testing import CliRunner
+
+    from mrl.cli import main
+
+    os.chdir(folder)
+    result = CliRunner().invoke(main, words, prog_name="mrl", catch_exceptions=False)
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def published(
+    model: dict, words: list[str], world_size: int, gpu: str, folder: str
+) -> tuple[bool, float, float, float]:
+    """Whether a run of `mrl sft` fits, and GiB of its fullest GPU, of its gradients, and what there is. words: overrides
+    of its config."""
+    import json
+
+    from mrl.config.command import record
+    from mrl.config.load import load_config
+    from mrl.launch.planning import read_parts
+    from mrl.plan import planner
+    from mrl.plan.gpus import gpu_of
+
+    path = Path(folder)
+    (path / "config.json").write_text(json.dumps(models.COMMON | model))
+    (path / "sft.yaml").write_text(
+        f"output_dir: run\nmodel: {{path: {folder}}}\ndata: {{train: none.jsonl}}\nengine: {{micro_batch: {{size: 1}}}}\n"
+        "train: {steps: 1}\n"
+    )
+    command = record("sft")
+    config = load_config(path / "sft.yaml", words, command.root)
+    made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of(gpu))
+    use = made.fullest
+    return made.fits, use.total / 2**30, use.gradients / 2**30, made.room / 2**30

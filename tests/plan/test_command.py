@@ -1,0 +1,111 @@
+"""`mrl plan` as its user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mrl.commands.plan import EXAMPLES
+from tests.cuda import models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans")
+    models.write("Qwen/Qwen3-8B", path / "8b")
+    models.write("deepseek-ai/DeepSeek-V3", path / "671b")
+    text = "output_dir: run\nmodel: {path: 8b}\ndata: {train: none.jsonl, max_length: 4096}\n"
+    (path / "sft.yaml").write_text(text + "train: {steps: 10, global_batch_size: 256}\nengine: {parallel: {tp: 2}}\n")
+    (path / "grpo.yaml").write_text(
+        "output_dir: run\nactor: {model: {path: 8b}, engine: {parallel: {tp: 4}}}\nalgorithm: {name: ppo}\n"
+        "data: {train: none.jsonl, max_prompt_length: 512}\nrollout: {max_new_tokens: 512, backend: native}\n"
+        "rewards: {functions: [{name: gsm8k}]}\ntrain: {steps: 10, global_batch_size: 64}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def plan(planner, folder):
+    """Runs `mrl plan` in a fork of a process that has imported everything."""
+    return lambda *words: planner.call("tests.plan.planned:command", ["plan", *words], str(folder))
+
+
+def test_a_table_a_picture_and_a_verdict(plan):
+    done = plan("sft.yaml", "engine.parallel={tp: 2, pp: 2, vpp: 2}", "-n", "16")
+    assert done.exit_code == 0, done.stderr
+    assert re.search(r"stage 1 +ranks 8-15 +layers 9-17 \| layers 27-35 \+ head", done.stdout)
+    assert "fits: " in done.stdout and "pp send over 2 ranks" in done.stdout
+    assert all(len(line) < 140 for line in done.stdout.splitlines())
+
+
+def test_what_does_not_fit_is_said_and_exits_with_2(plan):
+    done = plan("sft.yaml", "-n", "2", "--gpu", "a100-40gb", "--json")
+    told = json.loads(done.stdout)
+    assert done.exit_code == 2 and not told["fits"]
+    stage = told["roles"]["model"]["stages"][0]
+    # 8.19e9 parameters over tp 2: two bytes each, four of gradients, twelve of the optimizer
+    assert stage["gradient_bytes"] == 2 * stage["parameter_bytes"]
+    assert max(stage["optimizer_bytes"]) == pytest.approx(6 * stage["parameter_bytes"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sft.yaml", "engine.parallel.tp=3", "-n", "6"], "engine.parallel.tp: value 3 does not divide the model's 32"),
+        (["sft.yaml", "-n", "3"], "tp*pp*cp (2*1*1 = 2) does not divide the 3 processes"),
+        (["sft.yaml", "--gpu", "h1000"], '--gpu: value "h1000" is not one of those known; give a100-40gb'),
+        (["sft.yaml", "--efficiency", "2"], "--efficiency"),
+        (["none.yaml"], "the config file does not exist"),
+        (["sft.yaml", "model.path=nowhere/x/y"], "model.path"),
+        (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}"], 'engine.backend: value "fsdp" is not planned'),
+    ],
+)
+def test_bad_input_is_one_line(plan, words, message):
+    done = plan(*words)
+    assert done.exit_code == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_the_671b_model_on_16384_gpus(folder):
+    """In seconds and little memory: the issue allows 20 s and 4 GiB on two quiet cores; a busy machine takes longer."""
+    script = (
+        "import resource, runpy, sys; sys.argv = ['mrl', *sys.argv[1:]]\n"
+        "try: runpy.run_module('mrl', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('used', usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, file=sys.stderr)"
+    )
+    words = ["plan", "sft.yaml", "model.path=671b", "train.global_batch_size=16384", "-n", "16384",
+             "engine.parallel={pp: 16, ep: 64}", "engine.recompute=full"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=folder, capture_output=True, text=True)
+    assert "stage 15  ranks 15360-16383  layers 58-60 + head" in done.stdout, done.stderr
+    seconds, gib = map(float, done.stderr.split("used ")[1].split())
+    assert seconds < 40 and gib < 4
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_help(plan):
+    for line in EXAMPLES.strip().splitlines():
+        words = line.split()[2:]
+        if "--suggest" in words:
+            words += ["--gpu", "h200"]
+        done = plan(*words)
+        assert done.exit_code in (0, 2) and done.stdout, f"{line}: {done.stderr}"
+        assert "Traceback" not in done.stderr
+
+
+def test_ppo_has_its_phases(plan):
+    told = json.loads(plan("grpo.yaml", "-n", "8", "--json").stdout)
+    phases = {one["phase"]: one for one in told["phases"]}
+    assert list(phases) == [
+        "sampling", "forward of the actor", "forward of the critic", "forward of the reference", "update of the actor",
+        "update of the critic",
+    ]  # fmt: skip
+    heads, width, item = 8 // 4, 128, 2
+    assert phases["sampling"]["cache"] == 65536 * 36 * heads * 2 * width * item
+    assert phases["forward of the reference"]["gradients"] == 0
+    assert phases["update of the actor"]["optimizer"] > 0

@@ -1,0 +1,96 @@
+"""The order of passes is megatron's own, and the bubble is the share of slots in which a stage has nothing to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.plan import schedule
+from tests.cuda.cases import Case
+from tests.cuda.test_engine import DENSE, NARROW
+from tests.engine import harness
+from tests.tiers import slow_but
+
+TINY = NARROW | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+RUNS = [
+    Case(DENSE, world=2, pp=2, vpp=2, micro_batches=6, lengths=(8,), changes=TINY),
+    Case(DENSE, world=2, pp=2, micro_batches=5, lengths=(8,), changes=TINY),
+    Case(DENSE, world=4, pp=4, micro_batches=3, lengths=(8,), changes=TINY),
+    Case(DENSE, world=4, pp=4, vpp=2, layers=8, micro_batches=8, lengths=(8,), changes=TINY),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(RUNS[:1], RUNS), ids=str)
+def test_passes_are_those_of_megatron(case):
+    [found] = harness.run_world(case.world, [harness.Case("tests.plan.recorded:order", {"case": case})])
+    for stage, seen in enumerate(found.get()):
+        expected = schedule.passes(stage, pp=case.pp, vpp=case.vpp, micro_batches=case.micro_batches)
+        assert [(one.forward, one.chunk if one.forward else -1) for one in expected] == seen, f"stage {stage}"
+        slots = len(seen)
+        line = _unit_timeline(case)
+        assert line.busy[stage] == slots
+    # idle slots of the recorded order, counted by walking it with passes of one slot each
+    assert _unit_timeline(case).bubble == pytest.approx(_idle_share(found.get(), case), rel=0.1)
+
+
+def _unit_timeline(case: Case) -> schedule.Timeline:
+    ones = [[1.0] * case.vpp for _ in range(case.pp)]
+    return schedule.timeline(ones, ones, micro_batches=case.micro_batches)
+
+
+def _idle_share(orders: list[list[tuple[bool, int]]], case: Case) -> float:
+    """Slot by slot: a stage's next pass runs once its neighbour's has, and waits a slot otherwise. Which micro-batch a
+    pass is of follows from how often its stage has had such a pass."""
+    ready: dict[tuple[bool, int, int], int] = {}  # (forward, virtual stage, number) -> slot after it
+    position, seen = [0] * case.pp, [{} for _ in range(case.pp)]
+    busy = slot = 0
+    last = case.pp * case.vpp - 1
+    while any(position[s] < len(orders[s]) for s in range(case.pp)):
+        done = []
+        for stage in range(case.pp):
+            if position[stage] == len(orders[stage]):
+                continue
+            forward, chunk = orders[stage][position[stage]]
+            if not forward:  # backward passes take chunks from the last to the first, as many of each at a time
+                so_far = sum(n for (f, _), n in seen[stage].items() if not f)
+                chunk = case.vpp - 1 - (so_far // case.pp) % case.vpp if case.vpp > 1 else 0
+            number = seen[stage].get((forward, chunk), 0)
+            place = chunk * case.pp + stage
+            if forward:
+                needs = (True, place - 1, number) if place else None
+            else:
+                needs = (False, place + 1, number) if place < last else (True, place, number)
+            if needs is None or ready.get(needs, slot + 1) <= slot:
+                done.append((stage, forward, chunk, place, number))
+        for stage, forward, chunk, place, number in done:
+            ready[forward, place, number] = slot + 1
+            seen[stage][forward, chunk] = number + 1
+            position[stage] += 1
+            busy += 1
+        slot += 1
+        assert slot < 10_000, "it waits for itself"
+    return 1 - busy / (case.pp * slot)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(4, 1, 8), (8, 1, 64), (4, 2, 16), (8, 4, 32)])
+def test_the_bubble_is_the_known_formula(pp, vpp, count):
+    """(p - 1) / v of the time of p stages' m micro-batches (Narayanan et al., 2021, section 2.2)."""
+    one, two = [[1.0] * vpp for _ in range(pp)], [[2.0] * vpp for _ in range(pp)]
+    line = schedule.timeline(one, two, micro_batches=count)
+    idle = (pp - 1) / vpp / count
+    assert line.bubble == pytest.approx(idle / (1 + idle), rel=0.1)
+
+
+def test_activations_of_1f1b_are_of_as_many_micro_batches_as_stages_follow():
+    order = schedule.passes(0, pp=4, vpp=1, micro_batches=16)
+    assert schedule.most_alive(order, [10], [10], [12]) == 3 * 10 + 12
+    order = schedule.passes(3, pp=4, vpp=1, micro_batches=16)
+    assert schedule.most_alive(order, [10], [15], [12]) == 15
+    assert (
+        schedule.most_alive(schedule.passes(0, pp=4, vpp=1, micro_batches=9, forward_only=True), [10], [15], [0]) == 15
+    )

@@ -1,0 +1,50 @@
+"""What is planned is what a real run takes, on CPUs: state to the byte on every rank, activations within a tenth."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.cases import Case
+from tests.cuda.test_engine import DENSE, MOE, NARROW
+from tests.engine import harness
+from tests.tiers import slow_but
+
+FEW = NARROW | {"num_experts": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 4096,
+    "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48,
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1, "head_dim": 16,
+}  # fmt: skip
+CASES = [
+    Case(DENSE, world=2, tp=2, changes=NARROW),
+    Case(DENSE, world=4, pp=2, changes=NARROW),
+    Case(DENSE, world=2, pp=2, vpp=2, changes=NARROW),
+    Case(DENSE, world=4, pp=4, changes=NARROW),
+    Case(DENSE, world=2, cp=2, changes=NARROW),
+    Case(DENSE, world=4, changes=NARROW | {"vocab_size": 4001}),  # shards of uneven content
+    Case(DENSE, recompute="full", changes=NARROW),
+    Case(DENSE, world=2, tp=2, sp=False, recompute="selective", changes=NARROW),
+    Case(DENSE, world=2, head="value", changes=NARROW),
+    Case(DENSE, world=2, dtype="float32", changes=NARROW),
+    Case("meta-llama/Llama-3.2-1B", world=2, tp=2, lora=True, changes=NARROW),
+    Case(MOE, world=4, tp=2, ep=2, etp=1, changes=FEW),
+    # on a CPU torch has no kernel for values of another width than keys
+    Case("deepseek-ai/DeepSeek-V3", world=2, ep=2, changes=LATENT),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=str)
+def test_a_plan_is_what_a_run_takes(planner, case):
+    [real] = harness.run_world(case.world, [harness.Case("tests.cuda.update:on_cpu", {"case": case})])
+    planned, measured = planner.call("tests.plan.planned:held", case), real.get()
+    for rank, (expected, found) in enumerate(zip(measured, planned, strict=True)):
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert found[kind] == expected.held[kind], f"{kind} of rank {rank}"
+        if case.dtype == "float32":  # a GPU has other kernels than a CPU then, of attention and of norms
+            return
+        if case.ep == 1:
+            assert found["activations"] == pytest.approx(expected.activations, rel=0.1), f"activations of rank {rank}"
+    # an untrained router gives experts unequal numbers of tokens: together they are those of the plan
+    totals = [sum(one.activations for one in measured), sum(one["activations"] for one in planned)]
+    assert totals[0] == pytest.approx(totals[1], rel=0.1)
