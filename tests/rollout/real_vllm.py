@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pathlib
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedTokenizerFast
 
 from mrl.batch import make_batch
@@ -35,6 +37,9 @@ VENV = pathlib.Path(os.environ.get("MRL_TEST_VLLM_VENV", ROOT / ".venv-vllm"))
 """Where vLLM is installed: `make vllm-venv` makes it."""
 
 MAX_LENGTH = 512
+FIRST_REQUEST_S = 600
+"""Longest wait for a case: a server's first requests compile, which took 65 s beside other work, and more on a busier machine."""
+
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -99,6 +104,17 @@ class RealServer:
         self.process.wait()
 
 
+@contextlib.contextmanager
+def logs_of(servers: list[RealServer]) -> Iterator[None]:
+    """Shows the end of the servers' logs where what is done here fails."""
+    try:
+        yield
+    except AssertionError:
+        for server in servers:
+            print(f"--- {server.url}, alive: {server.process.poll() is None}", server.log.read_text()[-3000:], sep="\n")
+        raise
+
+
 def sampler_of(urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, **config):
     settings = ServerConfig(urls=tuple(urls), bucket_mb=1, **config)
     return VLLMServerSampler(
@@ -139,6 +155,7 @@ def check(engine, sampler, sampling: SamplingParams) -> list[Completion]:
 
 def follows_the_actor(config: RoleConfig, raw_url: str, processed_url: str, weights_dir: str) -> list[list[Completion]]:
     """Log-probs of completions are those of the actor's weights, before and after it is trained. Several ranks take part."""
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=FIRST_REQUEST_S))  # the others wait for rank 0
     engine = build_engine(config)
     engine.init_model()
     text = [5, 9, 40, 41, 77, 12]

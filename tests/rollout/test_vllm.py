@@ -24,7 +24,7 @@ from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.rollout.real_vllm import RealServer, hf_stream, make_model, requests, sampler_of
+from tests.rollout.real_vllm import FIRST_REQUEST_S, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -79,10 +79,11 @@ def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, p
     """On two ranks, with an actor that the servers were not started with and that is trained in between."""
     config = tiny.role(folders[1], backend=backend, parallel=parallel)
     urls = [server.url for server in servers]
-    seen = run_case(
-        2, "tests.rollout.real_vllm:follows_the_actor",
-        config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
-    )  # fmt: skip
+    with logs_of(servers):
+        seen = run_case(
+            2, "tests.rollout.real_vllm:follows_the_actor", timeout_s=FIRST_REQUEST_S,
+            config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
+        )  # fmt: skip
     assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)
 
 
