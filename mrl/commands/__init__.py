@@ -82,13 +82,17 @@ def echo(text: str, end: str = "\n") -> None:
     print(text, end=end, flush=True)
 
 
+CONFIG = Argument(name="config_path", kind="path", metavar="CONFIG")
+OVERRIDES = Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True)
+NPROC = Option(
+    names="--nproc", kind="number", minimum=1,
+    help="Processes to start; default: the GPUs, else what the layout needs.",
+)  # fmt: skip
+
 OF_TRAINING: Sequence[Argument | Option] = (
-    Argument(name="config_path", kind="path", metavar="CONFIG"),
-    Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True),
-    Option(
-        names="--nproc", kind="number", minimum=1,
-        help="Processes to start; default: the GPUs, else what the layouts need.",
-    ),
+    CONFIG,
+    OVERRIDES,
+    NPROC,
     Option(
         names="--dry-run", kind="flag",
         help="Check keys, files, layouts, and each model's config.json, print what would run, write nothing. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.commands import EXIT_USER_ERROR, Argument, Command, Option
+from mrl.commands import CONFIG, EXIT_USER_ERROR, OVERRIDES, Command, Option
 
 
 def run(as_json: bool, **given: Any) -> int:
@@ -28,8 +28,8 @@ COMMAND = Command(
         mrl check sft.yaml engine.backend=fsdp --against first --json""",
     run=run,
     params=(
-        Argument(name="config_path", kind="path", metavar="CONFIG"),
-        Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True),
+        CONFIG,
+        OVERRIDES,
         Option(
             names="--layouts", metavar="LIST", default="auto",
             help="Layouts with commas, as in tp2,pp2xvpp2,tp2+sp,cp2,ep2,dp2; auto is one process, each axis that the "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.commands import Argument, Command, Option
-from mrl.commands.generate import BACKEND, MODEL, NPROC, OVERRIDES, SAMPLING, sampling_keys
+from mrl.commands import NPROC, OVERRIDES, Argument, Command, Option
+from mrl.commands.generate import BACKEND, MODEL, SAMPLING, sampling_keys
 from mrl.config.inference import EvalKeys
 
 

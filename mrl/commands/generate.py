@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.commands import Argument, Command, Option
+from mrl.commands import NPROC, OVERRIDES, Argument, Command, Option
 from mrl.config.inference import InferenceConfig
 
-NPROC = Option(
-    names="--nproc", kind="number", minimum=1,
-    help="Processes to start; default: the GPUs, else what the layout needs.",
-)  # fmt: skip
 MODEL = Argument(name="model", kind="path", metavar="MODEL")
-OVERRIDES = Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True)
 BACKEND = Option(names="--backend", metavar="NAME", help="native (default), vllm or sglang: rollout.backend.")
 SAMPLING = (
     Option(names="--max-new-tokens", kind="number", metavar="N", help="Most tokens of a completion; default 512."),

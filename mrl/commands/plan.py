@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mrl.commands import EXIT_USER_ERROR, Argument, Command, Option, echo
+from mrl.commands import CONFIG, EXIT_USER_ERROR, OVERRIDES, Command, Option, echo
 
 EXAMPLES = """
     mrl plan sft.yaml --world-size 64
@@ -35,8 +35,8 @@ COMMAND = Command(
     examples=EXAMPLES,
     run=_run,
     params=(
-        Argument(name="config_path", kind="path", metavar="CONFIG"),
-        Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True),
+        CONFIG,
+        OVERRIDES,
         Option(names="--world-size -n", into="world_size", kind="number", minimum=1, default=8, help="GPUs."),
         Option(
             names="--gpu", metavar="NAME", default="h100-80gb",

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.commands import Argument, Command, Group, Option, echo, say
+from mrl.commands import CONFIG, OVERRIDES, Argument, Command, Group, Option, echo, say
 from mrl.config.command import roots
 from mrl.config.keys import Key, section_keys
 from mrl.errors import ConfigError, quoted
@@ -26,8 +26,8 @@ def _jobs_go_on() -> Iterator[None]:
 def _job_params() -> Iterator[Argument | Option]:
     """Yields the arguments and options of a command that makes a job's script."""
     yield Argument(name="command", choices=lambda: list(roots()))
-    yield Argument(name="config_path", kind="path", metavar="CONFIG")
-    yield Argument(name="overrides", kind="overrides", metavar="[KEY=VALUE]...", required=False, several=True)
+    yield CONFIG
+    yield OVERRIDES
     yield Option(
         names="--profile", metavar="FILE",
         help=f"YAML file with site defaults in a `slurm:` block; default {DEFAULT_PROFILE}.",

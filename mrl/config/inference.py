@@ -14,6 +14,8 @@ from mrl.config.schema import REQUIRED, EngineConfig, ModelConfig, key
 from mrl.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 512
+LONGEST = 65536
+"""Tokens of the longest sequence of a sampler with memory of its own: some models have a million positions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +45,15 @@ class PlaceConfig:
     source: str | None = key(None, "checkpoint or adapter that the weights are read from")
     chat_template: str | None = key(None, "text of the template that a run's config has")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "what the weights are stored in")
-    limit: int | None = key(None, "positions of the model, where they bound the prompts")
+    limit: int | None = key(None, "tokens of the longest sequence, where no key of the user's decides it")
+    limited_by: str = key("", "what has so few tokens, in words and in the plural")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestConfig:
     """The options of `mrl generate`."""
 
-    prompts: tuple[str, ...] = key((), "texts of --prompt, or what came on stdin")
+    prompts: tuple[str, ...] = key((), "texts of --prompt, or what came on stdin, which the main process alone has")
     file: str | None = key(None, "rows of --prompts")
     chat: bool = key(False, "talk on the terminal")
     score: bool = key(False, "log-probs of completions that the rows have")
@@ -97,6 +100,8 @@ def check_inference(config: InferenceConfig) -> None:
     advice = "leave it out"
     own = (pair for pair in changed(config.model, "model") if pair[0].path in ("model.init", "model.lora"))
     refuse_unread(own, "by a command that trains nothing", advice)
+    order = (pair for pair in changed(config.data, "data") if pair[0].path == "data.shuffle")
+    refuse_unread(order, "here: rows are taken in their order", advice)
     if config.rollout.backend == "recorded":
         raise ConfigError("rollout.backend", "recorded", "replays a run and asks no model", "give native or vllm")
     check_backend(config.model, config.engine)
@@ -110,7 +115,7 @@ def check_inference(config: InferenceConfig) -> None:
 
 def unread_of_texts(data: PromptsConfig) -> None:
     """Raises ConfigError for keys of rows where prompts are texts: they would do nothing."""
-    of_rows = ("data.columns", "data.split", "data.on_bad_row")
+    of_rows = ("data.columns", "data.split", "data.on_bad_row", "data.truncation")
     refuse_unread(
         (pair for pair in changed(data, "data") if pair[0].path in of_rows), "without a file of rows", "leave it out"
     )

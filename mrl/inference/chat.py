@@ -38,7 +38,7 @@ class Conversation:
     """
 
     def __init__(self, config: GenerateConfig, model: Loaded) -> None:
-        self._config, self._bounded = config, bound_in_words(config.place.limit, config)
+        self._config, self._bounded = config, bound_in_words(config)
         self._tools = read_tools(config.request.tools)
         self._encoder = TurnEncoder(model.tokenizer)
         self.system, self.turns = config.data.system or "", list[dict[str, str]]()
@@ -124,13 +124,18 @@ def talk(config: GenerateConfig, model: Loaded, console: Console) -> None:
     conversation = Conversation(config, model)  # on every rank, so that all know what is wrong with it; one fills it
     console.say(f"{HELP}; Ctrl-D ends, too")
     console.close()
+    if dispatch.is_main and sys.stdin is not None and sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (`input` edits lines by it and remembers them; elsewhere its import prints)
     interrupt = Interrupt()
-    sampler = model.sampler.for_conversations(1)[0] if alone else model.sampler
+    replicas = replicas_of(config, dispatch.world_size)
+    # what several replicas keep goes by the key of a request, and theirs are copies with one key
+    sampler = model.sampler.for_conversations(1)[0] if replicas == 1 else model.sampler
     while (tokens := dispatch.on_main(conversation.next_turn)) is not None:
         text = StreamedText(model.tokenizer, write, model.end_tokens)
         with interrupt.watched(alone=alone):
             # a copy for each replica: they would wait for the one that answers, and the main process sees its own
-            requests = [request_of(tokens, config, model, text, interrupt)] * replicas_of(config, dispatch.world_size)
+            requests = [request_of(tokens, config, model, text, interrupt)] * replicas
             answer = sampler.sample(requests)[0].tokens
         if dispatch.is_main:
             conversation.turns.append({"role": "assistant", "content": text.rest(answer)})
@@ -175,6 +180,9 @@ def read_line() -> str | None:
         except EOFError:
             write("\n")
             return None
+        except UnicodeDecodeError:
+            say("that line is no UTF-8, and was left out")
+            continue
         if not line.endswith("\\"):
             return "\n".join([*lines, line])
         lines.append(line[:-1])

@@ -10,16 +10,23 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 from typing import Any
 
 from mrl.config.inference import EvalConfig, PlaceConfig
 from mrl.config.load import to_dict
-from mrl.config.rewards import ENVIRONMENT, label_of
 from mrl.inference.loaded import loaded
-from mrl.inference.output import check_writable, open_console
+from mrl.inference.output import open_console, write_whole
 from mrl.inference.prompts import bound_in_words, prompts_of_file
-from mrl.inference.results import FORMAT, compare, measures_of, read_result, rows_of, table, totals_of
+from mrl.inference.results import (
+    FORMAT,
+    compare,
+    measures_of,
+    read_result,
+    reward_in_words,
+    rows_of,
+    table,
+    totals_of,
+)
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 from mrl.trainers.common import say_left_out
@@ -36,8 +43,6 @@ def run(config: EvalConfig, command_line: str = "") -> None:
     """Evaluates, compares, prints and writes. Collective. Raises UserError for what the user can put right."""
     request = config.request
     with contextlib.closing(open_console()) as console:
-        if console.shows and request.out is not None:
-            check_writable(request.out)
         saved = None if request.against is None else read_result(request.against)
         result = evaluate(config, config.place, console, command_line)
         if config.other is not None:
@@ -48,12 +53,11 @@ def run(config: EvalConfig, command_line: str = "") -> None:
         comparison = None if saved is None else compare(result, saved)
         if saved is not None:
             result |= {"against": {name: saved[name] for name in ("model", "measures")}, "comparison": comparison}
-        if request.out is not None:
-            write(result, request.out)
         console.close()
-        print(
-            json.dumps(result, ensure_ascii=False) if request.as_json else table(result, saved, comparison), flush=True
-        )
+        text = json.dumps(result, ensure_ascii=False) if request.as_json else table(result, saved, comparison)
+        print(text, flush=True)  # first: a full disk loses the file alone
+        if request.out is not None:
+            write_whole(result, request.out)
 
 
 def of_other(config: EvalConfig, place: PlaceConfig) -> EvalConfig:
@@ -67,7 +71,7 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
     found: list[tuple[list[Trajectory], Scores]] = []
     with loaded(config, place, console) as model, contextlib.ExitStack() as ends:
         prompts, report, rows = prompts_of_file(
-            config, model, limit=config.request.limit, bounded=bound_in_words(place.limit, config)
+            config, model, limit=config.request.limit, bounded=bound_in_words(config)
         )
         say_left_out(console, "eval", report.counts, report.notes)
         console.doing("starting the reward functions")
@@ -93,17 +97,3 @@ def evaluate(config: EvalConfig, place: PlaceConfig, console: Console, command_l
         "config": {name: plain[name] for name in ("seed", "model", "engine", "rollout", "data", "rewards")},
         "world_size": model.dispatch.world_size, "rows": outcomes,
     }  # fmt: skip
-
-
-def reward_in_words(config: EvalConfig) -> str:
-    """Returns the label of the reward that accuracy is made of."""
-    return label_of(config.rewards.functions[0]) if config.rewards is not None else ENVIRONMENT
-
-
-def write(result: dict[str, Any], path: str) -> None:
-    """Writes a result, whole or not at all."""
-    file = os.path.expanduser(path)
-    with open(f"{file}.part", "w", encoding="utf-8") as out:
-        json.dump(result, out, ensure_ascii=False, indent=1)
-        out.write("\n")
-    os.replace(f"{file}.part", file)

@@ -63,16 +63,15 @@ def sample(config: GenerateConfig, model: Loaded, console: Console) -> None:
 
 
 def prompts_of(config: GenerateConfig, model: Loaded, console: Console) -> list[Prompt]:
-    """Returns the prompts of the request; every rank reads them."""
-    request, bounded = config.request, bound_in_words(config.place.limit, config)
+    """Returns the prompts of the request, on every rank. Collective."""
+    request, bounded = config.request, bound_in_words(config)
     if request.file is not None:
         prompts, report, _ = prompts_of_file(config, model, bounded=bounded)
         say_left_out(console, "eval", report.counts, report.notes)
         return prompts
     encoder, tools = TurnEncoder(model.tokenizer, config.data.system), read_tools(request.tools)
-    return [
-        prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(request.prompts)
-    ]
+    texts = model.dispatch.on_main(lambda: request.prompts)  # which alone has what came on stdin
+    return [prompt_of_text(text, i, config, encoder, tools=tools, bounded=bounded) for i, text in enumerate(texts)]
 
 
 def finish_reason(trajectory: Trajectory) -> str:

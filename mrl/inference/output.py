@@ -22,30 +22,59 @@ def open_console() -> Console:
 
 @contextlib.contextmanager
 def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives what writes a row to the file, at once; without a file, and on other ranks, it does nothing. Collective."""
-    if path is not None:
-        dispatch.on_main(lambda: check_writable(path))
+    """Gives what writes a row to the file, at once; without a file, and on other ranks, it does nothing."""
     if path is None or not dispatch.is_main:
         yield lambda row: None
         return
     with open(os.path.expanduser(path), "w", encoding="utf-8") as file:
 
         def write(row: dict[str, Any]) -> None:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
+            with _refused(path):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
 
         yield write
 
 
-def check_writable(path: str, key: str = "--out") -> None:
-    """Raises ConfigError where the file cannot be written. What it holds stays."""
-    file = os.path.expanduser(path)
-    was_there = os.path.exists(file)
-    try:
-        with open(file, "a", encoding="utf-8"):
+def write_whole(result: dict[str, Any], path: str) -> None:
+    """Writes a result, whole or not at all; into a pipe or a device as it comes."""
+    file, part = _names(path)
+    with _refused(path):
+        with open(part, "w", encoding="utf-8") as out:
+            json.dump(result, out, ensure_ascii=False, indent=1)
+            out.write("\n")
+        if part != file:
+            os.replace(part, file)
+
+
+def check_writable(path: str, *, whole: bool = False) -> None:
+    """Raises ConfigError where the file of --out cannot be written. What it holds stays. whole: by `write_whole`."""
+    file, part = _names(path)
+    if part == file:
+        return  # to open a pipe and close it again would end who reads it
+    for name in (file, part) if whole else (file,):
+        was_there = os.path.exists(name)
+        with _refused(path), open(name, "a", encoding="utf-8"):
             pass
+        if not was_there:
+            os.unlink(name)
+
+
+@contextlib.contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """Inside, what keeps the file of --out from being written is the user's line."""
+    try:
+        yield
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
-        raise ConfigError(key, quoted(path), why, "give a file in a folder that is there") from None
-    if not was_there:
-        os.unlink(file)
+        raise ConfigError("--out", quoted(path), why, "give a file in a folder that is there, with room") from None
+
+
+def _names(path: str) -> tuple[str, str]:
+    """Returns the file that `path` is, and the one that takes its place when it is whole: of a pipe or a device, which
+    nothing can replace, the same."""
+    file = os.path.expanduser(path)
+    if file.startswith("/dev/") or (os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file)):
+        return file, file
+    file = os.path.realpath(file)
+    return file, f"{file}.part"

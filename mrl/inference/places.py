@@ -41,6 +41,9 @@ def find(given: str, key: str = "MODEL") -> PlaceConfig:
         return _of_folder(given, model_folder(given, key=key), f"{given} of the hub")
     folder = Path(path)
     if (folder / "config.json").is_file():
+        if not is_imported(path) and not any(folder.glob("*.safetensors")):
+            why = "has a config.json and no *.safetensors weights"
+            raise ModelError(key, quoted(given), why, "save the model there with save_pretrained")
         return _of_folder(given, path, "imported checkpoint" if is_imported(path) else "Hugging Face folder")
     if is_adapter(folder):
         return _of_source(given, folder, key)

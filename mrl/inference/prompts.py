@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mrl.config.inference import InferenceConfig
+from mrl.config.inference import EvalConfig, GenerateConfig, InferenceConfig
 from mrl.data.files import BadRow
 from mrl.data.formats import Chat, parse_prompt
 from mrl.data.prompts import Prompt, PromptDataset, first_prompts
@@ -71,14 +71,13 @@ def check_length(tokens: int, config: InferenceConfig, *, where: str, bounded: s
         raise DataError(where, why=f"the prompt has {tokens} tokens, {why}")
 
 
-def bound_in_words(limit: int | None, config: InferenceConfig) -> str | None:
-    """Returns why prompts have no more than data.max_prompt_length tokens, where the positions of the model decide it;
-    None where the user does."""
-    if limit is None:
+def bound_in_words(config: GenerateConfig | EvalConfig) -> str | None:
+    """Returns why prompts have no more than data.max_prompt_length tokens; None where the user has said so."""
+    if config.place.limit is None:
         return None
     most, new = config.data.max_prompt_length, config.rollout.max_new_tokens
     return (
-        f"and {most} is the most that the model's {limit} positions leave beside rollout.max_new_tokens {new}; shorten "
+        f"and {most} is the most that {config.place.limited_by} leave beside rollout.max_new_tokens {new}; shorten "
         "it, or give fewer new tokens"
     )
 

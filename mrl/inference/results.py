@@ -6,6 +6,7 @@ Dimensions: `P` prompts, `N` samples of each.
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import math
@@ -14,13 +15,25 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from mrl.errors import ConfigError, quoted
+from mrl.config.inference import EvalConfig
+from mrl.config.load import to_dict
+from mrl.config.rewards import ENVIRONMENT, label_of
+from mrl.data.files import BadRow
+from mrl.data.formats import rename_fields
+from mrl.data.rows import open_rows
+from mrl.errors import ConfigError, quoted, show
 from mrl.inference import statistics
 from mrl.rewards.scorer import Scores
 from mrl.rollout.base import Trajectory
 
 FORMAT = 1
 """Version of the file."""
+
+SAMPLED = (
+    "rollout.samples_per_prompt", "rollout.backend", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_k",
+    "rollout.top_p", "rollout.min_p", "rollout.stop", "rollout.stop_tokens", "rollout.environment", "data.system",
+)  # fmt: skip
+"""Keys that completions follow from, beside the model, the rows and the seed."""
 
 
 def rows_of(
@@ -34,7 +47,7 @@ def rows_of(
         found.append(
             {
                 "where": prompt.where,
-                "row": hashlib.sha256(json.dumps(prompt.row, sort_keys=True, default=str).encode()).hexdigest()[:16],
+                "row": row_key(prompt.row),
                 "values": [values[i] for i in part],
                 "rewards": {label: [numbers[i] for i in part] for label, numbers in scores.parts.items()},
                 "tokens": [trajectories[i].response_length for i in part],
@@ -43,6 +56,16 @@ def rows_of(
             }
         )
     return found
+
+
+def row_key(row: Mapping[str, Any]) -> str:
+    """Returns what a row is paired by: a hash of all that is in it."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def reward_in_words(config: EvalConfig) -> str:
+    """Returns the label of the reward that accuracy is made of."""
+    return label_of(config.rewards.functions[0]) if config.rewards is not None else ENVIRONMENT
 
 
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
@@ -72,16 +95,13 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     """Returns the differences of two results on the prompts that both have, each with its interval and p-value.
 
     The test is McNemar's exact one where both were greedy and every value is 0 or 1, else a permutation of signs of the
-    prompts' differences. Raises ConfigError where no prompt or no reward is the same.
+    prompts' differences. Raises ConfigError where no prompt is the same.
     """
-    if first["reward"] != second["reward"]:
-        why = f"was scored by {second['reward']}, and this is by {first['reward']}"
-        raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
     pairs = _paired(first["rows"], second["rows"])
     if not pairs:
-        raise ConfigError("--against", why="has none of the rows of this task", fix="evaluate both on the same rows")
+        raise _no_rows()
     samples = min(first["samples"], second["samples"])
-    found: dict[str, Any] = {"prompts": len(pairs), "measures": {}}
+    found: dict[str, Any] = {"prompts": len(pairs), "differ_in": _differ_in(first, second), "measures": {}}
     for k in range(1, samples + 1):
         first_P, second_P = ([statistics.pass_at_k(pair[i]["values"], k) for pair in pairs] for i in (0, 1))
         differences_P = [a - b for a, b in zip(first_P, second_P, strict=True)]
@@ -100,6 +120,18 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return found
 
 
+def _differ_in(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the keys by which the two were sampled in different ways, each with both values."""
+    names = [*SAMPLED, *(() if first["samples"] == second["samples"] == 1 else ("seed",))]
+    values = {name: [_value(of, name) for of in (first["config"], second["config"])] for name in names}
+    return {name: both for name, both in values.items() if both[0] != both[1]}
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return (config[section] if section else config).get(name)
+
+
 def _paired(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -108,6 +140,35 @@ def _paired(
     for row in second:
         waiting[row["row"]].append(row)
     return [(row, waiting[row["row"]].popleft()) for row in first if waiting[row["row"]]]
+
+
+def check_comparable(config: EvalConfig, saved: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a saved result is of another reward, or of none of the rows that are to be evaluated."""
+    reward = reward_in_words(config)
+    if saved["reward"] != reward:
+        why = f"was scored by {saved['reward']}, and this is by {reward}"
+        raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
+    ours, theirs = (_options(of.get("rewards")) for of in (to_dict(config), saved["config"]))
+    if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+        why = f"was scored by {reward} with {name} {show(theirs.get(name))}, and this is with {show(ours.get(name))}"
+        raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
+    known = {row["row"] for row in saved["rows"]}
+    rows = open_rows(config.data.eval or "", split=config.data.split, part="eval")
+    for index in range(len(rows)):
+        with contextlib.suppress(BadRow):  # which the evaluation has words for
+            if row_key(rename_fields(rows[index], config.data.columns)) in known:
+                return
+    raise _no_rows()
+
+
+def _no_rows() -> ConfigError:
+    return ConfigError("--against", why="has none of the rows of this task", fix="evaluate both on the same rows")
+
+
+def _options(rewards: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the keys of the first reward that say what it gives; its file may be written in several ways."""
+    first = rewards["functions"][0] if rewards is not None else {}
+    return {name: value for name, value in first.items() if name not in ("weight", "label", "function")}
 
 
 def read_result(path: str) -> dict[str, Any]:
@@ -120,10 +181,21 @@ def read_result(path: str) -> dict[str, Any]:
         raise ConfigError(
             "--against", quoted(path), f"cannot be read ({reason})", "give a result, or a model"
         ) from None
-    if not isinstance(found, dict) or found.get("mrl_eval") != FORMAT or not found.get("rows"):
+    if not isinstance(found, dict) or found.get("mrl_eval") != FORMAT or not _is_whole(found):
         why = "is no result of `mrl eval --out`"
         raise ConfigError("--against", quoted(path), why, "give one, or a model")
     return found
+
+
+def _is_whole(found: Mapping[str, Any]) -> bool:
+    """Returns whether a result has what a comparison reads."""
+    rows, config = found.get("rows"), found.get("config")
+    return (
+        {"reward", "samples", "measures", "model", "length", "truncated", "faults"} <= found.keys()
+        and isinstance(config, dict) and {"rollout", "data", "rewards"} <= config.keys()
+        and isinstance(rows, list) and bool(rows)
+        and all(isinstance(row, dict) and {"row", "values"} <= row.keys() for row in rows)
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ to read
@@ -135,11 +207,12 @@ def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison
     names = [""] if other is None else ["A: ", "B: "]
     lines = [_title(result)]
     lines += [f"{name}{of['model']['given']} ({of['model']['dtype']})" for name, of in zip(names, results, strict=True)]
-    beside = other is not None
+    beside, rates = other is not None, all(_are_rates(of) for of in results)
     cells = [["", "A", "B", "A - B", "p"]] if beside else []
     for k in shown(min(of["samples"] for of in results)):
-        name = "accuracy" if all(of["samples"] == 1 for of in results) else f"pass@{k}"
-        cells.append([name, *(_measure(_of(of, k)) for of in results), *_difference(comparison, k)])
+        name = _name(k, greedy=all(of["samples"] == 1 for of in results), rates=rates)
+        form = ".1%" if rates else ".4g"
+        cells.append([name, *(_measure(_of(of, k), form) for of in results), *_difference(comparison, k, form)])
     for name, form in (("length", "{:.1f} tokens"), ("truncated", "{:.1%}"), ("faults", "{}")):
         cells.append([name, *(form.format(of[name]) for of in results), *(["", ""] if beside else [])])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -150,6 +223,10 @@ def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison
             f"of {comparison['prompts']} prompts that both have, A is better on {first['only_first']} and B on "
             f"{first['only_second']}; p by {first['test']}"
         )
+        lines += [
+            f"A and B were sampled with another {name}: {show(ours)} and {show(theirs)}"
+            for name, (ours, theirs) in comparison["differ_in"].items()
+        ]
     return "\n".join(lines)
 
 
@@ -170,8 +247,19 @@ def _of(result: Mapping[str, Any], k: int) -> Mapping[str, float | None]:
     return result["measures"]["accuracy" if result["samples"] == 1 else f"pass@{k}"]
 
 
-def _measure(measure: Mapping[str, float | None]) -> str:
-    return f"{measure['value']:.1%}{_interval(measure, '.1%')}"
+def _are_rates(result: Mapping[str, Any]) -> bool:
+    """Returns whether all values of a result are from 0 to 1, and so read as percent."""
+    return statistics.is_bounded([value for row in result["rows"] for value in row["values"]])
+
+
+def _name(k: int, *, greedy: bool, rates: bool) -> str:
+    if rates:
+        return "accuracy" if greedy else f"pass@{k}"
+    return "mean reward" if k == 1 else f"best of {k}"
+
+
+def _measure(measure: Mapping[str, float | None], form: str) -> str:
+    return f"{measure['value']:{form}}{_interval(measure, form)}"
 
 
 def _interval(measure: Mapping[str, float | None], form: str) -> str:
@@ -179,8 +267,8 @@ def _interval(measure: Mapping[str, float | None], form: str) -> str:
     return "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"
 
 
-def _difference(comparison: Mapping[str, Any] | None, k: int) -> list[str]:
+def _difference(comparison: Mapping[str, Any] | None, k: int, form: str) -> list[str]:
     if comparison is None:
         return []
     measure = comparison["measures"][f"pass@{k}"]
-    return [f"{measure['difference']:+.1%}{_interval(measure, '+.1%')}", f"{measure['p']:.3g}"]
+    return [f"{measure['difference']:+{form}}{_interval(measure, '+' + form)}", f"{measure['p']:.3g}"]

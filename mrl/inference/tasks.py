@@ -24,6 +24,8 @@ def _rows(raw: Any, path: str) -> dict[str, Any]:
     """Returns keys of `data`, of which the rows alone may be given."""
     if isinstance(raw, str):
         return {"eval": raw}
+    if isinstance(raw, Mapping) and "train" in raw:
+        raise ConfigError(f"{path}.train", raw["train"], "has no effect in a task", "name its rows in data.eval")
     if isinstance(raw, Mapping) and isinstance(raw.get("eval"), str):
         return dict(raw)
     raise ConfigError(path, raw, f"is {kind(raw)}", "give a file of rows, or {eval: FILE} and other keys of data")
@@ -65,7 +67,7 @@ class TaskConfig:
     rewards: Any = key(None, "several of them, or the section of `mrl ppo`", parse=_rewards)
     samples: int | None = key(None, "completions of each prompt; 1 is greedy", minimum=1)
     max_new_tokens: int | None = key(None, "most tokens of a completion", minimum=1)
-    temperature: float | None = key(None, "divides the logits", minimum=0.01, maximum=100)
+    temperature: float | None = key(None, "divides the logits; 0 is greedy", minimum=0, maximum=100)
     top_k: int | None = key(None, "as rollout.top_k", minimum=0)
     top_p: float | None = key(None, "as rollout.top_p", above=0, maximum=1)
     min_p: float | None = key(None, "as rollout.min_p", minimum=0, maximum=1)
@@ -104,6 +106,19 @@ def read_task(path: str) -> Task:
     if config.system is not None:
         raw["data"] = {"system": config.system, **raw["data"]}
     return Task(config.name or Path(path).stem, raw, config.limit)
+
+
+def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str, Any]:
+    """Returns the keys of `mrl eval`: those of a task, over which are the user's KEY=VALUE and options. reward: of
+    --reward."""
+    raw: dict[str, Any] = dict(task.raw)
+    for section, value in given.items():
+        raw[section] = {**raw.get(section, {}), **value} if isinstance(value, dict) else value
+    if reward is not None:
+        raw["rewards"] = {**raw.get("rewards", {}), "functions": [parse_reward(reward, "--reward")]}
+    raw["data"] = {"train": raw["data"]["eval"], **with_question(raw["data"])}
+    raw.setdefault("rollout", {})
+    return raw
 
 
 def with_question(data: dict[str, Any]) -> dict[str, Any]:

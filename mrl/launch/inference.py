@@ -16,6 +16,7 @@ from mrl.config.checks import parallel_dims
 from mrl.config.command import Part
 from mrl.config.inference import (
     DEFAULT_NEW_TOKENS,
+    LONGEST,
     EvalConfig,
     EvalKeys,
     EvalRequestConfig,
@@ -49,14 +50,20 @@ def generate(
 ) -> int | None:  # fmt: skip
     """Runs `mrl generate`. options: KEY -> VALUE of what has an option of its own. Returns the exit code."""
     raw = plain_of(overrides, options)
+    refuse_rows(raw, "give rows with --prompts")
     greedy = drop_zero_temperature(raw) or greedy
-    texts = list(prompts) or _from_stdin(file=file, chat=chat, score=score)
-    _check_request(raw, texts, file=file, chat=chat, score=score, tools=tools, out=out, greedy=greedy)
+    joined = joined_world(os.environ)
+    is_main = joined is None or joined.rank == 0
+    from_stdin = not (prompts or file is not None or chat or score)
+    texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
+    asked = bool(texts) or (from_stdin and not is_main)
+    _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=greedy)
+    if out is not None:
+        _check_out(out, {"the prompts": file, "--tools": tools}, chat=chat, writes=is_main)
     raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
     raw["data"] = {**raw.get("data", {}), "train": file or "-", "eval": file or "-"}
-    joined = joined_world(os.environ)
     with _said("reading the model's folder", joined):
-        keys, place = prepared(raw, InferenceConfig, model)
+        keys, place = prepared(raw, InferenceConfig, model, chat=chat)
         if file is None:
             unread_of_texts(keys.data)
         request = RequestConfig(
@@ -73,28 +80,27 @@ def evaluate(
 ) -> int | None:  # fmt: skip
     """Runs `mrl eval`. options: as of `generate`. Returns the exit code."""
     given = plain_of(overrides, options)
-    if drop_zero_temperature(given) and given.get("rollout", {}).get("samples_per_prompt", 1) != 1:
-        raise UserError("--temperature", 0, "makes all samples of a prompt equal", "give one above 0, or no --samples")
+    refuse_rows(given, "name the rows in TASK")
     joined = joined_world(os.environ)
     with _said("reading the task and the model's folder", joined), preflight.quiet():
-        from mrl.inference.tasks import parse_reward, read_task, with_question
+        from mrl.inference.tasks import merged, read_task
 
         read = read_task(task)
-        raw = {**read.raw}
-        for section, value in given.items():
-            raw[section] = {**raw.get(section, {}), **value} if isinstance(value, dict) else value
-        if reward is not None:
-            raw["rewards"] = {**raw.get("rewards", {}), "functions": [parse_reward(reward, "--reward")]}
-        raw["data"] = {"train": raw["data"]["eval"], **with_question(raw["data"])}
-        raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
-        if raw["rollout"]["samples_per_prompt"] == 1:
-            check_unread(raw, SAMPLING, "one sample of each prompt, which is greedy (--samples)")
+        raw = merged(read, given, reward)
+        _check_samples(raw)
         if not raw.get("rewards", {}).get("functions") and raw["rollout"].get("environment") is None:
             names = "gsm8k, exact_match and others (docs/rewards.md), or path.py:name"
             raise UserError("--reward", why="is missing, so that nothing says what is right", fix=f"give {names}")
+        if out is not None:
+            sources = {"the task": task, "the rows": raw["data"]["eval"], "--against": against}
+            _check_out(out, sources, writes=joined is None or joined.rank == 0, whole=True)
         config = _eval_config(raw, model, against, EvalRequestConfig(
             task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
         ))  # fmt: skip
+        if config.request.against is not None:
+            from mrl.inference.results import check_comparable, read_result
+
+            check_comparable(config, read_result(config.request.against))
         world_size = check_here(config, config.place, joined, nproc)
         if config.other is not None:
             other = dataclasses.replace(config.model, path=config.other.folder)
@@ -109,9 +115,10 @@ def _eval_config(raw: dict[str, Any], model: str, against: str | None, request: 
     if against is not None and not against.endswith(".json"):
         _, other = prepared(raw, EvalKeys, against, "--against")
         if place.limit is not None and other.limit is not None and other.limit < place.limit:
-            keys, place = prepared(raw, EvalKeys, model, most=other.limit)  # both get the same prompts
+            keys, place = prepared(raw, EvalKeys, model, other=other)  # both get the same prompts
         other = dataclasses.replace(
-            other, limit=place.limit, dtype=raw.get("model", {}).get("dtype", other.dtype)
+            other, limit=place.limit, limited_by=place.limited_by,
+            dtype=raw.get("model", {}).get("dtype", other.dtype),
         )  # fmt: skip
         request = dataclasses.replace(request, against=None)
     return EvalConfig(**_fields(keys), place=place, other=other, request=request)
@@ -136,6 +143,13 @@ def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, 
     return raw
 
 
+def refuse_rows(raw: Mapping[str, Any], fix: str) -> None:
+    """Raises ConfigError for rows that are given as keys: these commands have a word of their own for them."""
+    for name in ("train", "eval"):
+        if name in raw.get("data", {}):
+            raise ConfigError(f"data.{name}", raw["data"][name], "has no effect here", fix)
+
+
 def drop_zero_temperature(raw: dict[str, Any]) -> bool:
     """Takes a temperature of 0 out of `rollout`: it is greedy, for which rollouts have another word."""
     rollout = raw.get("rollout", {})
@@ -145,19 +159,47 @@ def drop_zero_temperature(raw: dict[str, Any]) -> bool:
     return False
 
 
-def _from_stdin(*, file: str | None, chat: bool, score: bool) -> list[str]:
-    """Returns the text on stdin as a prompt, where nothing else is asked."""
-    if file is not None or chat or score or sys.stdin is None or sys.stdin.isatty():
+def _check_samples(raw: dict[str, Any]) -> None:
+    """Raises UserError where a task's temperature does not go with its number of samples."""
+    samples = raw["rollout"].setdefault("samples_per_prompt", 1)
+    if drop_zero_temperature(raw) and type(samples) is int and samples > 1:
+        why = f"makes the {samples} samples of a prompt equal"
+        raise UserError("--temperature", 0, why, "give one above 0, or --samples 1, which is greedy")
+    if samples == 1:
+        check_unread(raw, SAMPLING, "one sample of each prompt, which is greedy (--samples)")
+
+
+def _check_out(
+    out: str, sources: Mapping[str, str | None], *, chat: bool = False, writes: bool, whole: bool = False
+) -> None:
+    """Raises UserError where results cannot be written, or would replace what they are made from. sources: files by
+    what they are. writes: this process does. whole: as of `check_writable`."""
+    from mrl.inference.output import check_writable  # it imports torch
+
+    if chat:
+        raise UserError("--out", why="has no effect with --chat", fix="write /save FILE there")
+    for name, path in sources.items():
+        if path is not None and os.path.realpath(os.path.expanduser(path)) == os.path.realpath(os.path.expanduser(out)):
+            raise UserError("--out", why=f"is the file of {name}", fix="give another one")
+    if writes:
+        check_writable(out, whole=whole)
+
+
+def _from_stdin() -> list[str]:
+    """Returns the text on stdin as a prompt, where there is one."""
+    if sys.stdin is None or sys.stdin.isatty():
         return []
-    text = sys.stdin.read()
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError("stdin", why=f"is no UTF-8 ({error.reason})", fix="give a text") from None
     return [text.removesuffix("\n")] if text.strip() else []
 
 
 def _check_request(
-    raw: Mapping[str, Any], texts: Sequence[str], *, file: str | None, chat: bool, score: bool, tools: str | None,
-    out: str | None, greedy: bool,
-) -> None:  # fmt: skip
-    """Raises UserError for options that do not go together."""
+    raw: Mapping[str, Any], texts: bool, *, file: str | None, chat: bool, score: bool, tools: str | None, greedy: bool
+) -> None:
+    """Raises UserError for options that do not go together. texts: there are some, of --prompt or on stdin."""
     given = [name for name, value in (("--prompt", texts), ("--prompts", file), ("--chat", chat)) if value]
     if len(given) > 1:
         raise UserError(given[0], why=f"is given together with {given[1]}", fix="keep one of them")
@@ -170,17 +212,15 @@ def _check_request(
         raise UserError(
             "--tools", why="is for --prompt and --chat: rows have a field tools of their own", fix="leave it out"
         )
-    if chat and out is not None:
-        raise UserError("--out", why="has no effect with --chat", fix="write /save FILE there")
-    if file is not None and out is not None and os.path.realpath(file) == os.path.realpath(out):
-        raise UserError("--out", why="is the file of the prompts", fix="give another one")
     if greedy or score:
         check_unread(raw, SAMPLING if greedy else SAMPLING[1:], "--greedy" if greedy else "--score")
+    if greedy and raw.get("rollout", {}).get("samples_per_prompt", 1) != 1:
+        check_unread(raw, ("samples_per_prompt",), "--greedy, by which all samples of a prompt are equal")
     if score:
-        names = ("samples_per_prompt", "max_new_tokens", "stop", "stop_tokens", "backend", "environment")
-        check_unread(raw, names, "--score, which samples nothing")
-    if chat and raw.get("rollout", {}).get("samples_per_prompt", 1) != 1:
-        raise UserError("--samples", why="has no effect with --chat", fix="leave it out")
+        names = ("samples_per_prompt", "max_new_tokens", "stop", "stop_tokens", "backend", "environment", "server")
+        check_unread(raw, (*names, "cache_tokens", "prefill_tokens"), "--score, which samples nothing")
+    if chat:
+        check_unread(raw, ("samples_per_prompt", "environment"), "--chat")
 
 
 def check_unread(raw: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
@@ -192,11 +232,12 @@ def check_unread(raw: Mapping[str, Any], names: Sequence[str], reason: str) -> N
 
 
 def prepared(
-    raw: Mapping[str, Any], root: type[Keys], given: str, key: str = "MODEL", most: int | None = None
-) -> tuple[Keys, PlaceConfig]:
+    raw: Mapping[str, Any], root: type[Keys], given: str, key: str = "MODEL", *, other: PlaceConfig | None = None,
+    chat: bool = False,
+) -> tuple[Keys, PlaceConfig]:  # fmt: skip
     """Returns the keys of `raw` with what the model's folder says where they are silent, and where the model is.
 
-    The dtype is that of the stored weights; prompts and new tokens fit the model's positions, or `most` tokens.
+    The dtype is that of the stored weights; prompts and new tokens fit the model's positions, and those of `other`.
     """
     plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in raw.items()}
     build_section(root, {**plain, "model": {"path": given, **plain.get("model", {})}}, "", root)  # for what it refuses
@@ -211,31 +252,50 @@ def prepared(
     if "max_prompt_length" in data:
         place = dataclasses.replace(place, limit=None)
     elif place.limit is not None:
-        limit = min(place.limit, most or place.limit, _cache_tokens(rollout))
+        limit, words = _longest_sequence(place.limit, other, rollout, chat=chat)
         rollout.setdefault("max_new_tokens", max(1, min(DEFAULT_NEW_TOKENS, limit // 2)))
         new = rollout["max_new_tokens"]
         if type(new) is int and new >= limit:
-            why = f"leaves no prompt room in the model's {limit} positions"
+            why = f"leaves no prompt room in {words}"
             raise ConfigError("rollout.max_new_tokens", new, why, f"give at most {limit - 1}")
         if type(new) is int:
             data["max_prompt_length"] = limit - new
-        place = dataclasses.replace(place, limit=limit)
+        place = dataclasses.replace(place, limit=limit, limited_by=words)
     config = build_section(root, plain, "", root)
+    if chat and config.rollout.backend == "native" and "cache_tokens" not in rollout:
+        # of which half keeps the conversation between its turns; neither half is larger than the conversation has grown
+        room = max(config.rollout.cache_tokens, 2 * config.max_length)
+        config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, cache_tokens=room))
     check_inference(config)
     return config, place
 
 
-def _cache_tokens(rollout: Mapping[str, Any]) -> int:
-    """Returns rollout.cache_tokens, which a sequence has to fit in, where that is a number."""
+def _longest_sequence(
+    positions: int, other: PlaceConfig | None, rollout: Mapping[str, Any], *, chat: bool
+) -> tuple[int, str]:
+    """Returns the tokens of the longest sequence, and what has so few, in words: whatever bounds it most."""
+    bounds = [(positions, f"the model's {positions} positions")]
     given = rollout.get("cache_tokens")
-    return given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
+    room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
+    if rollout.get("backend", "native") != "native":
+        bounds.append((LONGEST, f"the {LONGEST} tokens that a sequence has where data.max_prompt_length is not set"))
+    elif not chat:
+        bounds.append((room, f"the {room} tokens of rollout.cache_tokens"))
+    elif given is not None:
+        half = max(1, room // 2)
+        bounds.append((half, f"the {half} tokens that a conversation has of rollout.cache_tokens {room}"))
+    if other is not None and other.limit is not None:
+        bounds.append((other.limit, f"the {other.limit} positions of {other.given}"))
+    return min(bounds, key=lambda bound: bound[0])
 
 
 def check_here(config: InferenceConfig, place: PlaceConfig, joined: JoinedWorld | None, nproc: int | None) -> int:
     """Returns how many ranks ask the model. Raises a UserError where it cannot be run on them."""
     if config.engine.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
-    part = Part("", config.model, config.engine, hf=preflight.read_model_config(config.model))
+    beside = dataclasses.replace(config.model, init="random") if place.source is not None else config.model
+    # a run from scratch has a folder without weights; those of a checkpoint are elsewhere
+    part = Part("", config.model, config.engine, hf=preflight.read_model_config(beside))
     if joined is not None and nproc is not None:
         raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
     world_size = choose_nproc([part], nproc) if joined is None else joined.world_size
