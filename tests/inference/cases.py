@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,8 @@ from unittest import mock
 from click.testing import CliRunner
 
 from mrl import cli
+from mrl.engine.kept import KeptSequences
+from mrl.launch import inference
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
 
@@ -26,7 +29,8 @@ class Done:
 
 
 def mrl(*arguments: object, world: int = 1, cwd: object = "/", stdin: str = "") -> Done:
-    """`mrl ARGUMENTS` on so many ranks. A command that fails with a traceback fails the test."""
+    """`mrl ARGUMENTS` on so many ranks, of which the first has a stdin. A command that fails with a traceback fails the
+    test."""
     return run_case(
         world, "tests.inference.cases:command", arguments=[str(a) for a in arguments], cwd=str(cwd), stdin=stdin
     )
@@ -34,10 +38,43 @@ def mrl(*arguments: object, world: int = 1, cwd: object = "/", stdin: str = "") 
 
 def command(arguments: list[str], cwd: str, stdin: str) -> Done:
     os.chdir(cwd)
-    done = CliRunner().invoke(cli.main, arguments, input=stdin)
+    is_main = os.environ.get("RANK", "0") == "0"
+    done = CliRunner().invoke(cli.main, arguments, input=stdin if is_main else "")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def refusal(*arguments: object, cwd: object) -> str:
+    """The last line of `mrl ARGUMENTS`, which is refused before any rank is started. It runs in this process."""
+    with contextlib.chdir(str(cwd)), mock.patch.object(inference, "run", side_effect=AssertionError("ranks began")):
+        done = CliRunner().invoke(cli.main, [str(a) for a in arguments], input="")
+    assert (done.exit_code, done.stdout) == (2, ""), (done.output, done.exception)
+    return line_of(Done(done.exit_code, done.stdout, done.stderr))
+
+
+def line_of(done: Done) -> str:
+    """The line that says why a command was refused."""
+    assert (done.code, done.out) == (2, ""), done
+    line = done.err.splitlines()[-1]
+    assert line.startswith("mrl: ") and len(line) < 600, line
+    return line
+
+
+def conversation(model: str, turns: list[str], keys: list[str]) -> list[int]:
+    """`mrl generate --chat` with these turns on stdin: of each answer, how many tokens were fed into an empty cache."""
+    fed: list[int] = []
+    begin = KeptSequences.begin
+
+    def seen(self: KeptSequences, requests: Any) -> None:
+        begin(self, requests)
+        fed.append(len(requests[0].tokens) - self.length(requests[0].key))
+
+    with mock.patch.object(KeptSequences, "begin", seen):
+        asked = ["generate", model, "--chat", "--greedy", "--max-new-tokens", "8", *keys]
+        done = command(asked, "/", "".join(f"{turn}\n" for turn in turns))
+    assert done.code == 0, done.err
+    return fed
 
 
 def with_stand_in_vllm(cwd: str) -> dict[str, Any]:

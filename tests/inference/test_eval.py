@@ -14,7 +14,7 @@ from mrl.inference import results
 from mrl.inference.statistics import mcnemar, wilson
 from tests.data.tiny_tokenizers import write_jsonl
 from tests.engine.harness import run_case
-from tests.inference.cases import mrl
+from tests.inference.cases import line_of, mrl, refusal
 from tests.trainers.rl import tiny_policies
 
 REWARD = '''
@@ -59,7 +59,7 @@ def evaluate(
     inputs, model, task="rows.jsonl", *arguments: object, world: int = 1, reward: str | None = "reward.py:even"
 ):
     """The result of `mrl eval MODEL TASK --json` in the folder of the inputs."""
-    given = [*ASK, *(["--reward", reward] if reward else []), "--json"]
+    given = [*ASK, *(["--reward", reward] if reward else []), "--json", "rewards.workers=1"]
     done = mrl("eval", model, task, *given, *arguments, cwd=inputs, world=world)
     assert done.code == 0, done.err
     return json.loads(done.out)
@@ -168,8 +168,14 @@ def test_faults_of_a_reward(inputs):
 
 
 def result(values, samples=1, reward="even", **fields):
+    """What `mrl eval --out` writes, as far as comparisons and tables read it."""
     rows = [{"row": str(i), "values": list(v)} for i, v in enumerate(values)]
-    return {"rows": rows, "samples": samples, "reward": reward, **fields}
+    config = {"seed": 0, "rollout": {"samples_per_prompt": samples}, "data": {}, "rewards": {"functions": [{"name": reward}]}}
+    about = {"mrl_eval": 1, "task": "rows", "model": {"given": "m", "dtype": "float32"}, "seed": 0, "temperature": 1.0}
+    return {
+        **about, "rows": rows, "samples": samples, "reward": reward, "config": config, "length": 1.0, "truncated": 0.0,
+        "faults": 0, "measures": results.measures_of(rows), **fields,
+    }  # fmt: skip
 
 
 def test_rows_are_paired_by_what_is_in_them():
@@ -181,23 +187,48 @@ def test_rows_are_paired_by_what_is_in_them():
     assert found["prompts"] == 2 and list(found["measures"]) == ["pass@1"]
     assert found["measures"]["pass@1"]["difference"] == pytest.approx(0.5 - 0.5)
     assert (found["measures"]["pass@1"]["only_first"], found["measures"]["pass@1"]["only_second"]) == (1, 1)
+    assert "another rollout.samples_per_prompt: 2 and 1" in results.table(first, second, found)
 
 
+def test_rewards_that_are_no_shares_are_no_percent():
+    """Beyond 0 and 1, of either model: numbers as they are."""
+    third, other = result([[-2.0], [3.0], [0.5]]), result([[0.0], [1.0], [1.0]])
+    line = "mean reward  0.5 [-5.711, 6.711]"
+    assert results.table(third, None, None).splitlines()[2] == line
+    both = results.table(third, other, results.compare(third, other)).splitlines()
+    assert both[4].split() == "mean reward 0.5 [-5.711, 6.711] 0.6667 [-0.7676, 2.101] -0.1667 [-5.319, 4.985] 1".split()
+    several = results.table(result([[2.0, 4.0], [0.0, 1.0]], 2), None, None).splitlines()
+    assert several[2].startswith("mean reward  1.75 ") and several[3].startswith("best of 2    2.5 ")
+    assert results.table(other, None, None).splitlines()[2].startswith("accuracy   66.7% [")
+
+
+OF_ROWS = ("rows.jsonl", "--reward", "gsm8k")
 REFUSED = {
     "no reward": (("rows.jsonl",), "--reward: is missing, so that nothing says what is right; give gsm8k"),
     "unknown reward": (("rows.jsonl", "--reward", "gsm9k"), 'rewards.functions[0].name: value "gsm9k" is no named reward; did you mean gsm8k?'),
-    "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even, third"),
-    "no file of a reward": (("rows.jsonl", "--reward", "none.py:odd"), "the file none.py does not exist"),
-    "empty file": (("empty.jsonl", "--reward", "gsm8k"), "data.eval: empty.jsonl: the data set is empty"),
-    "no file": (("none.jsonl", "--reward", "gsm8k"), "data.eval: none.jsonl: there is no such file or folder"),
-    "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), "answer"),
-    "a temperature of one sample": (("rows.jsonl", "--reward", "gsm8k", "--temperature", "0.5"), "has no effect with one sample of each prompt"),
-    "no result": (("rows.jsonl", "--reward", "gsm8k", "--against", "other.json"), "--against: value 'other.json' is no result"),
+    "rows as a key": ((*OF_ROWS, "data.eval=other.jsonl"), 'data.eval: value "other.jsonl" has no effect here; name the rows in TASK'),
+    "other rows as a key": ((*OF_ROWS, "data.train=other.jsonl"), 'data.train: value "other.jsonl" has no effect here; name the rows in TASK'),
+    "a temperature of one sample": ((*OF_ROWS, "--temperature", "0.5"), "has no effect with one sample of each prompt"),
+    "no temperature of a task's samples": (("several.yaml", "--temperature", "0"), "--temperature: value 0 makes the 4 samples of a prompt equal; give one above 0, or --samples 1"),
+    "no temperature in a task": (("cold.yaml",), "--temperature: value 0 makes the 4 samples of a prompt equal"),
+    "no result": ((*OF_ROWS, "--against", "other.json"), "--against: value 'other.json' is no result"),
+    "a result of another reward": ((*OF_ROWS, "--against", "earlier.json"), "--against: was scored by even, and this is by gsm8k; evaluate both by the same reward"),
+    "a result of the reward with other options": ((*OF_ROWS, "--against", "strict.json"), "--against: was scored by gsm8k with strict true, and this is with false"),
+    "a result of other rows": (("rows.jsonl", "--reward", "reward.py:even", "--against", "earlier.json"), "--against: has none of the rows of this task"),
     "a task without rows": (("bad.yaml",), "data: value null is null; give a file of rows"),
+    "a task that trains": (("train.yaml",), 'data.train: value "rows.jsonl" has no effect in a task; name its rows in data.eval'),
     "an unknown key of a task": (("typo.yaml",), "did you mean max_new_tokens?"),
     "two rewards": (("both.yaml",), "reward: is given together with rewards; keep one of them"),
-    "too many new tokens": (("rows.jsonl", "--reward", "gsm8k", "--max-new-tokens", "200"), "rollout.max_new_tokens: value 200"),
-    "out in no folder": (("rows.jsonl", "--reward", "gsm8k", "--out", "no/where.json"), "--out: value 'no/where.json' cannot be written"),
+    "too many new tokens": ((*OF_ROWS, "--max-new-tokens", "200"), "rollout.max_new_tokens: value 200"),
+    "out in no folder": ((*OF_ROWS, "--out", "no/where.json"), "--out: value 'no/where.json' cannot be written"),
+    "out over the rows": ((*OF_ROWS, "--out", "rows.jsonl"), "--out: is the file of the task"),
+    "out over what is compared": ((*OF_ROWS, "--against", "earlier.json", "--out", "earlier.json"), "--out: is the file of --against"),
+}  # fmt: skip
+REFUSED_BY_RANKS = {
+    "no such function": (("rows.jsonl", "--reward", "reward.py:odd"), "reward.py:odd: it does not exist; the functions there are broken, even, third"),
+    "no file of a reward": (("rows.jsonl", "--reward", "none.py:odd"), "the file none.py does not exist"),
+    "no file": (("none.jsonl", "--reward", "gsm8k"), "data.eval: none.jsonl: there is no such file or folder"),
+    "no answer in the row": (("bare.jsonl", "--reward", "gsm8k"), "answer"),
 }  # fmt: skip
 
 
@@ -205,20 +236,33 @@ REFUSED = {
 def bad(inputs) -> pathlib.Path:
     (inputs / "empty.jsonl").write_text("")
     (inputs / "other.json").write_text("{}")
+    (inputs / "earlier.json").write_text(json.dumps(result([[1.0]])))
+    strict = {"config": {"rollout": {}, "data": {}, "rewards": {"functions": [{"name": "gsm8k", "strict": True}]}}}
+    (inputs / "strict.json").write_text(json.dumps(result([[1.0]], reward="gsm8k", **strict)))
     write_jsonl(inputs / "bare.jsonl", [{"prompt": "1+1="}])
-    (inputs / "bad.yaml").write_text("reward: gsm8k\n")
-    (inputs / "typo.yaml").write_text("data: rows.jsonl\nreward: gsm8k\nmax_tokens: 3\n")
-    (inputs / "both.yaml").write_text("data: rows.jsonl\nreward: gsm8k\nrewards: [gsm8k]\n")
+    tasks = {
+        "bad": {"reward": "gsm8k"},
+        "typo": {"data": "rows.jsonl", "reward": "gsm8k", "max_tokens": 3},
+        "both": {"data": "rows.jsonl", "reward": "gsm8k", "rewards": ["gsm8k"]},
+        "several": {"data": "rows.jsonl", "reward": "gsm8k", "samples": 4},
+        "cold": {"data": "rows.jsonl", "reward": "gsm8k", "samples": 4, "temperature": 0},
+        "train": {"data": {"eval": "rows.jsonl", "train": "rows.jsonl"}, "reward": "gsm8k"},
+    }
+    for name, task in tasks.items():
+        (inputs / f"{name}.yaml").write_text(yaml.safe_dump(task))
     return inputs
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_in_one_line(bad, name):
+def test_is_refused_before_ranks_start(bad, name):
     arguments, says = REFUSED[name]
-    done = mrl("eval", "model", *arguments, cwd=bad)
-    assert (done.code, done.out) == (2, ""), done
-    line = done.err.splitlines()[-1]
-    assert says in line and line.startswith("mrl: ") and len(line) < 600, line
+    assert says in refusal("eval", "model", *arguments, cwd=bad)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_RANKS)
+def test_is_refused_in_one_line(bad, name):
+    arguments, says = REFUSED_BY_RANKS[name]
+    assert says in line_of(mrl("eval", "model", *arguments, "rewards.workers=1", cwd=bad))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.data.tiny_tokenizers import WITH_TOOLS, write_jsonl
+from tests.engine.harness import run_case
 from tests.engine.tiny import FAMILIES, OTHERS
-from tests.inference.cases import mrl
+from tests.inference.cases import line_of, mrl, refusal
 from tests.tiers import nightly_but
 
 PROMPTS = ["hello there!", "What is 2 + 2?", "the quick brown fox jumps over", "é"]
@@ -69,12 +70,7 @@ ALL_FAMILIES = [("megatron", family) for family in FAMILIES] + [("fsdp", family)
 
 @pytest.mark.parametrize(
     ("backend", "family"),
-    [
-        pytest.param(*pair, marks=() if pair in fast else pytest.mark.nightly if pair in slow else pytest.mark.nightly)
-        for fast in [[("megatron", "qwen3"), ("fsdp", "gpt_oss")]]
-        for slow in [[("megatron", "deepseek_v3"), ("megatron", "gpt_oss"), ("fsdp", "gemma2")]]
-        for pair in ALL_FAMILIES
-    ],
+    nightly_but([("megatron", "qwen3"), ("fsdp", "gpt_oss")], ALL_FAMILIES),
 )
 def test_greedy_is_as_transformers(folder, tmp_path, backend, family):
     model = folder(family)
@@ -93,7 +89,12 @@ SAMPLED = ["--samples", "3", "--temperature", "0.8", "--top-p", "0.95", "--seed"
 
 
 @pytest.mark.parametrize(
-    "layout", nightly_but(["megatron tp2", "megatron pp2"], [name for name in LAYOUTS if name != "megatron"])
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "megatron pp2" else pytest.mark.nightly)
+        for name in LAYOUTS
+        if name != "megatron"
+    ],
 )
 def test_a_seed_gives_the_same_text_on_every_layout(folder, tmp_path, layout):
     model = folder("qwen3")
@@ -181,7 +182,7 @@ def test_a_model_without_a_template_goes_on_with_the_text(folder):
 
 
 @pytest.mark.parametrize(
-    "layout", nightly_but(["megatron", "fsdp dp2"], ["megatron", "megatron tp2 pp2", "megatron dp2", "fsdp dp2"])
+    "layout", nightly_but(["megatron"], ["megatron", "megatron tp2 pp2", "megatron dp2", "fsdp dp2"])
 )
 def test_scores_are_those_of_transformers(folder, tmp_path, layout):
     """Of prompts and completions, in text and in messages; token by token."""
@@ -243,33 +244,60 @@ def test_what_was_sampled_has_the_scores_that_it_was_sampled_with(folder, tmp_pa
     assert refused.code == 2 and "data.system: has no effect on" in refused.err
 
 
+def test_a_long_chat_feeds_each_turn_once(folder):
+    """What a turn has in common with the one before it is not computed anew, however many positions the model has."""
+    model = folder("qwen3", max_position_embeddings=131_072)
+    asked = {"model": model, "turns": ["hello there, hello there!", "What is 2 + 2?"]}
+    first, second = run_case(1, "tests.inference.cases:conversation", **asked, keys=[])
+    assert second < first, "the second prompt, which has all of the first, was fed from its first token"
+    bounded = run_case(1, "tests.inference.cases:conversation", **asked, keys=["rollout.cache_tokens=400"])
+    assert bounded == [first, second], "nor with a bound that the user gives"
+
+
+@pytest.mark.slow
+def test_text_on_stdin_is_that_of_the_first_rank(folder):
+    few = ("--greedy", "--max-new-tokens", 4)
+    alone = mrl("generate", folder("qwen3"), "--prompt", "hello", *few)
+    assert mrl("generate", folder("qwen3"), *few, "engine.parallel.tp=2", world=2, stdin="hello\n").out == alone.out
+
+
 REFUSED = {
     "nothing asked": ((), "mrl generate: has no prompt; give --prompt TEXT"),
     "two ways": (("--prompt", "x", "--chat"), "--prompt: is given together with --chat; keep one of them"),
-    "no file": (("--prompts", "none.jsonl"), "data.eval: none.jsonl: there is no such file or folder"),
-    "empty file": (("--prompts", "empty.jsonl"), "data.eval: empty.jsonl: the data set is empty; at least one row is needed"),
-    "no prompt in the row": (("--prompts", "odd.jsonl"), "odd.jsonl:1: the fields text hold no prompt"),
-    "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
-    "too long in a file": (("--prompts", "long.jsonl"), "long.jsonl:1: the prompt has 214 tokens, and 64 is the most that"),
-    "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
     "too many new tokens": (
         ("--prompt", "x", "--max-new-tokens", "128"),
         "rollout.max_new_tokens: value 128 leaves no prompt room in the model's 128 positions; give at most 127",
     ),
+    "too many for the cache": (
+        ("--prompt", "x", "--max-new-tokens", "64", "rollout.cache_tokens=50"),
+        "rollout.max_new_tokens: value 64 leaves no prompt room in the 50 tokens of rollout.cache_tokens; give at most 49",
+    ),
     "unknown key": (("--prompt", "x", "rollout.temprature=1"), "did you mean rollout.temperature?"),
     "unknown section": (("--prompt", "x", "train.steps=1"), "train"),
     "greedy and a temperature": (("--prompt", "x", "--greedy", "--temperature", "0.5"), "rollout.temperature: value 0.5 has no effect"),
+    "greedy samples": (("--prompt", "x", "--temperature", "0", "--samples", "2"), "rollout.samples_per_prompt: value 2 has no effect with --greedy, by which all"),
     "twice": (("--prompt", "x", "--top-k", "5", "rollout.top_k=4"), "rollout.top_k: is given by KEY=VALUE and by an option"),
     "no number": (("--prompt", "x", "--temperature", "hot"), '--temperature: value "hot" is not a number'),
     "a layout that does not fit": (("--prompt", "x", "engine.parallel.tp=3"), "engine.parallel"),
     "score without rows": (("--prompt", "x", "--score"), "--score: reads rows with completions"),
     "score and samples": (("--prompts", "long.jsonl", "--score", "--samples", "2"), "rollout.samples_per_prompt: value 2 has no effect"),
+    "an environment in a chat": (("--chat", "rollout.environment=x.py:X"), 'rollout.environment: value "x.py:X" has no effect with --chat'),
     "out in no folder": (("--prompt", "x", "--out", "no/where.jsonl"), "--out: value 'no/where.jsonl' cannot be written"),
     "out over the prompts": (("--prompts", "long.jsonl", "--out", "long.jsonl"), "--out: is the file of the prompts"),
-    "tools that are none": (("--prompt", "x", "--tools", "odd.jsonl"), "--tools: value 'odd.jsonl' is no list of function schemas"),
     "training keys": (("--prompt", "x", "engine.recompute=full"), "engine.recompute: value \"full\" is for training"),
     "a replay": (("--prompt", "x", "--backend", "recorded"), 'rollout.backend: value "recorded" replays a run'),
     "keys of rows": (("--prompt", "x", "data.columns={a: b}"), "data.columns: value {\"a\": \"b\"} is not used without a file of rows"),
+    "rows as a key": (("--prompt", "x", "data.eval=long.jsonl"), 'data.eval: value "long.jsonl" has no effect here; give rows with --prompts'),
+    "an order": (("--prompts", "long.jsonl", "data.shuffle=false"), "data.shuffle: value false is not used here: rows are taken in their order"),
+}  # fmt: skip
+REFUSED_BY_RANKS = {
+    "no file": (("--prompts", "none.jsonl"), "data.eval: none.jsonl: there is no such file or folder"),
+    "empty file": (("--prompts", "empty.jsonl"), "data.eval: empty.jsonl: the data set is empty; at least one row is needed"),
+    "no prompt in the row": (("--prompts", "odd.jsonl"), "odd.jsonl:1: the fields text hold no prompt"),
+    "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
+    "too long in a file": (("--prompts", "long.jsonl", "rollout.cache_tokens=100"), "long.jsonl:1: the prompt has 214 tokens, and 50 is the most that the 100 tokens of rollout.cache_tokens leave"),
+    "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
+    "tools that are none": (("--prompt", "x", "--tools", "odd.jsonl"), "--tools: value 'odd.jsonl' is no list of function schemas"),
 }  # fmt: skip
 
 
@@ -278,16 +306,18 @@ def files(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "odd.jsonl").write_text('{"text": "x"}\n')
     write_jsonl(tmp_path / "long.jsonl", [{"prompt": "hello " * 200}])
-    return tmp_path
+    yield tmp_path
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == ["empty.jsonl", "long.jsonl", "odd.jsonl"], "something was written"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_in_one_line(folder, files, name):
+def test_is_refused_before_ranks_start(folder, files, name):
     arguments, says = REFUSED[name]
-    done = mrl("generate", folder("qwen3"), *arguments, cwd=files)
-    assert (done.code, done.out) == (2, ""), done
-    line = done.err.splitlines()[-1]
-    assert says in line and line.startswith("mrl: ") and len(line) < 500, line
-    assert sorted(path.name for path in files.iterdir()) == ["empty.jsonl", "long.jsonl", "odd.jsonl"], (
-        "nothing was written"
-    )
+    assert says in refusal("generate", folder("qwen3"), *arguments, cwd=files)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_RANKS)
+def test_is_refused_in_one_line(folder, files, name):
+    arguments, says = REFUSED_BY_RANKS[name]
+    assert says in line_of(mrl("generate", folder("qwen3"), *arguments, cwd=files))

@@ -46,11 +46,13 @@ def of_transformers(model) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> pathlib.Path:
-    """A run of `mrl sft` on megatron that has a checkpoint after each of two steps, and its export."""
+    """A run of `mrl sft` on megatron that has a checkpoint after each of two steps, and its export. It began from
+    scratch: the folder that its config names has no weights."""
     inputs, out = tmp_path_factory.mktemp("inputs"), tmp_path_factory.mktemp("runs") / "demo"
     tiny_runs.make_inputs(inputs)
+    (inputs / "model" / "model.safetensors").unlink()
     config = tiny_runs.make_config(
-        inputs, out, engine={"backend": "megatron"}, train={"steps": 2}, optimizer={"lr": 0.05, "warmup_steps": 0},
+        inputs, out, model={"init": "random"}, engine={"backend": "megatron"}, train={"steps": 2}, optimizer={"lr": 0.05, "warmup_steps": 0},
         checkpoint={"every": 1, "keep": None}, log={"console": "none"},
     )  # fmt: skip
     ended = run_case(1, "tests.trainers.cases:train", config=config)
@@ -69,8 +71,12 @@ def test_a_run_answers_with_its_export_or_its_newest_checkpoint(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "keys"),
-    nightly_but([(2, ("engine.parallel.tp=2",))], [(2, ("engine.parallel.tp=2",)), (2, ("engine.parallel.pp=2",)), (2, ("engine.backend=fsdp",))]),
-)  # fmt: skip
+    [
+        pytest.param(2, ("engine.parallel.tp=2",), marks=pytest.mark.slow),
+        pytest.param(2, ("engine.parallel.pp=2",), marks=pytest.mark.nightly),
+        pytest.param(2, ("engine.backend=fsdp",), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_checkpoint_answers_on_any_layout(run, world, keys):
     """Two steps apart there are other weights; the names of the newest one mean the same."""
     last = says(run / "checkpoints" / "step_00000002", *keys, world=world)[0]
@@ -141,11 +147,14 @@ def test_folders_without_a_model(run, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "started" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
     cases = {
         "empty": "MODEL: value '{}' holds no model; give a Hugging Face folder or hub id, a checkpoint, an adapter folder, or",
         "none": "MODEL: value '{}' does not exist",
         "model.gguf": "MODEL: value '{}' is a file; make a model of it with `mrl convert import`",
         "started": "holds no whole checkpoint",
+        "bare": "MODEL: value '{}' has a config.json and no *.safetensors weights; save the model",
     }
     for name, says_ in cases.items():
         with pytest.raises(UserError) as caught:
@@ -165,6 +174,7 @@ def test_names_of_the_positions_and_dtypes(tmp_path):
     folder = pathlib.Path(tiny.make_model(str(tmp_path / "m"), "gpt2", n_positions=64, max_position_embeddings=64))
     assert find(str(folder)).limit == 64 and find(str(folder)).dtype == "float32"
     config = json.loads((folder / "config.json").read_text())
-    (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert find(str(folder)).dtype == "float32", "what the weights are, whatever config.json says of them"
+    (folder / "model.safetensors").rename(folder / "of_another_layout.safetensors")
     assert find(str(folder)).dtype == "bfloat16"
