@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ class Rows(Protocol):
 
     def copy_row(self, row: int, places: int) -> Any: ...
 
-    def put_row(self, row: int, copy: Any) -> None: ...
+    def put_row(self, row: int, copy: Any, places: int) -> None: ...
 
 
 class Ended(Protocol):
@@ -32,25 +34,33 @@ class Ended(Protocol):
     row: int  # of the cache
 
 
+@dataclasses.dataclass
+class _Kept:
+    """A sequence that has ended, and its rows."""
+
+    tokens: list[int]  # whose keys and values are of use
+    places: int  # of each copy
+    copies: list[Any]  # one for each chunk of the model
+
+
 class KeptSequences:
     """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
 
-    A request goes on with the sequence of its key, which no other has, where its tokens begin with that sequence's.
-    What no request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that
+    A request goes on with the sequence of its key, which no other has, as far as both have the same tokens. What no
+    request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that
     each replica of the model keeps at most, beside the cache_tokens of the call; a sequence that finds none free is fed
     from its first token again.
     """
 
     def __init__(self, room: int) -> None:
         self.room = room
-        # tokens, and a copy for each chunk of the model
-        self._copies: dict[SamplingKey, tuple[list[int], list[Any]]] = {}
+        self._kept: dict[SamplingKey, _Kept] = {}
         self._replicas: dict[SamplingKey, int] = {}
 
     @property
     def tokens(self) -> int:
         """How many are kept here."""
-        return sum(len(tokens) for tokens, _ in self._copies.values())
+        return sum(one.places for one in self._kept.values())
 
     def share(self, requests: Sequence[GenerateRequest], part: int, parts: int) -> list[int]:
         """As the function `share`; but where anything is kept, a request stays with the replica that had its key."""
@@ -62,24 +72,30 @@ class KeptSequences:
         return [i for i, request in enumerate(requests) if self._replicas[request.key] == part]
 
     def begin(self, requests: Sequence[GenerateRequest]) -> None:
-        """Forgets what none of the requests goes on with."""
-        wanted = {request.key: list(request.tokens) for request in requests}
-        for key, (tokens, _) in list(self._copies.items()):
-            if wanted.get(key, [])[: len(tokens)] != tokens or len(tokens) == len(wanted[key]):
-                del self._copies[key]
+        """Forgets what none of the requests goes on with. A chat template may drop what a turn began with, as thinking;
+        the tokens before that stay. One token at least is fed: what follows it is wanted."""
+        wanted = {request.key: request.tokens[:-1] for request in requests}
+        for key, one in list(self._kept.items()):
+            pairs = zip(one.tokens, wanted.get(key, ()), strict=False)
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            one.tokens = one.tokens[:same]
+            if not same:
+                del self._kept[key]
 
     def length(self, key: SamplingKey) -> int:
         """Returns how many of the first tokens of the sequence with this key are kept."""
-        return len(self._copies[key][0]) if key in self._copies else 0
+        return len(self._kept[key].tokens) if key in self._kept else 0
 
     def restore(self, restored: Sequence[tuple[int, SamplingKey]], cache: Rows, chunk: int = 0) -> None:
         """Puts what a step asks for into the cache of a chunk of the model."""
         for row, key in restored:
-            cache.put_row(row, self._copies[key][1][chunk])
+            cache.put_row(row, self._kept[key].copies[chunk], self.length(key))
 
     def keep(self, ended: Sequence[Ended], caches: Sequence[Rows]) -> None:
         """Copies the rows of sequences that have ended, where there is room. caches: of this rank's chunks."""
         for s in ended:
             key = s.request.key
-            if self.tokens - self.length(key) + s.cached <= self.room:
-                self._copies[key] = (s.context[: s.cached], [cache.copy_row(s.row, s.cached) for cache in caches])
+            replaced = self._kept[key].places if key in self._kept else 0
+            if self.tokens - replaced + s.cached <= self.room:
+                copies = [cache.copy_row(s.row, s.cached) for cache in caches]
+                self._kept[key] = _Kept(s.context[: s.cached], s.cached, copies)

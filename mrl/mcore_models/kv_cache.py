@@ -57,15 +57,15 @@ class KVCache:
             for layer, (keys, values) in self.layers.items()
         }
 
-    def put_row(self, row: int, copy: RowCopy) -> None:
-        """Puts a copy into the first places of a row; the cache may be new."""
+    def put_row(self, row: int, copy: RowCopy, places: int) -> None:
+        """Puts the first places of a copy into a row; the cache may be new."""
         for layer, pair in copy.items():
             if layer not in self.layers:
                 self.layers[layer] = tuple(
                     part.new_zeros(self.rows, part.shape[0], self.length, part.shape[2]) for part in pair
                 )
             for tensor, part in zip(self.layers[layer], pair, strict=True):
-                tensor[row, :, : part.shape[1]] = part
+                tensor[row, :, :places] = part[:, :places]
 
 
 def _reshaped(old: Tensor, rows: int, length: int) -> Tensor:

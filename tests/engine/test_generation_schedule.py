@@ -36,8 +36,8 @@ class Cache(list):
         assert len(self[row]) == places
         return self[row][:places]
 
-    def put_row(self, row, copy):
-        self[row] = list(copy)
+    def put_row(self, row, copy, places):
+        self[row] = list(copy[:places])
 
 
 def complete(requests, *, cache_tokens, prefill_tokens, kept=None):
@@ -123,9 +123,19 @@ def test_conversations_go_on_with_what_is_kept(monkeypatch, room, cache_tokens, 
                 if len(live[i]) > 40 or numbers.random() < 0.2:
                     del live[i]
                 elif numbers.random() < 0.1:
-                    live[i][0] += 1
+                    live[i][numbers.randrange(len(live[i]))] += 1
     assert (restored > 0) == (room > 0)
     assert with_kept < 0.5 * without if room == 1000 else with_kept <= without
+
+
+def test_what_stays_the_same_is_kept_where_a_turn_loses_a_part():
+    """As under a chat template that drops the thinking of earlier turns."""
+    kept, limits = KeptSequences(100), {"cache_tokens": 100, "prefill_tokens": 100}
+    (done,), _ = complete([GenerateRequest([1, 2, 3, 4], 4)], **limits, kept=kept)
+    again = GenerateRequest([1, 2, 3, 4, *done.tokens[2:], 9], 1)
+    assert again.tokens[4] != done.tokens[0], "so that four tokens stay the same"
+    answer, steps = complete([again], **limits, kept=kept)
+    assert answer == [alone(again)] and fed(steps) == len(again.tokens) - 4
 
 
 def test_a_conversation_stays_with_its_replica():
