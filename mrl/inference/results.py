@@ -149,9 +149,10 @@ def check_comparable(config: EvalConfig, saved: Mapping[str, Any]) -> None:
         why = f"was scored by {saved['reward']}, and this is by {reward}"
         raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
     ours, theirs = (_options(of.get("rewards")) for of in (to_dict(config), saved["config"]))
-    if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
-        why = f"was scored by {reward} with {name} {show(theirs.get(name))}, and this is with {show(ours.get(name))}"
-        raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
+    for name in ours.keys() & theirs.keys():
+        if ours[name] != theirs[name]:
+            why = f"was scored by {reward} with {name} {show(theirs[name])}, and this is with {show(ours[name])}"
+            raise ConfigError("--against", why=why, fix="evaluate both by the same reward")
     known = {row["row"] for row in saved["rows"]}
     rows = open_rows(config.data.eval or "", split=config.data.split, part="eval")
     for index in range(len(rows)):

@@ -61,20 +61,20 @@ def line_of(done: Done) -> str:
     return line
 
 
-def conversation(model: str, turns: list[str], keys: list[str]) -> list[int]:
-    """`mrl generate --chat` with these turns on stdin: of each answer, how many tokens were fed into an empty cache."""
-    fed: list[int] = []
+def conversation(model: str, turns: list[str], keys: list[str]) -> list[tuple[int, int]]:
+    """`mrl generate --chat` with these turns on stdin: (tokens, how many of them were still in the cache) of each."""
+    found: list[tuple[int, int]] = []
     begin = KeptSequences.begin
 
     def seen(self: KeptSequences, requests: Any) -> None:
         begin(self, requests)
-        fed.append(len(requests[0].tokens) - self.length(requests[0].key))
+        found.append((len(requests[0].tokens), self.length(requests[0].key)))
 
     with mock.patch.object(KeptSequences, "begin", seen):
         asked = ["generate", model, "--chat", "--greedy", "--max-new-tokens", "8", *keys]
         done = command(asked, "/", "".join(f"{turn}\n" for turn in turns))
     assert done.code == 0, done.err
-    return fed
+    return found
 
 
 def with_stand_in_vllm(cwd: str) -> dict[str, Any]:
