@@ -177,10 +177,11 @@ def read_line() -> str | None:
     while True:
         try:
             line = input(ASK if not lines else "")
+            line.encode()  # in some locales Python reads any bytes
         except EOFError:
             write("\n")
             return None
-        except UnicodeDecodeError:
+        except UnicodeError:
             say("that line is no UTF-8, and was left out")
             continue
         if not line.endswith("\\"):

@@ -105,11 +105,10 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     for k in range(1, samples + 1):
         first_P, second_P = ([statistics.pass_at_k(pair[i]["values"], k) for pair in pairs] for i in (0, 1))
         differences_P = [a - b for a, b in zip(first_P, second_P, strict=True)]
-        low, high = statistics.student(differences_P)
+        bounded = statistics.is_bounded([*first_P, *second_P])
+        low, high = statistics.difference(differences_P, bounded=bounded)
         greedy = all(len(row["values"]) == 1 for pair in pairs for row in pair)
         exact = greedy and statistics.is_binary([*first_P, *second_P])
-        if statistics.is_bounded([*first_P, *second_P]):
-            low, high = max(-1.0, low), min(1.0, high)
         p = statistics.mcnemar(first_P, second_P) if exact else statistics.sign_flips(differences_P)
         found["measures"][f"pass@{k}"] = {
             "difference": fmean(differences_P), **_bounds(low, high), "p": p,

@@ -74,6 +74,22 @@ def interval(values_P: Sequence[float]) -> Interval:
     return (max(0.0, low), min(1.0, high)) if bounded else (low, high)
 
 
+def difference(differences_P: Sequence[float], *, bounded: bool) -> Interval:
+    """Returns the interval of the mean difference over prompts: Student's, within -1 and 1 where the values that differ
+    are from 0 to 1 (`bounded`).
+
+    Where all prompts have the same difference, Student's has no width. Of others, a share may differ from it of which
+    Wilson's interval of none in P is the bound, each as far as it can; what is not bounded has then no interval.
+    """
+    if min(differences_P) == max(differences_P):
+        if not bounded:
+            return -math.inf, math.inf
+        same, share = differences_P[0], wilson(0.0, len(differences_P))[1]
+        return same - share * (same + 1), same + share * (1 - same)
+    low, high = student(differences_P)
+    return (max(-1.0, low), min(1.0, high)) if bounded else (low, high)
+
+
 def mcnemar(first_P: Sequence[float], second_P: Sequence[float]) -> float:
     """Returns the two-sided p-value of McNemar's exact test: of prompts that only one of the two answers, either is as
     likely to be the one (a binomial test of 1/2; McNemar 1947)."""

@@ -36,7 +36,8 @@ def parse_reward(raw: Any, path: str = "reward") -> dict[str, Any]:
     if isinstance(raw, Mapping):
         return dict(raw)
     if not isinstance(raw, str) or not raw:
-        raise ConfigError(path, raw, f"is {kind(raw)}", f"give {', '.join(NAMED)}, or path.py:name")
+        why = "is empty" if raw == "" else f"is {kind(raw)}"
+        raise ConfigError(path, raw, why, f"give {', '.join(NAMED)}, or path.py:name")
     if raw.startswith("{"):
         return parse_reward(yaml_text.parse(raw, path, path), path)
     return {"function": raw} if ":" in raw or raw.endswith(".py") else {"name": raw}
@@ -114,6 +115,8 @@ def merged(task: Task, given: Mapping[str, Any], reward: str | None) -> dict[str
     raw: dict[str, Any] = dict(task.raw)
     for section, value in given.items():
         raw[section] = {**raw.get(section, {}), **value} if isinstance(value, dict) else value
+    if reward is not None and "functions" in given.get("rewards", {}):
+        raise ConfigError("rewards.functions", why="is given by KEY=VALUE and by --reward", fix="keep one of them")
     if reward is not None:
         raw["rewards"] = {**raw.get("rewards", {}), "functions": [parse_reward(reward, "--reward")]}
     raw["data"] = {"train": raw["data"]["eval"], **with_question(raw["data"])}

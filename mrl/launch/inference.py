@@ -57,7 +57,13 @@ def generate(
     from_stdin = not (prompts or file is not None or chat or score)
     texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
     asked = bool(texts) or (from_stdin and not is_main)
+    if "" in prompts:
+        raise UserError("--prompt", "", "is no prompt", "give a text")
     _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=greedy)
+    if tools is not None:
+        from mrl.inference.prompts import read_tools
+
+        read_tools(tools)  # for what it refuses
     if out is not None:
         _check_out(out, {"the prompts": file, "--tools": tools}, chat=chat, writes=is_main)
     raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
@@ -137,9 +143,10 @@ def plain_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, 
             raise ConfigError(key, why="is given by KEY=VALUE and by an option", fix="keep one of them")
         section, _, name = key.rpartition(".")
         (raw.setdefault(section, {}) if section else raw)[name] = list(value) if isinstance(value, tuple) else value
-    for section in ("rollout", "data", "model"):
+    others = {"model": {"path": "-"}, "data": {"train": "-"}}
+    for section in ("rollout", "data", "model", "rewards"):
         if not isinstance(raw.get(section, {}), dict):
-            build_section(InferenceConfig, {section: raw[section]}, "", InferenceConfig)  # for what it refuses
+            build_section(EvalKeys, {**others, section: raw[section]}, "", EvalKeys)  # for what it refuses
     return raw
 
 
@@ -191,7 +198,8 @@ def _from_stdin() -> list[str]:
         return []
     try:
         text = sys.stdin.read()
-    except UnicodeDecodeError as error:
+        text.encode()  # in some locales Python reads any bytes
+    except UnicodeError as error:
         raise UserError("stdin", why=f"is no UTF-8 ({error.reason})", fix="give a text") from None
     return [text.removesuffix("\n")] if text.strip() else []
 

@@ -45,10 +45,10 @@ def command(arguments: list[str], cwd: str, stdin: str) -> Done:
     return Done(done.exit_code, done.stdout, done.stderr)
 
 
-def refusal(*arguments: object, cwd: object) -> str:
+def refusal(*arguments: object, cwd: object, stdin: str | bytes = "") -> str:
     """The last line of `mrl ARGUMENTS`, which is refused before any rank is started. It runs in this process."""
     with contextlib.chdir(str(cwd)), mock.patch.object(inference, "run", side_effect=AssertionError("ranks began")):
-        done = CliRunner().invoke(cli.main, [str(a) for a in arguments], input="")
+        done = CliRunner().invoke(cli.main, [str(a) for a in arguments], input=stdin)
     assert (done.exit_code, done.stdout) == (2, ""), (done.output, done.exception)
     return line_of(Done(done.exit_code, done.stdout, done.stderr))
 

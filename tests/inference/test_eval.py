@@ -202,7 +202,7 @@ def test_rewards_that_are_no_shares_are_no_percent():
     assert results.table(third, None, None).splitlines()[2] == line
     both = results.table(third, other, results.compare(third, other)).splitlines()
     assert (
-        " ".join(both[4].split()) == "mean reward 0.5 [-5.71, 6.71] 0.6667 [0.2077, 0.9385] -0.1667 [-5.186, 4.853] 1"
+        " ".join(both[4].split()) == "mean reward 0.5 [-5.71, 6.71] 0.6667 [0.2077, 0.9385] -0.1667 [-5.186, +4.853] 1"
     )
     several = results.table(result([[2.0, 4.0], [0.0, 1.0]], 2), None, None).splitlines()
     assert several[2].startswith("mean reward  1.75 ") and several[3].startswith("best of 2    2.5 ")
@@ -215,6 +215,8 @@ REFUSED = {
     "unknown reward": (("rows.jsonl", "--reward", "gsm9k"), 'rewards.functions[0].name: value "gsm9k" is no named reward; did you mean gsm8k?'),
     "rows as a key": ((*OF_ROWS, "data.eval=other.jsonl"), 'data.eval: value "other.jsonl" has no effect here; name the rows in TASK'),
     "other rows as a key": ((*OF_ROWS, "data.train=other.jsonl"), 'data.train: value "other.jsonl" has no effect here; name the rows in TASK'),
+    "no rewards": ((*OF_ROWS, "rewards=3"), "rewards: value 3 is a whole number; give a mapping"),
+    "a reward twice": ((*OF_ROWS, "rewards.functions=[{name: gsm8k}]"), "rewards.functions: is given by KEY=VALUE and by --reward; keep one of them"),
     "a temperature of one sample": ((*OF_ROWS, "--temperature", "0.5"), "has no effect with one sample of each prompt"),
     "no temperature of a task's samples": (("several.yaml", "--temperature", "0"), "--temperature: value 0 makes the 4 samples of a prompt equal; give one above 0, or --samples 1"),
     "no temperature in a task": (("cold.yaml",), "--temperature: value 0 makes the 4 samples of a prompt equal"),

@@ -285,6 +285,9 @@ REFUSED = {
     "out in no folder": (("--prompt", "x", "--out", "no/where.jsonl"), "--out: value 'no/where.jsonl' cannot be written"),
     "out over the prompts": (("--prompts", "long.jsonl", "--out", "long.jsonl"), "--out: is the file of the prompts"),
     "training keys": (("--prompt", "x", "engine.recompute=full"), "engine.recompute: value \"full\" is for training"),
+    "tools that are none": (("--prompt", "x", "--tools", "odd.jsonl"), "--tools: value 'odd.jsonl' is no list of function schemas"),
+    "no section": (("--prompt", "x", "rollout=3"), "rollout: value 3 is a whole number"),
+    "no text": (("--prompt", ""), '--prompt: value "" is no prompt; give a text'),
     "a replay": (("--prompt", "x", "--backend", "recorded"), 'rollout.backend: value "recorded" replays a run'),
     "keys of rows": (("--prompt", "x", "data.columns={a: b}"), "data.columns: value {\"a\": \"b\"} is not used without a file of rows"),
     "rows as a key": (("--prompt", "x", "data.eval=long.jsonl"), 'data.eval: value "long.jsonl" has no effect here; give rows with --prompts'),
@@ -297,7 +300,6 @@ REFUSED_BY_RANKS = {
     "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
     "too long in a file": (("--prompts", "long.jsonl", "rollout.cache_tokens=100"), "long.jsonl:1: the prompt has 214 tokens, and 50 is the most that the 100 tokens of rollout.cache_tokens leave"),
     "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
-    "tools that are none": (("--prompt", "x", "--tools", "odd.jsonl"), "--tools: value 'odd.jsonl' is no list of function schemas"),
 }  # fmt: skip
 
 
@@ -315,6 +317,12 @@ def files(tmp_path):
 def test_is_refused_before_ranks_start(folder, files, name):
     arguments, says = REFUSED[name]
     assert says in refusal("generate", folder("qwen3"), *arguments, cwd=files)
+
+
+def test_a_text_on_stdin_that_is_none(folder, files):
+    assert refusal("generate", folder("qwen3"), cwd=files, stdin=b"\xff\xfe\x00").startswith(
+        "mrl: stdin: is no UTF-8 ("
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_RANKS)

@@ -67,6 +67,16 @@ def test_an_interval_of_equal_numbers_has_a_width():
     assert statistics.student([0.2]) == (-math.inf, math.inf)
 
 
+def test_an_interval_of_equal_differences_has_a_width():
+    """Of five prompts on which two models agree, not that they agree on all: McNemar's test would see nothing, either."""
+    share = statistics.wilson(0.0, 5)[1]
+    assert statistics.difference([0.0] * 5, bounded=True) == (-share, share) and 0.3 < share < 0.5
+    assert statistics.difference([1.0] * 5, bounded=True) == (1 - 2 * share, 1)
+    assert statistics.difference([0.0] * 5, bounded=False) == (-math.inf, math.inf)
+    assert statistics.difference([1.0, 0.0, 0.5], bounded=False) == statistics.student([1.0, 0.0, 0.5])
+    assert statistics.difference([1.0, 0.0, 0.5], bounded=True)[1] == 1
+
+
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 0), (3, 9), (10, 10), (1, 0), (12, 4)])
 def test_mcnemar_is_a_sum_over_all_outcomes(only_first, only_second):
     count = only_first + only_second
