@@ -184,6 +184,13 @@ class SFTDataset(RowDataset[Example]):
         images = content.images if isinstance(content, Chat) else ()
         return self._fit(index, self._vision.expand(self._encoder.encode(content), images, self._rows.folder(index)))
 
+    def too_long(self, tokens: int) -> str:
+        """Returns what is said of a row with too many tokens, where data.truncation is error."""
+        return (
+            f"the row has {tokens} tokens and data.max_length is {self.config.max_length}; raise data.max_length, or "
+            "set data.truncation to right, left or drop"
+        )
+
     def _fit(self, index: int, row: WithImages) -> Example | Rejected:
         """Returns the sequence within max_length, by the truncation policy."""
         encoded = row.encoded
@@ -194,7 +201,7 @@ class SFTDataset(RowDataset[Example]):
             what = f"the row has {len(ids)} tokens and data.max_length is {limit}"
             match self.config.truncation:
                 case "error":
-                    raise DataError(f"{what}; raise data.max_length, or set data.truncation to right, left or drop")
+                    raise DataError(self.too_long(len(ids)))
                 case "drop":
                     return Rejected("dropped", f"{self.where(index)}: {what}")
                 case "right":

@@ -59,13 +59,18 @@ class Scored:
 
 class CompletedRows(SFTDataset):
     """Rows of prompts and completions, as `mrl sft` trains on them; also those that `mrl generate --out` wrote, whose
-    tokens are scored as they were sampled. system: a message before the prompts of the latter."""
+    tokens are scored as they were sampled. system: a message before the prompts of the latter. bounded: what has as many
+    tokens as a row may have, in words."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, system: str | None, vocab_size: int | None
-    ) -> None:
-        self.system = system
+        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, system: str | None, vocab_size: int | None,
+        bounded: str,
+    ) -> None:  # fmt: skip
+        self.system, self.bounded = system, bounded
         super().__init__(config, tokenizer, vocab_size=vocab_size)
+
+    def too_long(self, tokens: int) -> str:
+        return f"the row has {tokens} tokens, more than {self.bounded}; shorten it, or set data.truncation to left or drop"
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         row, where = self.first_row()
@@ -95,12 +100,14 @@ def is_sampled(row: Mapping[str, Any]) -> bool:
 def score_rows(config: GenerateConfig, model: Loaded, console: Console) -> None:
     """Scores all rows of the request, part by part."""
     data = config.data
+    of_user = f"data.max_prompt_length {data.max_prompt_length} and {config.rollout.max_new_tokens} new ones"
+    bounded = of_user if config.place.limit is None else config.place.limited_by
     rows = CompletedRows(
         DataConfig(
             train=data.train, columns=data.columns, split=data.split, chat_template=data.chat_template,
             on_bad_row=data.on_bad_row, max_length=config.max_length, truncation=data.truncation,
         ),
-        model.tokenizer, system=data.system, vocab_size=model.vocab_size,
+        model.tokenizer, system=data.system, vocab_size=model.vocab_size, bounded=bounded,
     )  # fmt: skip
     report, usable = Report(), list[tuple[str, Example]]()
     for index in range(len(rows)):

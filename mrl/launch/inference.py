@@ -9,7 +9,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mrl.config.build import build_section
 from mrl.config.checks import parallel_dims
@@ -41,6 +41,7 @@ LOADING = "loading PyTorch and what goes with it"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Keys of `rollout` that a greedy choice leaves unread."""
 
+Use = Literal["sample", "chat", "score"]
 Keys = TypeVar("Keys", bound=InferenceConfig)
 
 
@@ -69,7 +70,7 @@ def generate(
     raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
     raw["data"] = {**raw.get("data", {}), "train": file or "-", "eval": file or "-"}
     with _said("reading the model's folder", joined):
-        keys, place = prepared(raw, InferenceConfig, model, chat=chat)
+        keys, place = prepared(raw, InferenceConfig, model, use="chat" if chat else "score" if score else "sample")
         if file is None:
             unread_of_texts(keys.data)
         request = RequestConfig(
@@ -241,7 +242,7 @@ def check_unread(raw: Mapping[str, Any], names: Sequence[str], reason: str) -> N
 
 def prepared(
     raw: Mapping[str, Any], root: type[Keys], given: str, key: str = "MODEL", *, other: PlaceConfig | None = None,
-    chat: bool = False,
+    use: Use = "sample",
 ) -> tuple[Keys, PlaceConfig]:  # fmt: skip
     """Returns the keys of `raw` with what the model's folder says where they are silent, and where the model is.
 
@@ -260,7 +261,7 @@ def prepared(
     if "max_prompt_length" in data:
         place = dataclasses.replace(place, limit=None)
     elif place.limit is not None:
-        limit, words = _longest_sequence(place.limit, other, rollout, chat=chat)
+        limit, words = _longest_sequence(place.limit, other, rollout, use)
         rollout.setdefault("max_new_tokens", max(1, min(DEFAULT_NEW_TOKENS, limit // 2)))
         new = rollout["max_new_tokens"]
         if type(new) is int and new >= limit:
@@ -270,8 +271,9 @@ def prepared(
             data["max_prompt_length"] = limit - new
         place = dataclasses.replace(place, limit=limit, limited_by=words)
     config = build_section(root, plain, "", root)
-    if chat and config.rollout.backend == "native" and "cache_tokens" not in rollout:
-        # of which half keeps the conversation between its turns; neither half is larger than the conversation has grown
+    if use != "sample" and config.rollout.backend == "native" and "cache_tokens" not in rollout:
+        # Of a chat half keeps the conversation between its turns. Neither half is larger than the conversation has
+        # grown, and scores have no cache.
         room = max(config.rollout.cache_tokens, 2 * config.max_length)
         config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, cache_tokens=room))
     check_inference(config)
@@ -279,7 +281,7 @@ def prepared(
 
 
 def _longest_sequence(
-    positions: int, other: PlaceConfig | None, rollout: Mapping[str, Any], *, chat: bool
+    positions: int, other: PlaceConfig | None, rollout: Mapping[str, Any], use: Use
 ) -> tuple[int, str]:
     """Returns the tokens of the longest sequence, and what has so few, in words: whatever bounds it most."""
     bounds = [(positions, f"the model's {positions} positions")]
@@ -287,7 +289,7 @@ def _longest_sequence(
     room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
     if rollout.get("backend", "native") != "native":
         bounds.append((LONGEST, f"the {LONGEST} tokens that a sequence has where data.max_prompt_length is not set"))
-    elif not chat:
+    elif use == "sample":
         bounds.append((room, f"the {room} tokens of rollout.cache_tokens"))
     elif given is not None:
         half = max(1, room // 2)
