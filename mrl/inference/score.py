@@ -70,7 +70,9 @@ class CompletedRows(SFTDataset):
         super().__init__(config, tokenizer, vocab_size=vocab_size)
 
     def too_long(self, tokens: int) -> str:
-        return f"the row has {tokens} tokens, more than {self.bounded}; shorten it, or set data.truncation to left or drop"
+        return (
+            f"the row has {tokens} tokens, more than {self.bounded}; shorten it, or set data.truncation to left or drop"
+        )
 
     def _begin(self, tokenizer: PreTrainedTokenizerBase) -> None:
         row, where = self.first_row()
