@@ -59,8 +59,8 @@ class Scored:
 
 class CompletedRows(SFTDataset):
     """Rows of prompts and completions, as `mrl sft` trains on them; also those that `mrl generate --out` wrote, whose
-    tokens are scored as they were sampled. system: a message before the prompts of the latter. bounded: what has as many
-    tokens as a row may have, in words."""
+    tokens are scored as they were sampled. system: a message before the prompts of the latter. bounded: what has the
+    tokens that a row may have at most, in words."""
 
     def __init__(
         self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, system: str | None, vocab_size: int | None,

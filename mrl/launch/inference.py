@@ -200,8 +200,8 @@ def _from_stdin() -> list[str]:
     try:
         text = sys.stdin.read()
         text.encode()  # in some locales Python reads any bytes
-    except UnicodeError as error:
-        raise UserError("stdin", why=f"is no UTF-8 ({error.reason})", fix="give a text") from None
+    except UnicodeError:
+        raise UserError("stdin", why="is no UTF-8", fix="give a text") from None
     return [text.removesuffix("\n")] if text.strip() else []
 
 

@@ -299,7 +299,7 @@ REFUSED_BY_RANKS = {
     "no prompt in the row": (("--prompts", "odd.jsonl"), "odd.jsonl:1: the fields text hold no prompt"),
     "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
     "too long in a file": (("--prompts", "long.jsonl", "rollout.cache_tokens=100"), "long.jsonl:1: the prompt has 214 tokens, and 50 is the most that the 100 tokens of rollout.cache_tokens leave"),
-    "too long to score": (("--prompts", "done.jsonl", "--score"), "done.jsonl:1: the row has 238 tokens, more than the model's 128 positions; shorten it"),
+    "too long to score": (("--prompts", "done.jsonl", "--score"), "done.jsonl:1: the row has 219 tokens, more than the model's 128 positions; shorten it"),
     "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
 }  # fmt: skip
 
