@@ -20,6 +20,7 @@ from mrl.converters.safetensors_io import INDEX, SINGLE, SafetensorsReader, main
 from mrl.converters.tokenizer_files import TOKENIZER_FILES
 from mrl.engine import collective
 from mrl.engine.atomic_checkpoint import LATEST
+from mrl.engine.fsdp.positions import following_positions
 from mrl.engine.lora.shapes import CONFIG as ADAPTER_CONFIG
 from mrl.errors import ModelError, quoted
 
@@ -70,9 +71,11 @@ def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
             dtype = _name(main_dtype(reader.tensors))
     if dtype is None and isinstance(raw, dict):
         dtype = _name(raw.get("dtype") or raw.get("torch_dtype"))
+    limit, limited_by = _positions(raw)
     return PlaceConfig(
-        given=given, what=what, folder=folder, tokenizer=folder, dtype=dtype or "bfloat16", limit=_positions(raw)
-    )
+        given=given, what=what, folder=folder, tokenizer=folder, dtype=dtype or "bfloat16", limit=limit,
+        limited_by=limited_by,
+    )  # fmt: skip
 
 
 def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
@@ -80,6 +83,7 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
     with open_any(folder) as source:
         if source.head != "lm":
             raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")
+        limit, limited_by = _positions(source.hf_config)
         beside = is_adapter(folder) and any((folder / name).is_file() for name in TOKENIZER_FILES)
         return PlaceConfig(
             given=given,
@@ -89,7 +93,8 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
             source=str(folder),
             chat_template=source.chat_template,
             dtype=_name(main_dtype(source.reader.tensors)),
-            limit=_positions(source.hf_config),
+            limit=limit,
+            limited_by=limited_by,
         )
 
 
@@ -98,16 +103,24 @@ def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
     return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"
 
 
-def _positions(hf_config: Any) -> int | None:
-    """Returns the positions that config.json states; None where it states none."""
+def _positions(hf_config: Any) -> tuple[int | None, str]:
+    """Returns the positions that config.json states, None where it states none, and what they are, in words.
+
+    Of a rotary embedding that follows the length of a sequence they are those before it does: what is sampled token by
+    token has keys of the lengths before.
+    """
     if not isinstance(hf_config, dict):
-        return None
+        return None, ""
+    following = following_positions(hf_config)
+    if following is not None and following[1] is not None:
+        kind, limit = following
+        return limit, f'the {limit} positions up to which the model\'s rotary embedding "{kind}" is the same for all'
     text = hf_config.get("text_config")
     for fields in (text if isinstance(text, dict) else {}, hf_config):
         for name in ("max_position_embeddings", "n_positions"):
             if type(fields.get(name)) is int and fields[name] > 0:
-                return fields[name]
-    return None
+                return fields[name], f"the model's {fields[name]} positions"
+    return None, ""
 
 
 @contextlib.contextmanager

@@ -261,7 +261,7 @@ def prepared(
     if "max_prompt_length" in data:
         place = dataclasses.replace(place, limit=None)
     elif place.limit is not None:
-        limit, words = _longest_sequence(place.limit, other, rollout, use)
+        limit, words = _longest_sequence(place.limit, place.limited_by, other, rollout, use)
         rollout.setdefault("max_new_tokens", max(1, min(DEFAULT_NEW_TOKENS, limit // 2)))
         new = rollout["max_new_tokens"]
         if type(new) is int and new >= limit:
@@ -281,10 +281,10 @@ def prepared(
 
 
 def _longest_sequence(
-    positions: int, other: PlaceConfig | None, rollout: Mapping[str, Any], use: Use
+    positions: int, words: str, other: PlaceConfig | None, rollout: Mapping[str, Any], use: Use
 ) -> tuple[int, str]:
     """Returns the tokens of the longest sequence, and what has so few, in words: whatever bounds it most."""
-    bounds = [(positions, f"the model's {positions} positions")]
+    bounds = [(positions, words)]
     given = rollout.get("cache_tokens")
     room = given if type(given) is int and given > 0 else RolloutConfig().cache_tokens
     if rollout.get("backend", "native") != "native":

@@ -54,14 +54,16 @@ def in_a_shell(line: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(["bash", "-c", script], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("line", [line for line in EXAMPLES if "--chat" not in line and "--nproc" not in line])
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if "--nproc" not in line])
 def test_an_example_of_the_help(site, line):
-    """In the order of the help: one reads what another has written. --chat is in test_chat.py."""
+    """In the order of the help: one reads what another has written. A chat on a terminal is in test_chat.py."""
     command, _, stdin = line.partition(" < ")
     program, *arguments = shlex.split(command)
     assert program == "mrl"
-    done = mrl(*arguments, cwd=site, stdin=(site / stdin).read_text() if stdin else "")
+    typed = "12+30=\n/quit\n" if "--chat" in arguments else ""
+    done = mrl(*arguments, cwd=site, stdin=(site / stdin).read_text() if stdin else typed)
     assert done.code == 0, done.err
+    assert done.out.count("> ") == 2 * ("--chat" in arguments), done.out
     if "--out" in arguments and arguments[0] == "generate":
         assert len((site / "completions.jsonl").read_text().splitlines()) == 3 * 4
     else:

@@ -65,7 +65,11 @@ def greedy_of_transformers(folder, prompts=PROMPTS) -> list[tuple[list[int], lis
     return found
 
 
-ALL_FAMILIES = [("megatron", family) for family in FAMILIES] + [("fsdp", family) for family in FAMILIES | OTHERS]
+# bloom keeps to attention of its own, which has no cache: vLLM samples from it
+ALL_FAMILIES = [("megatron", family) for family in FAMILIES]
+ALL_FAMILIES += [("fsdp", family) for family in FAMILIES | OTHERS if family != "bloom"]
+FIELDS = {"phi3": {"original_max_position_embeddings": 100}}
+"""What gives a family of tiny.py room for the prompts."""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ ALL_FAMILIES = [("megatron", family) for family in FAMILIES] + [("fsdp", family)
     nightly_but([("megatron", "qwen3"), ("fsdp", "gpt_oss")], ALL_FAMILIES),
 )
 def test_greedy_is_as_transformers(folder, tmp_path, backend, family):
-    model = folder(family)
+    model = folder(family, **FIELDS.get(family, {}))
     found = completions(model, tmp_path, "--greedy", layout=backend)
     for row, (tokens, log_probs, prompt) in zip(found, greedy_of_transformers(model), strict=True):
         assert row["tokens"] == tokens and row["prompt_tokens"] == len(prompt)
@@ -323,7 +327,7 @@ def test_is_refused_before_ranks_start(folder, files, name):
 
 def test_a_text_on_stdin_that_is_none(folder, files):
     assert refusal("generate", folder("qwen3"), cwd=files, stdin=b"\xff\xfe\x00").startswith(
-        "mrl: stdin: is no UTF-8 ("
+        "mrl: stdin: is no UTF-8; "
     )
 
 

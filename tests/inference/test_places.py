@@ -176,5 +176,9 @@ def test_names_of_the_positions_and_dtypes(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     assert find(str(folder)).dtype == "float32", "what the weights are, whatever config.json says of them"
+    longrope = {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(config | longrope))
+    assert find(str(folder)).limit == 32, "beyond, keys would be of another length than the sequence's"
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     (folder / "model.safetensors").rename(folder / "of_another_layout.safetensors")
     assert find(str(folder)).dtype == "bfloat16"
