@@ -19,6 +19,7 @@ class Bounds:
     log_probs: float  # the largest difference
     gradients: float  # relative L2 of a tensor
     weights: float  # relative L2 of what a step makes of a tensor
+    router: float  # by which a router's scores of two experts may change, relative to their size
     why: str
 
     def given(self, log_probs: Tensor) -> Bounds:
@@ -41,11 +42,11 @@ class Bounds:
 
 BOUNDS = {
     "float32": Bounds(
-        loss=1e-5, grad_norm=1e-4, log_probs=5e-4, gradients=1e-4, weights=1e-3,
+        loss=1e-5, grad_norm=1e-4, log_probs=5e-4, gradients=1e-4, weights=1e-3, router=1e-4,
         why="fp32 sums in another order give a tenth of these in 30 layers, and a fault gives 1e-2 and more",
     ),
     "bfloat16": Bounds(
-        loss=1e-2, grad_norm=5e-2, log_probs=0.5, gradients=0.2, weights=0.5,
+        loss=1e-2, grad_norm=5e-2, log_probs=0.5, gradients=0.2, weights=0.5, router=0.05,
         why="bfloat16 keeps 3 digits of each number; small faults hide in that, which float32 finds",
     ),
 }  # fmt: skip

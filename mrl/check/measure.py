@@ -49,6 +49,7 @@ class Measured:
     expected_grad_norm: float
     log_probs: float  # the largest difference
     log_probs_at: int  # the place [T] of it
+    decided_log_probs: float | None  # the same of tokens that no undecided router is before; None: all are
     start: TensorErrors  # weights before the step
     gradients: TensorErrors
     weights: TensorErrors  # what the step made of them
@@ -77,6 +78,7 @@ class Work:
     adapter: str | None  # a folder of adapters to start from
     reference: str  # a folder of `write`
     bounds: Bounds
+    undecided: Tensor | None = None  # [T], of `mrl.check.routers`
     timed_steps: int = 0
     writes: bool = False  # whether this layout is what others are compared with
 
@@ -132,10 +134,11 @@ def measure(work: Work) -> Measured | None:
     if not engine.is_main:
         return None
     gap = (log_probs - expected.log_probs).abs().nan_to_num(nan=torch.inf)
+    decided = None if work.undecided is None else float(gap.masked_fill(work.undecided, 0.0).max())
     return Measured(
         loss=loss, expected_loss=expected.loss, grad_norm=grad_norm, expected_grad_norm=expected.grad_norm,
-        log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), start=start, gradients=gradients, weights=weights,
-        bounds=bounds, step_s=step_s,
+        log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), decided_log_probs=decided, start=start,
+        gradients=gradients, weights=weights, bounds=bounds, step_s=step_s,
     )  # fmt: skip
 
 

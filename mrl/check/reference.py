@@ -65,6 +65,16 @@ def fixed_length(masks: Sequence[Tensor], length: int) -> list[Tensor]:
     return [mask_T / length / count for mask_T in masks]
 
 
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What the gradient is taken of."""
+
+    of_tokens: TokenLoss = negative_log_prob
+    weights: TokenWeights = token_mean
+    head: str = "lm"  # a key of `HEADS`
+    temperature: float = 1.0  # that logits are divided by
+
+
 @dataclasses.dataclass
 class Reference:
     """Numbers of one process; tensors by the names of the model's files, or of peft's where adapters train."""
@@ -81,18 +91,15 @@ class Reference:
 def run(
     model: torch.nn.Module,
     examples: Sequence[Example],
+    loss: Loss,
     *,
     optimizer: OptimizerConfig,
     rates: Sequence[float],
-    head: str = "lm",
-    token_loss: TokenLoss = negative_log_prob,
-    token_weights: TokenWeights = token_mean,
     fields: Sequence[Fields] = (),
-    temperature: float = 1.0,
 ) -> Reference:
     """Makes a step of AdamW for each learning rate in `rates`, all on the same batch.
 
-    optimizer: whose betas, eps, weight decay and clipping count. fields: of each example's labels, for `token_loss`.
+    optimizer: whose betas, eps, weight decay and clipping count. fields: of each example's labels, for the loss.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     # stacked biases of experts have two dimensions, and are biases
@@ -103,10 +110,7 @@ def run(
     losses, norms, first = [], [], None
     for rate in rates:
         adamw.zero_grad()
-        loss, log_probs = backward(
-            model, examples, head=head, token_loss=token_loss, token_weights=token_weights, fields=fields,
-            temperature=temperature,
-        )  # fmt: skip
+        total, log_probs = backward(model, examples, loss, fields)
         # what a model freezes has a gradient by transformers' loading, which never comes
         gradients = {name: p.grad for name, p in trained if p.grad is not None}
         if first is None:
@@ -120,55 +124,48 @@ def run(
         for group in adamw.param_groups:
             group["lr"] = rate
         adamw.step()
-        losses.append(loss)
+        losses.append(total)
     assert first is not None, "no step was asked for"
     return Reference(losses[0], norms[0], *first, weights=weights_of(model), losses=losses, grad_norms=norms)
 
 
 def backward(
-    model: torch.nn.Module,
-    examples: Sequence[Example],
-    *,
-    head: str = "lm",
-    token_loss: TokenLoss = negative_log_prob,
-    token_weights: TokenWeights = token_mean,
-    fields: Sequence[Fields] = (),
-    temperature: float = 1.0,
-) -> tuple[float, Tensor]:
-    """Returns the loss and the log-probs [T] (0 where the mask is 0) or values [T]; gradients of the
-    loss are added to those of the model."""
+    model: torch.nn.Module, examples: Sequence[Example], loss: Loss, fields: Sequence[Fields] = ()
+) -> tuple[float, Tensor]:  # fmt: skip
+    """Returns the loss and the log-probs [T] (0 where the mask is 0) or values [T]; gradients of the loss are added to
+    those of the model."""
     device = next(model.parameters()).device
     masks = [torch.tensor(example.mask[1:], dtype=torch.float32, device=device) for example in examples]
     total, predictions = 0.0, []
-    for number, (example, mask_T, weight_T) in enumerate(zip(examples, masks, token_weights(masks), strict=True)):
-        ids = torch.tensor(example.ids, device=device)
-        tokens_T, labels_T = ids[:-1], ids[1:]
+    for number, (example, mask_T, weight_T) in enumerate(zip(examples, masks, loss.weights(masks), strict=True)):
+        predicted_T, labels_T = predict(model, example, head=loss.head, temperature=loss.temperature)
         own = {name: values.to(device) for name, values in fields[number].items()} if fields else {}
-        images = {name: tensor.to(device) for name, tensor in example.multi_modal_inputs.items()}
-        predicted_T = _predict(model, tokens_T, labels_T, images, head=head, temperature=temperature)
-        if head == "lm":
+        if loss.head == "lm":
             predicted_T = predicted_T * (mask_T != 0)
-        loss = (token_loss(predicted_T, labels_T, own) * weight_T).sum()
-        loss.backward()
-        total += loss.item()
+        of_sequence = (loss.of_tokens(predicted_T, labels_T, own) * weight_T).sum()
+        of_sequence.backward()
+        total += of_sequence.item()
         predictions.append(predicted_T.detach())
     return total, torch.cat(predictions).cpu()
 
 
-def _predict(
-    model: torch.nn.Module, tokens_T: Tensor, labels_T: Tensor, images: dict[str, Tensor], *, head: str,
-    temperature: float,
-) -> Tensor:  # fmt: skip
-    """Returns the log-probs of the labels [T], or the values [T]."""
+def predict(
+    model: torch.nn.Module, example: Example, *, head: str = "lm", temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns (log-probs of the labels or values [T], labels [T])."""
+    device = next(model.parameters()).device
+    ids = torch.tensor(example.ids, device=device)
+    tokens_T, labels_T = ids[:-1], ids[1:]
+    images = {name: tensor.to(device) for name, tensor in example.multi_modal_inputs.items()}
     _forget_lengths(model)
     if head == "lm":
         if images:
             images = {**images, "mm_token_type_ids": (tokens_T[None] == model.config.image_token_id).int()}
         # in fp64: over 49,152 entries torch's fp32 log_softmax is off by 5e-6 on a CPU, always to the same side
         logits = model(input_ids=tokens_T[None], **images).logits[0].double() / temperature
-        return torch.log_softmax(logits, -1).gather(1, labels_T[:, None])[:, 0].float()
+        return torch.log_softmax(logits, -1).gather(1, labels_T[:, None])[:, 0].float(), labels_T
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.score(inner.base_model(input_ids=tokens_T[None]).last_hidden_state)[0, :, 0]
+    return inner.score(inner.base_model(input_ids=tokens_T[None]).last_hidden_state)[0, :, 0], labels_T
 
 
 def load(

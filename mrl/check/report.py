@@ -82,13 +82,13 @@ class Terminal(Listener):
             line += f"{'the others are compared with it':>47}"
         else:
             line += " " * 47
-        verdict = "FAILED" if row.failed is not None else "same" if row.same else "DIFFERENT"
+        verdict = row.verdict.upper() if row.verdict in ("failed", "different") else row.verdict
         is_first = found is None and row.failed is None and not row.resumed
         return f"{line}  {'first' if is_first else verdict}"
 
 
 def run_and_show(*, as_json: bool, **given: Any) -> bool:
-    """Checks and prints. Returns whether all is the same."""
+    """Checks and prints. Returns whether nothing differs."""
     asked = Asked(**given)
     transformers.utils.logging.disable_progress_bar()
     terminal = Terminal(dtype=asked.dtype, against=asked.against, speed=asked.speed, shows=not as_json)
@@ -99,22 +99,22 @@ def run_and_show(*, as_json: bool, **given: Any) -> bool:
         terminal.close()
     if as_json:
         echo(json.dumps(as_data(report, asked)))
-        return report.same
+        return not report.wrong
     for line in report.batch:
         echo(f"the batch is not what its rows say: {line}")
     echo("")
     echo(summary(report))
-    return report.same
+    return not report.wrong
 
 
 def summary(report: Report) -> str:
-    compared = [row for row in report.rows if row.measured is not None or row.resumed]
-    bad = [row.name for row in report.rows if not row.same]
-    if report.batch:
-        bad = ["the batch", *bad]
-    if bad:
-        return f"DIFFERENT: {', '.join(bad)}"
-    return f"the same: {len(compared)} {'row' if len(compared) == 1 else 'rows'}"
+    same = [row for row in report.rows if row.verdict == "same" and (row.measured is not None or row.resumed)]
+    parts = [f"DIFFERENT: {', '.join(report.wrong)}"] if report.wrong else []
+    if report.undecided:
+        parts.append(f"undecided: {', '.join(report.undecided)}")
+    if not report.wrong:
+        parts.append(f"the same: {len(same)} {'row' if len(same) == 1 else 'rows'}")
+    return "; ".join(parts)
 
 
 def as_data(report: Report, asked: Asked) -> dict[str, Any]:
@@ -122,14 +122,14 @@ def as_data(report: Report, asked: Asked) -> dict[str, Any]:
     rows = [
         {
             "role": row.role, "layout": row.layout, "processes": row.processes, "resumed": row.resumed,
-            "verdict": "failed" if row.failed is not None else "same" if row.same else "different",
-            "problems": [plain(problem) for problem in row.problems], "clue": row.clue, "failed": row.failed,
-            "numbers": _numbers(row),
+            "verdict": row.verdict, "problems": [plain(problem) for problem in row.problems], "clue": row.clue,
+            "failed": row.failed, "numbers": _numbers(row),
         }
         for row in report.rows
     ]  # fmt: skip
     return {
-        "same": report.same, "against": asked.against, "dtype": asked.dtype, "bounds": plain(BOUNDS[asked.dtype]),
+        "different": report.wrong, "undecided": report.undecided, "against": asked.against,
+        "dtype": asked.dtype, "bounds": plain(BOUNDS[asked.dtype]),
         "about": [{"name": name, "text": text} for name, text in report.header], "batch": report.batch, "rows": rows,
     }  # fmt: skip
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from mrl.batch import Batch
-from mrl.config.ppo import PPOConfig
-from mrl.config.schema import SFTConfig
+from mrl.config.schema import DataConfig, ModelConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, Rejected, SFTDataset
-from mrl.data.prompts import PromptDataset, PromptSource
 from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.errors import DataError
-from mrl.rollout.base import Trajectory, trajectories_to_batch
-
-NEW_TOKENS = 24
-"""Tokens that the actor samples after each prompt, or rollout.max_new_tokens where that is less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +32,16 @@ class Rows:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(len(example.ids) for example in self.examples)
+
+    def as_data(self, own: DataConfig, place: Path) -> DataConfig:
+        """Returns `data` on these rows in tokens, in a file that is written to the folder `place`."""
+        path = place / "rows.jsonl"
+        lines = [json.dumps({"input_ids": e.ids, "loss_mask": [int(bool(m)) for m in e.mask]}) for e in self.examples]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return dataclasses.replace(
+            own, train=str(path), eval=None, split=None, columns={}, format="tokenized", truncation="error",
+            loss_on="all" if own.loss_on == "last" else own.loss_on, max_length=self.longest,
+        )  # fmt: skip
 
     def problems(self) -> list[str]:
         """Returns how the batch differs from its rows, whose labels are shifted here anew."""
@@ -76,18 +81,17 @@ def _shift(actual: list[float], expected: list[float]) -> str:
     return ""
 
 
-def sft_rows(config: SFTConfig, folder: str, *, sequences: int, length: int) -> Rows:
-    """Returns the first rows of the first global batch. length: tokens of a sequence at most."""
-    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, config.data.chat_template)
-    hf_config = read_hf_config(folder)
-    dataset = SFTDataset(
-        config.data, tokenizer, vocab_size=vocab_size_of(hf_config), vision=load_vision(folder, hf_config)
-    )
-    of_batch = config.train.global_batch_size
+def first_rows(
+    data: DataConfig, model: ModelConfig, *, of_batch: int, seed: int, sequences: int, length: int
+) -> Rows:  # fmt: skip
+    """Returns the first rows of the first global batch. model: whose path is a folder. of_batch: sequences of that
+    batch. length: tokens of a sequence at most."""
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code, data.chat_template)
+    hf_config = read_hf_config(model.path)
+    vision = load_vision(model.path, hf_config)
+    dataset = SFTDataset(data, tokenizer, vocab_size=vocab_size_of(hf_config), vision=vision)
     count = min(sequences, of_batch)
-    source = BatchSource(
-        dataset, global_batch_size=count, seed=config.seed, shuffle=config.data.shuffle, prefetch=False
-    )
+    source = BatchSource(dataset, global_batch_size=count, seed=seed, shuffle=data.shuffle, prefetch=False)
     batch = source.next()
     loaded = [dataset.load(row) for row in source.rows]
     whole = [example for example in loaded if not isinstance(example, Rejected)]
@@ -96,54 +100,7 @@ def sft_rows(config: SFTConfig, folder: str, *, sequences: int, length: int) -> 
     if any(len(a.ids) != len(b.ids) for a, b in zip(shown, whole, strict=True)):
         batch = batch_of(shown)
         words += f", of each at most {length} tokens around the first that trains"
-    return Rows(shown, (), batch, _counted(words, batch))
-
-
-def ppo_rows(
-    config: PPOConfig, folder: str, model: torch.nn.Module, *, sequences: int, length: int
-) -> Rows:  # fmt: skip
-    """Returns prompts with completions that `model` samples, advantages and returns that are noise. folder: the
-    actor's."""
-    tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code, config.data.chat_template)
-    dataset = PromptDataset(config.data, tokenizer, vocab_size=vocab_size_of(read_hf_config(folder)))
-    samples = min(config.rollout.samples_per_prompt, 2)
-    prompts = PromptSource(dataset, seed=config.seed, shuffle=config.data.shuffle).take(max(1, sequences // samples))
-    new = min(config.rollout.max_new_tokens, NEW_TOKENS)
-    room = max(1, length - new)
-    trajectories = []
-    torch.manual_seed(config.seed)
-    for prompt in prompts:
-        ids = prompt.tokens[-room:]
-        for sample, completion in enumerate(_sampled(model, ids, samples, new, config.rollout.temperature)):
-            mask = [0] * len(ids) + [1] * len(completion)
-            log_probs = [0.0] * len(mask)
-            trajectories.append(Trajectory(prompt, sample, ids + completion, mask, log_probs, "", False))
-    generator = torch.Generator().manual_seed(config.seed)
-    fields = [
-        {name: torch.randn(len(t.tokens) - 1, generator=generator) for name in ("advantages", "returns")}
-        for t in trajectories
-    ]
-    batch = trajectories_to_batch(trajectories)
-    noise = {name: torch.cat([of[name] for of in fields]) for name in ("advantages", "returns")}
-    batch = dataclasses.replace(batch, token_fields={**noise, "old_values": torch.zeros(batch.num_tokens)})
-    words = f"data.train: the first {len(prompts)} prompts, {samples} completions of each of at most {new} tokens"
-    if any(len(prompt.tokens) > room for prompt in prompts):
-        words += f", of each prompt the last {room} tokens"
-    examples = [Example(t.tokens, t.mask, False) for t in trajectories]
-    return Rows(examples, fields, batch, _counted(f"{words}; advantages and returns are noise", batch))
-
-
-@torch.no_grad()
-def _sampled(
-    model: torch.nn.Module, ids: list[int], samples: int, new: int, temperature: float
-) -> list[list[int]]:  # fmt: skip
-    """Returns completions of a prompt, drawn by transformers."""
-    device = next(model.parameters()).device
-    made = model.generate(  # type: ignore[operator]
-        torch.tensor([ids], device=device), do_sample=True, temperature=temperature, max_new_tokens=new, top_k=0,
-        num_return_sequences=samples, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return [row[len(ids) :].tolist() for row in made]
+    return Rows(shown, (), batch, counted(words, batch))
 
 
 def _shortened(example: Example, length: int) -> Example:
@@ -156,7 +113,8 @@ def _shortened(example: Example, length: int) -> Example:
     return Example(example.ids[start:stop], example.mask[start:stop], True)
 
 
-def _counted(words: str, batch: Batch) -> str:
+def counted(words: str, batch: Batch) -> str:
+    """Returns what a batch is, in words, with its tokens. Raises DataError where it has none."""
     if not batch.num_tokens:
         raise DataError("data.train", why="gives no tokens", fix="check the first rows")
     return f"{words} ({batch.num_tokens:,} tokens, {int((batch.loss_mask != 0).sum()):,} labels train)"

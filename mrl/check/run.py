@@ -12,23 +12,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from mrl.check import cut as cuts
 from mrl.check import layouts as words
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
+from mrl.check.command import Checked, TwoSteps, checked_of
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
 from mrl.check.measure import Measured, Numbers, Store, Work
 from mrl.check.resume import resume_problems
-from mrl.check.rows import Rows, ppo_rows, sft_rows
-from mrl.check.subject import TRAINED, Subject, subjects_of
-from mrl.check.verdict import Problem, clue, problems
+from mrl.check.routers import has_experts, undecided
+from mrl.check.rows import Rows
+from mrl.check.subject import Subject
+from mrl.check.verdict import UNDECIDED, Problem, clue, is_undecided, problems
 from mrl.check.worker import Task, result_file, work_file
-from mrl.config.command import TrainingCommand, all_training, command_of_data
+from mrl.config.command import TrainingCommand, all_training, command_of_yaml
 from mrl.config.load import apply_override, load_config, read_yaml
-from mrl.config.schema import MicroBatchConfig, SFTConfig
+from mrl.config.schema import MicroBatchConfig
 from mrl.converters.hf_config import normalize
 from mrl.converters.hub import model_folder
 from mrl.converters.json_file import read_json
@@ -60,6 +63,9 @@ class Asked:
     tokens: int | None = None
 
 
+Verdict = Literal["same", "different", "undecided", "failed"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A verdict."""
@@ -77,12 +83,16 @@ class Row:
         return " ".join(word for word in ("resume" if self.resumed else "", self.role, self.layout) if word)
 
     @property
-    def same(self) -> bool:
-        return not self.problems and self.failed is None
+    def verdict(self) -> Verdict:
+        if self.failed is not None:
+            return "failed"
+        if not self.problems:
+            return "same"
+        return "undecided" if self.measured is not None and is_undecided(self.measured) else "different"
 
     @property
     def clue(self) -> str | None:
-        return clue(self.problems)
+        return UNDECIDED if self.verdict == "undecided" else clue(self.problems)
 
 
 @dataclasses.dataclass
@@ -94,8 +104,14 @@ class Report:
     rows: list[Row] = dataclasses.field(default_factory=list)
 
     @property
-    def same(self) -> bool:
-        return not self.batch and all(row.same for row in self.rows)
+    def wrong(self) -> list[str]:
+        """What differs or failed."""
+        rows = [row.name for row in self.rows if row.verdict in ("different", "failed")]
+        return ["the batch", *rows] if self.batch else rows
+
+    @property
+    def undecided(self) -> list[str]:
+        return [row.name for row in self.rows if row.verdict == "undecided"]
 
 
 class Listener:
@@ -116,11 +132,12 @@ def read_config(path: str, overrides: Sequence[str]) -> tuple[TrainingCommand, A
     raw = read_yaml(path)
     for override in overrides:
         apply_override(raw, override)
-    recognised = [command for command in all_training() if command.recognise(raw) is not None]
-    command = recognised[0] if len(recognised) == 1 else command_of_data(raw)
-    if command.name not in ("sft", "ppo"):
-        why = f"is a config of mrl {command.name}, and mrl check knows those of sft and ppo"
-        raise UserError(path, why=why, fix="give one of these")
+    command = command_of_yaml(raw)
+    if command.checked is None:
+        known = " and ".join(f"mrl {other.name}" for other in all_training() if other.checked is not None)
+        raise UserError(
+            path, why=f"is a config of mrl {command.name}, which mrl check has no step for", fix=f"give one of {known}"
+        )
     return command, load_config(path, overrides, command.root)
 
 
@@ -130,12 +147,13 @@ def check(asked: Asked, listener: Listener) -> Report:
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
     listener.doing("reading the config and the models' folders")
-    parts = [part for part in preflight.check_files(command, config) if part.role in TRAINED]
+    parts = [part for part in preflight.check_files(command, config) if part.optimizer is not None]
     paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
     place = tempfile.mkdtemp(prefix="mrl_check_")
     try:
-        session = Session(asked, config, Path(place), listener)
-        for subject in subjects_of(config, parts, paths):
+        checked = checked_of(command)
+        session = Session(asked, checked, config, Path(place), listener)
+        for subject in checked.subjects(config, parts, paths):
             session.prepare(subject)
         session.run()
         if asked.resume:
@@ -162,8 +180,8 @@ class Item:
 class Session:
     """One check. place: the folder of its files."""
 
-    def __init__(self, asked: Asked, config: Any, place: Path, listener: Listener) -> None:
-        self.asked, self.config, self.place, self.listener = asked, config, place, listener
+    def __init__(self, asked: Asked, checked: Checked[Any], config: Any, place: Path, listener: Listener) -> None:
+        self.asked, self.checked, self.config, self.place, self.listener = asked, checked, config, place, listener
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
         self.models: dict[str, CheckedModel] = {}  # of each role
@@ -176,6 +194,7 @@ class Session:
 
     def prepare(self, subject: Subject) -> None:
         """Makes the folder, the batch, the reference and the layouts of one model."""
+        self._check_router_losses(subject)
         on = machine(subject.config.engine.device, self.asked.nproc)
         if on.note:
             self.header("device", on.note)
@@ -195,12 +214,13 @@ class Session:
         adapter = self._adapter(subject, model)
         store = self.place / f"reference-{subject.name}"
         store.mkdir()
-        if self.asked.against == "hf":
+        narrow = None
+        if self.asked.against == "hf" or has_experts(read_json(Path(model.path, "config.json"))):
             self.listener.doing(f"computing the step of the {subject.name} with transformers")
-            self._reference(subject, model, rows, store, adapter, on)
+            narrow = self._reference(subject, model, rows, store, adapter, on)
         for layout in layouts:
             work = self._work(subject, model, layout, rows=rows, store=store, adapter=adapter, layouts=layouts)
-            self.items.append(Item(len(self.items), subject, layout, work))
+            self.items.append(Item(len(self.items), subject, layout, dataclasses.replace(work, undecided=narrow)))
 
     def resume(self, command: TrainingCommand) -> None:
         """Resumes a run of all roles, on each layout that was asked for, or on the last of auto."""
@@ -209,20 +229,29 @@ class Session:
         for number in [-1] if self.asked.layouts == "auto" else range(count):
             layouts = {role: of_role[number] for role, of_role in self.layouts.items()}
             shown = " + ".join(dict.fromkeys(map(str, layouts.values())))
-            processes = max(layout.processes for layout in layouts.values())
-            row = Row("", shown, processes, resumed=True)
+            small = TwoSteps(
+                models=self.models, layouts=layouts, rows=self.rows, place=self.place / f"resume-{number}",
+                dtype=self.asked.dtype,
+            )  # fmt: skip
+            row = Row("", shown, small.processes, resumed=True)
             self.listener.doing(f"training two steps on {shown}, and the second again from the checkpoint of the first")
             try:
-                differ = resume_problems(
-                    command, self.config, models=self.models, layouts=layouts, rows=self.rows,
-                    place=self.place / f"resume-{number}", dtype=self.asked.dtype,
-                )  # fmt: skip
+                differ = resume_problems(command, self.checked, self.config, small)
                 row = dataclasses.replace(row, problems=differ)
             except (UserError, RankFailed) as error:
                 row = dataclasses.replace(row, failed=str(error))
             self.note(row)
 
     # -- what is checked ----------------------------------------------------------------------------------------------
+
+    def _check_router_losses(self, subject: Subject) -> None:
+        """Raises ConfigError where transformers would be compared with losses that it defines otherwise."""
+        moe = subject.config.engine.moe
+        for name in ("aux_loss", "z_loss") if self.asked.against == "hf" else ():
+            if value := getattr(moe, name):
+                key = f"{subject.part.key('engine')}.moe.{name}"
+                fix = f"give --against first, or {key}=0"
+                raise ConfigError(key, value, "is a router loss, which transformers defines otherwise", fix)
 
     def _layouts(
         self, subject: Subject, model: CheckedModel, named: list[Layout] | None, on: Machine
@@ -255,19 +284,14 @@ class Session:
         """Returns the batch, which is made for the first role."""
         if self.rows is not None:
             return self.rows
-        self.listener.doing("reading rows")
+        self.listener.doing("making the batch")
         sequences, length = size_of_batch(
             model.parameters, layouts, tokens=self.asked.tokens, most=self.config.train.global_batch_size,
             even=subject.has_router_losses, on=on,
         )  # fmt: skip
-        if isinstance(self.config, SFTConfig):
-            self.rows = sft_rows(self.config, subject.config.model.path, sequences=sequences, length=length)
-        else:
-            self.listener.doing("sampling completions with transformers")
-            actor = reference.load(model.path).to(on.device).eval()
-            self.rows = ppo_rows(
-                self.config, subject.config.model.path, actor, sequences=sequences, length=length
-            )  # fmt: skip
+        self.rows = self.checked.rows(
+            self.config, subject, model, sequences=sequences, length=length, device=on.device
+        )  # fmt: skip
         self.header("data", self.rows.words)
         self.report.batch = self.rows.problems()
         return self.rows
@@ -288,23 +312,25 @@ class Session:
 
     def _reference(
         self, subject: Subject, model: CheckedModel, rows: Rows, store: Path, adapter: str | None, on: Machine
-    ) -> None:
-        """Computes the step with transformers and plain torch, in this process."""
-        loaded = reference.load(model.path, subject.config.head).to(on.device)
+    ) -> Tensor | None:
+        """Computes the step with transformers and plain torch, in this process, where layouts are compared with it.
+        Returns the tokens that routers are undecided about."""
+        head, optimizer = subject.config.head, subject.optimizer
+        loaded = reference.load(model.path, head).to(on.device)
         if self.asked.dtype == "bfloat16":  # the same weights, computed with in fp32
             for parameter in loaded.parameters():
                 parameter.data = parameter.data.bfloat16().float()
         start = {name: tensor.cpu() for name, tensor in reference.weights_of(loaded).items()}
         if adapter is not None:
             loaded = reference.with_adapter(loaded, adapter)
-        optimizer = subject.optimizer
-        made = reference.run(
-            loaded, rows.examples, optimizer=optimizer, rates=[optimizer.lr], head=subject.config.head,
-            token_loss=subject.token_loss, token_weights=subject.token_weights, fields=rows.fields,
-            temperature=subject.temperature,
-        )  # fmt: skip
-        numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
-        Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
+        narrow = undecided(loaded, rows.examples, head=head, rounding=BOUNDS[self.asked.dtype].router)
+        if self.asked.against == "hf":
+            made = reference.run(
+                loaded, rows.examples, subject.loss, optimizer=optimizer, rates=[optimizer.lr], fields=rows.fields
+            )  # fmt: skip
+            numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
+            Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
+        return narrow
 
     def _work(
         self, subject: Subject, model: CheckedModel, layout: Layout, *, rows: Rows, store: Path, adapter: str | None,
@@ -315,7 +341,7 @@ class Session:
         config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
         return Work(
             config=config, batch=rows.batch, loss_fn=subject.loss_fn, denominator=subject.denominator,
-            temperature=subject.temperature, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
+            temperature=subject.loss.temperature, adapter=adapter, reference=str(store), bounds=BOUNDS[dtype],
             timed_steps=TIMED_STEPS if self.asked.speed else 0,
             writes=self.asked.against == "first" and layout == layouts[0],
         )  # fmt: skip

@@ -1,25 +1,15 @@
-"""The models of a config that train, each with its loss as engines take it and as plain torch has it."""
+"""A model of a config that trains, with its loss as engines take it and as plain torch has it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-from mrl.algorithms.configured import check_algorithm
-from mrl.algorithms.losses import ActorLoss, CriticLoss
-from mrl.algorithms.sft import sft_loss
-from mrl.check import reference
 from mrl.check.layouts import Layout
-from mrl.check.reference import TokenLoss, TokenWeights
+from mrl.check.reference import Loss
 from mrl.config.command import Part
-from mrl.config.ppo import PPOConfig
-from mrl.config.roles import role_configs
-from mrl.config.schema import MicroBatchConfig, OptimizerConfig, RoleConfig, SFTConfig
+from mrl.config.schema import MicroBatchConfig, OptimizerConfig, RoleConfig
 from mrl.engine.base import LossFn
-from mrl.trainers import sft
-
-TRAINED = ("", "actor", "critic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +18,9 @@ class Subject:
 
     part: Part
     config: RoleConfig  # as the run builds it
-    loss_fn: LossFn
-    denominator: str
-    token_loss: TokenLoss
-    token_weights: TokenWeights = reference.token_mean
-    temperature: float = 1.0
+    loss_fn: LossFn  # as engines take it
+    denominator: str  # of it: "tokens" or "sequences"
+    loss: Loss  # the same, as the reference takes it
 
     @property
     def name(self) -> str:
@@ -66,35 +54,3 @@ class Subject:
             ),
             optimizer=self.optimizer,
         )  # fmt: skip
-
-
-def subjects_of(config: SFTConfig | PPOConfig, parts: list[Part], folders: dict[str, str]) -> list[Subject]:
-    """Returns the models that train. folders: that each role's model.path stands for."""
-    by_role = {part.role: part for part in parts}
-    if isinstance(config, SFTConfig):
-        made = sft.role_config(config, folders[""])
-        return [Subject(by_role[""], made, sft_loss, "tokens", reference.negative_log_prob)]
-    recipe = check_algorithm(config)
-    configs = role_configs(config, folders, recipe)
-    length, how = config.rollout.max_new_tokens, recipe.aggregation
-    weights: dict[str, TokenWeights] = {
-        "token_mean": reference.token_mean,
-        "sequence_mean": reference.sequence_mean,
-        "fixed_length": functools.partial(reference.fixed_length, length=length),
-    }
-    actor = ActorLoss(aggregation=how, fixed_length=length, objective="policy_gradient")
-    critic = CriticLoss(aggregation=how, fixed_length=length)
-    temperature = config.rollout.temperature
-    subjects = [
-        Subject(
-            by_role["actor"], configs["actor"], actor, actor.denominator, reference.policy_gradient, weights[how],
-            temperature,
-        )
-    ]  # fmt: skip
-    if recipe.needs_critic:
-        subjects.append(
-            Subject(
-                by_role["critic"], configs["critic"], critic, critic.denominator, reference.squared_error, weights[how]
-            )
-        )
-    return subjects

@@ -9,6 +9,13 @@ from collections.abc import Sequence
 from mrl.check.compare import TensorErrors
 from mrl.check.measure import Measured
 
+TURNED = 8
+"""How many times the rounding of other log-probs the change is that another choice of experts makes, at least."""
+UNDECIDED = (
+    "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs; "
+    "tokens before these are the same: take another batch with --tokens or seed, or other weights with --cut"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -55,6 +62,16 @@ def clue(found: Sequence[Problem]) -> str | None:
     if first in ("gradients", "gradient norm"):
         return "the forward pass is right: look at the backward pass and at how gradients are summed over ranks"
     return "gradients are right: look at the optimizer"
+
+
+def is_undecided(found: Measured) -> bool:
+    """Returns whether what differs may come of a router that chose other experts: the log-probs of tokens that no such
+    choice is before are right, and others are further off than these are by rounding."""
+    decided, bound = found.decided_log_probs, found.bounds.log_probs
+    starts_right = not (found.start.over or found.start.missing or found.start.unexpected)
+    if decided is None or decided > bound or not starts_right:
+        return False
+    return found.log_probs > (TURNED * decided if decided else bound / 10)
 
 
 def _tensors(quantity: str, errors: TensorErrors, bound: float, what: str) -> Problem | None:

@@ -13,12 +13,16 @@ def run(as_json: bool, **given: Any) -> int:
     return 0 if run_and_show(as_json=as_json, **given) else EXIT_USER_ERROR
 
 
+def _choice(name: str, default: str, other: str, text: str) -> Option:
+    return Option(names=name, choices=lambda: (default, other), default=default, help=text)
+
+
 COMMAND = Command(
     help="""Prove that layouts of your config compute the same: one optimizer step on a batch of its data.
 
     Each layout runs as real processes on this machine, and is compared with transformers and plain PyTorch on one
-    process: loss, log-probs, the gradient of every parameter, its norm, and the weights after the step. CONFIG is one
-    of mrl sft or mrl ppo. Exit code 2 where something differs.
+    process: loss, log-probs, the gradient of every parameter, its norm, and the weights after the step. CONFIG is the
+    file of a command that trains. Exit code 2 where something differs.
     """,
     examples="""
         mrl check sft.yaml
@@ -35,18 +39,18 @@ COMMAND = Command(
             help="Layouts with commas, as in tp2,pp2xvpp2,tp2+sp,cp2,ep2,dp2; auto is one process, each axis that the "
             "config uses alone, dp2, and all that fits of them together.",
         ),
-        Option(
-            names="--against", choices=lambda: ("hf", "first"), default="hf",
-            help="What layouts are compared with: transformers on one process, or the first of them.",
+        _choice(
+            "--against", "hf", "first",
+            "What layouts are compared with: transformers on one process, or the first of them.",
         ),
         Option(
             names="--cut", metavar="SIZES", default="auto",
             help="Check a smaller model of the same family with random weights, as in layers=4,width=256; none is the "
             "whole model, auto cuts where this machine's memory asks for it.",
         ),
-        Option(
-            names="--dtype", choices=lambda: ("float32", "bfloat16"), default="float32",
-            help="What both sides compute in, whatever the config says; bounds of bfloat16 are wide.",
+        _choice(
+            "--dtype", "float32", "bfloat16",
+            "What layouts compute in, whatever the config says; bounds of bfloat16 are wide.",
         ),
         Option(
             names="--resume", kind="flag",

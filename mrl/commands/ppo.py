@@ -35,6 +35,7 @@ class PPO(TrainingCommand[PPOConfig]):
         mrl ppo grpo.yaml --dry-run"""
     root = PPOConfig
     trainer = "mrl.trainers.ppo:run"
+    checked = "mrl.check.of_ppo:CHECKED"
     order = 2
     generates = True
     null_is = {key: f"actor.{key.partition('.')[2]}" for key in NULL_IS_ACTORS}

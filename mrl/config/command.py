@@ -110,6 +110,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
     examples: str  # command lines at the end of the help
     root: type[C]  # a frozen dataclass of keys
     trainer: str  # "module:function"; every rank calls function(config, command_line)
+    checked: str | None = None  # "module:NAME" of a `mrl.check.command.Checked`; None: `mrl check` refuses its configs
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
@@ -277,6 +278,16 @@ def command_of_data(data: Mapping[str, Any]) -> TrainingCommand:
         *(f"{name}.{key}" for name, section in data.items() if isinstance(section, Mapping) for key in section),
     }
     return min(all_training(), key=distance)
+
+
+def command_of_yaml(raw: Mapping[str, Any]) -> TrainingCommand:
+    """Returns the command that a user's YAML is of: the one that has all its sections, else one that recognises it."""
+    known = all_training()
+    has_all = [command for command in known if raw.keys() <= types_of(command.root).keys()]  # type: ignore[arg-type]
+    if len(has_all) == 1:
+        return has_all[0]
+    recognised = (command for command in has_all or known if command.recognise(raw) is not None)
+    return next(recognised, None) or command_of_data(raw)
 
 
 def check_recognised(raw: Mapping[str, Any], path: Any, root: type) -> None:

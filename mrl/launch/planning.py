@@ -9,7 +9,7 @@ import os
 import typing
 from collections.abc import Callable, Sequence
 
-from mrl.config.command import Config, Part, TrainingCommand, all_training, command_of_data
+from mrl.config.command import Config, Part, TrainingCommand, command_of_yaml
 from mrl.config.load import load_config, read_yaml
 from mrl.errors import ConfigError, UserError
 from mrl.launch import preflight
@@ -18,13 +18,6 @@ from mrl.parallel import ParallelDims
 if typing.TYPE_CHECKING:
     from mrl.plan.gpus import GPU
     from mrl.plan.planner import Plan
-
-
-def command_for(path: str) -> TrainingCommand:
-    """Returns the command whose config a file is, by its sections."""
-    raw = read_yaml(path)
-    recognised = (command for command in all_training() if command.recognise(raw) is not None)
-    return next(recognised, None) or command_of_data(raw)
 
 
 def run(
@@ -37,7 +30,7 @@ def run(
 
     card = gpu_of(gpu)
     share, reserved = _number("--efficiency", efficiency, 0.5, 1), _number("--reserve", reserve, 4.0, 1000)
-    command = command_for(path)
+    command = command_of_yaml(read_yaml(path))
 
     def plan_of(more: Sequence[str] = ()) -> Plan:
         config = load_config(path, [*overrides, *more], command.root)

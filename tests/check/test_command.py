@@ -8,13 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mrl import cli
 from mrl.commands.check import COMMAND
-from tests.trainers import tiny_runs
+from tests.check.works import make_configs
 
 EXAMPLES = [line.strip() for line in textwrap.dedent(COMMAND.examples).strip().splitlines()]
 
@@ -23,25 +21,7 @@ EXAMPLES = [line.strip() for line in textwrap.dedent(COMMAND.examples).strip().s
 def place(tmp_path_factory) -> Path:
     """A folder with the files that examples name."""
     folder = tmp_path_factory.mktemp("check")
-    tiny_runs.make_inputs(folder)
-    config = Qwen3Config.from_pretrained(folder / "model")
-    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    sft = tiny_runs.make_config(folder, folder / "run", engine={"backend": "megatron"})
-    tiny_runs.write_config(folder / "sft.yaml", sft)
-    role = {"model": sft["model"], "engine": {"device": "cpu"}}
-    grpo = {
-        "output_dir": str(folder / "run"), "actor": role, "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
-        "algorithm": {"name": "grpo", "kl_in": "none"}, "rewards": {"functions": [{"name": "exact_match"}]},
-        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 24}, "train": {"global_batch_size": 8, "steps": 1},
-    }  # fmt: skip
-    tiny_runs.write_config(folder / "grpo.yaml", grpo)
-    ppo = grpo | {
-        "algorithm": {"name": "ppo", "kl_in": "none"},
-        "critic": {"engine": {"backend": "fsdp", "device": "cpu"}},
-    }
-    tiny_runs.write_config(folder / "ppo.yaml", ppo)
+    make_configs(folder)
     return folder
 
 

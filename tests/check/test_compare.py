@@ -19,7 +19,8 @@ NONE = TensorErrors(2, (Off("a", 0.0),), 0)
 
 def made(**changes) -> Measured:
     right = Measured(
-        loss=2.0, expected_loss=2.0, grad_norm=1.0, expected_grad_norm=1.0, log_probs=1e-6, log_probs_at=0, start=NONE,
+        loss=2.0, expected_loss=2.0, grad_norm=1.0, expected_grad_norm=1.0, log_probs=1e-6, log_probs_at=0,
+        decided_log_probs=None, start=NONE,
         gradients=NONE, weights=NONE, bounds=BOUNDS["float32"],
     )  # fmt: skip
     return dataclasses.replace(right, **changes)

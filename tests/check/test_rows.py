@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mrl.check.rows import Rows, _shortened, sft_rows
+from mrl.check.rows import Rows, _shortened, first_rows
 from mrl.config.load import from_dict
 from mrl.data.batches import BatchSource, batch_of
 from mrl.data.dataset import Example, SFTDataset
@@ -22,15 +22,22 @@ def config(tmp_path_factory):
     return from_dict(tiny_runs.make_config(inputs, inputs / "run"))
 
 
+def rows_of(config, *, sequences: int, length: int) -> Rows:
+    of_batch = config.train.global_batch_size
+    return first_rows(
+        config.data, config.model, of_batch=of_batch, seed=config.seed, sequences=sequences, length=length
+    )  # fmt: skip
+
+
 def test_they_are_the_first_of_the_run(config):
-    rows = sft_rows(config, config.model.path, sequences=3, length=64)
+    rows = rows_of(config, sequences=3, length=64)
     dataset = SFTDataset(config.data, load_tokenizer(config.model.path))
     first = BatchSource(dataset, global_batch_size=4, seed=config.seed, prefetch=False).next()
     assert torch.equal(rows.batch.tokens, first.select(range(3)).tokens)
     assert torch.equal(rows.batch.loss_mask, first.select(range(3)).loss_mask)
     assert rows.words.startswith("data.train: the first 3 of the 4 sequences of the first batch (")
     assert not rows.problems()
-    assert sft_rows(config, config.model.path, sequences=9, length=64).batch.num_sequences == 4
+    assert rows_of(config, sequences=9, length=64).batch.num_sequences == 4
 
 
 def test_a_long_row_is_cut_where_it_trains():
@@ -45,7 +52,7 @@ def test_a_long_row_is_cut_where_it_trains():
 
 
 def test_shortened_rows_are_said(config):
-    rows = sft_rows(config, config.model.path, sequences=4, length=8)
+    rows = rows_of(config, sequences=4, length=8)
     assert "of each at most 8 tokens around the first that trains" in rows.words and rows.batch.max_length == 7
     assert not rows.problems()
 

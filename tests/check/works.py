@@ -1,18 +1,25 @@
-"""A tiny model, its reference, and the work of a layout on it."""
+"""Tiny models: with their reference and the work of a layout on them, and in configs as users have them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mrl.algorithms.sft import sft_loss
 from mrl.batch import Batch
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
 from mrl.check.measure import Numbers, Store, Work
+from mrl.check.routers import undecided
 from mrl.config.schema import OptimizerConfig
 from tests.engine import tiny
+from tests.trainers import tiny_runs
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="constant")
 
@@ -25,22 +32,62 @@ class Checked:
     batch: Batch
     store: str
 
+    dtype: str
+    undecided: Tensor | None  # of routers
+
     def work(self, *, backend: str = "megatron", **parallel: Any) -> Work:
-        config = tiny.role(self.folder, backend=backend, size=2, optimizer=OPTIMIZER, parallel=parallel)
+        config = tiny.role(
+            self.folder, backend=backend, size=2, optimizer=OPTIMIZER, parallel=parallel, dtype=self.dtype
+        )
         return Work(
             config=config, batch=self.batch, loss_fn=sft_loss, denominator="tokens", temperature=1.0, adapter=None,
-            reference=self.store, bounds=BOUNDS["float32"],
+            reference=self.store, bounds=BOUNDS[self.dtype], undecided=self.undecided,
         )  # fmt: skip
 
 
-def make(place: Path, family: str = "llama", **fields: Any) -> Checked:
-    folder = tiny.make_model(str(place / "model"), family, **{"layers": 4, **fields})
-    batch = tiny.uneven_batch(sequences=8)
+def make(
+    place: Path, family: str = "llama", *, dtype: str = "float32", seed: int = 0,
+    change: Callable[[torch.nn.Module], None] = lambda model: None, **fields: Any,
+) -> Checked:  # fmt: skip
+    """change: of transformers' model, before it is saved."""
+    folder = tiny.make_model(str(place / "model"), family, seed=seed, **{"layers": 4, **fields})
+    batch = tiny.uneven_batch(seed, sequences=8)
     model = reference.load(folder)
+    with torch.no_grad():
+        change(model)
+        model.save_pretrained(folder)
+        if dtype == "bfloat16":
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    examples = tiny.examples_of(batch)
+    narrow = undecided(model, examples, head="lm", rounding=BOUNDS[dtype].router)
     start = reference.weights_of(model)
-    made = reference.run(model, tiny.examples_of(batch), optimizer=OPTIMIZER, rates=[OPTIMIZER.lr])
+    made = reference.run(model, examples, reference.Loss(), optimizer=OPTIMIZER, rates=[OPTIMIZER.lr])
     store = place / "reference"
     store.mkdir()
     numbers = Numbers(made.loss, made.grad_norm, made.log_probs)
     Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
-    return Checked(folder, batch, str(store))
+    return Checked(folder, batch, str(store), dtype, narrow)
+
+
+def make_configs(folder: Path) -> None:
+    """Writes sft.yaml, grpo.yaml and ppo.yaml, and what they name."""
+    tiny_runs.make_inputs(folder)
+    config = Qwen3Config.from_pretrained(folder / "model")
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    sft = tiny_runs.make_config(folder, folder / "run", engine={"backend": "megatron"})
+    tiny_runs.write_config(folder / "sft.yaml", sft)
+    role = {"model": sft["model"], "engine": {"device": "cpu"}}
+    grpo = {
+        "output_dir": str(folder / "run"), "actor": role, "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},
+        "algorithm": {"name": "grpo", "kl_in": "none"}, "rewards": {"functions": [{"name": "exact_match"}]},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_length": 24}, "train": {"global_batch_size": 8, "steps": 1},
+    }  # fmt: skip
+    tiny_runs.write_config(folder / "grpo.yaml", grpo)
+    ppo = grpo | {
+        "algorithm": {"name": "ppo", "kl_in": "none"},
+        "critic": {"engine": {"backend": "fsdp", "device": "cpu"}},
+    }
+    tiny_runs.write_config(folder / "ppo.yaml", ppo)

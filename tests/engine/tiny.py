@@ -257,8 +257,7 @@ def hf_reference(
     assert optimizer.schedule == "linear" and optimizer.warmup_steps == 0 and optimizer.decay_steps is None
     rates = [optimizer.lr + (optimizer.min_lr - optimizer.lr) * step / total_steps for step in range(steps)]
     model = reference.load(folder, head, adapter=adapter)
-    given = {"optimizer": optimizer, "rates": rates, "head": head, "token_loss": TOKEN_LOSSES[head]}
-    return reference.run(model, examples_of(batch), **given)
+    return reference.run(model, examples_of(batch), LOSSES[head], optimizer=optimizer, rates=rates)
 
 
 def log_probs_of(folder: str, batch: Batch, *, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Tensor:
@@ -268,7 +267,7 @@ def log_probs_of(folder: str, batch: Batch, *, dtype: torch.dtype = torch.float3
 
 def hf_loss(model: torch.nn.Module, batch: Batch, head: str = "lm") -> tuple[float, Tensor]:
     """(token mean loss, log-probs, 0 where the mask is 0, or values [T]); gradients of the loss are left on the model."""
-    return reference.backward(model, examples_of(batch), head=head, token_loss=TOKEN_LOSSES[head])
+    return reference.backward(model, examples_of(batch), LOSSES[head])
 
 
 def value_loss(data: Batch, predictions: dict[str, Tensor], ctx: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
@@ -280,7 +279,7 @@ def squared_distance(values: Tensor, labels: Tensor, fields: Any = None) -> Tens
     return (values - (labels.float() / VOCAB - 0.5)) ** 2
 
 
-TOKEN_LOSSES = {"lm": reference.negative_log_prob, "value": squared_distance}
+LOSSES = {"lm": reference.Loss(), "value": reference.Loss(squared_distance, head="value")}
 
 
 def tensor_files(folder: str) -> list[str]:

@@ -1,0 +1,172 @@
+"""How `mrl check` runs the step of `mrl ppo`: actor and critic on completions that transformers samples, with
+advantages and returns that are noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mrl.algorithms.configured import check_algorithm
+from mrl.algorithms.losses import ActorLoss, CriticLoss
+from mrl.check import reference
+from mrl.check.command import Checked, TwoSteps
+from mrl.check.folder import CheckedModel
+from mrl.check.reference import TokenWeights
+from mrl.check.rows import Rows, counted
+from mrl.check.subject import Subject
+from mrl.config.command import Part
+from mrl.config.ppo import PPOConfig, RewardModelConfig, SamplesConfig, ServerConfig
+from mrl.config.rewards import FunctionReward, RewardsConfig
+from mrl.config.roles import role_configs
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.data.dataset import Example
+from mrl.data.prompts import PromptDataset, PromptSource
+from mrl.data.tokenizer import load_tokenizer
+from mrl.rollout.base import Trajectory, trajectories_to_batch
+
+NEW_TOKENS = 24
+"""Tokens that the actor samples after each prompt, or rollout.max_new_tokens where that is less."""
+NEW_TOKENS_OF_RESUME = 12
+REWARD = '''"""A reward that is noise: what a check resumes with, in place of the user's."""
+import hashlib
+
+
+def score(completion):
+    return hashlib.sha256(completion.encode()).digest()[0] / 255
+'''
+
+
+class CheckedPPO(Checked[PPOConfig]):
+    def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
+        by_role = {part.role: part for part in parts}
+        recipe = check_algorithm(config)
+        configs = role_configs(config, folders, recipe)
+        length, how = config.rollout.max_new_tokens, recipe.aggregation
+        weights: dict[str, TokenWeights] = {
+            "token_mean": reference.token_mean,
+            "sequence_mean": reference.sequence_mean,
+            "fixed_length": functools.partial(reference.fixed_length, length=length),
+        }
+        actor = ActorLoss(aggregation=how, fixed_length=length, objective="policy_gradient")
+        loss = reference.Loss(reference.policy_gradient, weights[how], temperature=config.rollout.temperature)
+        found = [Subject(by_role["actor"], configs["actor"], actor, actor.denominator, loss)]
+        if "critic" in by_role:
+            critic = CriticLoss(aggregation=how, fixed_length=length)
+            loss = reference.Loss(reference.squared_error, weights[how], head="value")
+            found.append(Subject(by_role["critic"], configs["critic"], critic, critic.denominator, loss))
+        return found
+
+    def rows(
+        self, config: PPOConfig, subject: Subject, model: CheckedModel, *, sequences: int, length: int, device: str
+    ) -> Rows:
+        actor = reference.load(model.path).to(device).eval()
+        return _completions(config, subject.config.model.path, actor, sequences=sequences, length=length)
+
+    def two_steps(self, config: PPOConfig, small: TwoSteps) -> PPOConfig:
+        """Returns a config whose actor samples a few tokens itself, which the user's functions do not score: where they
+        score all alike, nothing would train."""
+        (small.place / "reward.py").write_text(REWARD, encoding="utf-8")
+        noise = FunctionReward(function=f"{small.place / 'reward.py'}:score")
+        samples = min(config.rollout.samples_per_prompt, 2)
+        rollout = dataclasses.replace(
+            config.rollout, backend="native", samples_per_prompt=samples, environment=None, path=None,
+            max_new_tokens=min(config.rollout.max_new_tokens, NEW_TOKENS_OF_RESUME), server=ServerConfig(),
+        )  # fmt: skip
+        algorithm = dataclasses.replace(
+            config.algorithm, mini_batch_size=None, epochs=1, critic_warmup=0, dynamic_sampling=None, correction=None
+        )
+        train = dataclasses.replace(
+            config.train, steps=2, epochs=None, eval_every=None, eval_prompts=None, guards=False,
+            global_batch_size=samples * max(4, small.processes),
+        )  # fmt: skip
+        config = dataclasses.replace(
+            config,
+            reward=RewardModelConfig(),
+            rewards=RewardsConfig(functions=(noise,), workers=1),
+            rollout=rollout,
+            algorithm=algorithm,
+            train=train,
+            data=dataclasses.replace(config.data, eval=None),
+            checkpoint=dataclasses.replace(config.checkpoint, best=None),
+            log=dataclasses.replace(config.log, samples=SamplesConfig(every=None), table=0),
+        )
+        return _with_models(config, small)
+
+
+def _with_models(config: PPOConfig, small: TwoSteps) -> PPOConfig:
+    """Returns the config with the folders and layouts of the check in its roles."""
+    actor, critic, ref = config.actor, config.critic, config.reference
+    own_engine = critic.engine or actor.engine
+    if "critic" in small.models:
+        critic = dataclasses.replace(
+            critic,
+            model=dataclasses.replace(critic.model, path=small.models["critic"].path, dtype=small.dtype),
+            engine=small.engine(own_engine, "critic"),
+            optimizer=small.optimizer(critic.optimizer),
+        )
+    ref = dataclasses.replace(
+        ref,
+        model=dataclasses.replace(
+            ref.model, path=ref.model.path and small.models["actor"].path, dtype=ref.model.dtype and small.dtype
+        ),
+        engine=ref.engine and small.engine(ref.engine, "actor"),
+    )
+    actor = dataclasses.replace(
+        actor,
+        model=small.model(actor.model, "actor"),
+        engine=small.engine(actor.engine, "actor"),
+        optimizer=small.optimizer(actor.optimizer),
+    )
+    return dataclasses.replace(config, actor=actor, critic=critic, reference=ref)
+
+
+def _completions(
+    config: PPOConfig, folder: str, model: torch.nn.Module, *, sequences: int, length: int
+) -> Rows:  # fmt: skip
+    """Returns prompts with completions that `model` samples. folder: the actor's, with its tokenizer."""
+    tokenizer = load_tokenizer(folder, config.actor.model.trust_remote_code, config.data.chat_template)
+    dataset = PromptDataset(config.data, tokenizer, vocab_size=vocab_size_of(read_hf_config(folder)))
+    samples = min(config.rollout.samples_per_prompt, 2)
+    prompts = PromptSource(dataset, seed=config.seed, shuffle=config.data.shuffle).take(max(1, sequences // samples))
+    new = min(config.rollout.max_new_tokens, NEW_TOKENS)
+    room = max(1, length - new)
+    trajectories = []
+    torch.manual_seed(config.seed)
+    for prompt in prompts:
+        ids = prompt.tokens[-room:]
+        for sample, completion in enumerate(_sampled(model, ids, samples, new, config.rollout.temperature)):
+            mask = [0] * len(ids) + [1] * len(completion)
+            log_probs = [0.0] * len(mask)
+            trajectories.append(Trajectory(prompt, sample, ids + completion, mask, log_probs, "", False))
+    generator = torch.Generator().manual_seed(config.seed)
+    fields = [
+        {name: torch.randn(len(t.tokens) - 1, generator=generator) for name in ("advantages", "returns")}
+        for t in trajectories
+    ]
+    batch = trajectories_to_batch(trajectories)
+    noise = {name: torch.cat([of[name] for of in fields]) for name in ("advantages", "returns")}
+    batch = dataclasses.replace(batch, token_fields={**noise, "old_values": torch.zeros(batch.num_tokens)})
+    words = f"data.train: the first {len(prompts)} prompts, {samples} completions of each of at most {new} tokens"
+    if any(len(prompt.tokens) > room for prompt in prompts):
+        words += f", of each prompt the last {room} tokens"
+    examples = [Example(t.tokens, t.mask, False) for t in trajectories]
+    return Rows(examples, fields, batch, counted(f"{words}; advantages and returns are noise", batch))
+
+
+@torch.no_grad()
+def _sampled(
+    model: torch.nn.Module, ids: list[int], samples: int, new: int, temperature: float
+) -> list[list[int]]:  # fmt: skip
+    """Returns completions of a prompt, drawn by transformers."""
+    device = next(model.parameters()).device
+    made = model.generate(  # type: ignore[operator]
+        torch.tensor([ids], device=device), do_sample=True, temperature=temperature, max_new_tokens=new, top_k=0,
+        num_return_sequences=samples, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return [row[len(ids) :].tolist() for row in made]
+
+
+CHECKED = CheckedPPO()
