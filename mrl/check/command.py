@@ -52,6 +52,8 @@ class TwoSteps:
 class Checked(abc.ABC, Generic[C]):
     """How the step of one command that trains is checked."""
 
+    resumes: bool = False  # whether it has `two_steps`, for --resume
+
     @abc.abstractmethod
     def subjects(self, config: C, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         """Returns the models that train, each with its loss. parts: those that have an optimizer. folders: what each
@@ -64,10 +66,10 @@ class Checked(abc.ABC, Generic[C]):
         """Returns the batch of the check, which all models share. subject, model: the first that trains. sequences,
         length: how many, and tokens of one, at most. device: where the model may be run to make them."""
 
-    @abc.abstractmethod
     def two_steps(self, config: C, small: TwoSteps) -> C:
         """Returns the config of two short steps of the command's trainer. It evaluates nothing and reaches no server.
-        The caller sets output_dir and the sections `checkpoint` and `log`."""
+        The caller has set the section `checkpoint`, to save after each of them, and `log`, and sets output_dir."""
+        raise NotImplementedError(f"{type(self).__name__} resumes and has no two_steps")
 
 
 def checked_of(command: TrainingCommand) -> Checked[Any]:

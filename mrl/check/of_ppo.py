@@ -40,6 +40,8 @@ def score(completion):
 
 
 class CheckedPPO(Checked[PPOConfig]):
+    resumes = True
+
     def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         by_role = {part.role: part for part in parts}
         recipe = check_algorithm(config)

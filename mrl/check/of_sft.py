@@ -17,6 +17,8 @@ from mrl.trainers import sft
 
 
 class CheckedSFT(Checked[SFTConfig]):
+    resumes = True
+
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         [part] = parts
         made = sft.role_config(config, folders[part.role])

@@ -146,12 +146,14 @@ def check(asked: Asked, listener: Listener) -> Report:
     command, config = read_config(asked.config_path, asked.overrides)
     if "cpu" in preflight.devices(command, config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one
+    checked = checked_of(command)
+    if asked.resume and not checked.resumes:
+        raise UserError("--resume", why=f"is not known of mrl {command.name}", fix="leave it out")
     listener.doing("reading the config and the models' folders")
     parts = [part for part in preflight.check_files(command, config) if part.optimizer is not None]
     paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
     place = tempfile.mkdtemp(prefix="mrl_check_")
     try:
-        checked = checked_of(command)
         session = Session(asked, checked, config, Path(place), listener)
         for subject in checked.subjects(config, parts, paths):
             session.prepare(subject)
@@ -298,7 +300,7 @@ class Session:
 
     def _adapter(self, subject: Subject, model: CheckedModel) -> str | None:
         """Returns a folder of random adapters to start from; None where the whole model trains."""
-        lora, head = subject.config.model.lora, subject.config.head
+        lora, head = subject.lora, subject.config.head
         if lora is None:
             return None
         generator = torch.Generator().manual_seed(subject.config.seed)

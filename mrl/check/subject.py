@@ -8,7 +8,7 @@ from typing import Any
 from mrl.check.layouts import Layout
 from mrl.check.reference import Loss
 from mrl.config.command import Part
-from mrl.config.schema import MicroBatchConfig, OptimizerConfig, RoleConfig
+from mrl.config.schema import LoraConfig, MicroBatchConfig, OptimizerConfig, RoleConfig
 from mrl.engine.base import LossFn
 
 
@@ -35,19 +35,24 @@ class Subject:
         )
 
     @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters without dropout, which two layouts draw otherwise."""
+        own = self.config.model.lora
+        return own and dataclasses.replace(own, dropout=0.0)
+
+    @property
     def has_router_losses(self) -> bool:
         return bool(self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss)
 
     def on(self, layout: Layout, *, path: str, init: Any, dtype: Any, micro_batch: MicroBatchConfig) -> RoleConfig:
         """Returns what an engine of a layout is built from. path, init: of the folder of the check."""
-        config, lora = self.config, self.config.model.lora
+        config = self.config
         replicate = config.engine.fsdp.replicate
         if layout.processes % replicate or layout.processes == replicate:
             replicate = 1
-        lora = lora and dataclasses.replace(lora, dropout=0.0)
         return dataclasses.replace(
             config,
-            model=dataclasses.replace(config.model, path=path, init=init, dtype=dtype, lora=lora),
+            model=dataclasses.replace(config.model, path=path, init=init, dtype=dtype, lora=self.lora),
             engine=dataclasses.replace(
                 config.engine, parallel=layout.parallel, micro_batch=micro_batch,
                 fsdp=dataclasses.replace(config.engine.fsdp, replicate=replicate),

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from mrl import cli
 from mrl.commands.check import COMMAND
+from mrl.commands.sft import SFT
 from tests.check.works import make_configs
 
 EXAMPLES = [line.strip() for line in textwrap.dedent(COMMAND.examples).strip().splitlines()]
@@ -77,6 +78,10 @@ def test_actor_and_critic(place, monkeypatch):
         ("mrl check sft.yaml --cut depth=2", "--cut: value 'depth=2' is no cut"),
         ("mrl check sft.yaml engine.backend=fsdp --layouts tp2", "engine.parallel.tp: value 2 is not supported"),
         ("mrl check gone.yaml", "gone.yaml: the config file does not exist"),
+        (
+            "mrl check sft.yaml engine.moe.aux_loss=0.01",
+            "engine.moe.aux_loss: value 0.01 is a router loss, which transf",
+        ),
         ("mrl check sft.yaml trian.steps=2", "trian.steps: value 2 is given to an unknown key"),
     ],
 )
@@ -85,3 +90,12 @@ def test_mistakes_are_one_line(place, monkeypatch, line, says):
     assert done.exit_code == 2, done.output
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and says in lines[0], done.stderr
+
+
+def test_a_command_without_a_step_for_it_is_refused(place, monkeypatch):
+    monkeypatch.setattr(SFT, "checked", None)
+    done = mrl(place, "mrl check sft.yaml", monkeypatch)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "mrl: sft.yaml: is a config of mrl sft, which mrl check has no step for; give one of mrl ppo\n"
+    )

@@ -6,6 +6,7 @@ The package is tests/commands/external/mrl_unlearn; a module of mrl/commands is 
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ import yaml
 from tests.trainers import tiny_runs
 
 PACKAGE = pathlib.Path(__file__).parent / "external" / "mrl_unlearn"
-FILES = ["__init__.py", "loss.py", "record.py", "trainer.py"]
+FILES = ["__init__.py", "check.py", "loss.py", "record.py", "trainer.py"]
 METADATA = {
     "METADATA": "Metadata-Version: 2.1\nName: mrl-unlearn\nVersion: 1.0\n",
     "entry_points.txt": "[mrl.commands]\nunlearn = mrl_unlearn.record:COMMAND\n",
@@ -73,8 +74,8 @@ def test_it_touches_its_own_files_alone():
 
 def test_no_part_of_mrl_asks_which_command_trains():
     """Names of commands as texts, and types of their configs, stand in records, in what only one command has, and in the rooms of
-    trainers and of `mrl check`, which makes their batches: everything else asks the record."""
-    rooms = r"commands|check|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|ppo_checks|recipes|roles|checks)"
+    trainers: everything else asks the record."""
+    rooms = r"commands|check/of_|algorithms|trainers/(sft|ppo|rl)|rollout|roles|config/(schema|ppo|ppo_checks|recipes|roles|checks)"
     found = [
         f"{path.relative_to(tiny_runs.REPO)}: {line.strip()}"
         for path in sorted((tiny_runs.REPO / "mrl").rglob("*.py"))
@@ -147,6 +148,18 @@ def test_it_trains_on_two_ranks_and_is_exported(mrl, tmp_path):
     assert two.returncode == 0 and "step 1: " in two.stdout, two.stderr
     exported = mrl("convert", "export", "run", "out")
     assert exported.returncode == 0 and (tmp_path / "out/model.safetensors").is_file(), exported.stderr
+
+
+@pytest.mark.slow
+def test_its_step_is_checked(mrl):
+    """Against its own loss in plain torch; `mrl check` knows it by its record alone."""
+    done = mrl("check", "config.yaml", "engine.backend=megatron", "forget.floor=-4.5", "--layouts", "dp1", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and [row["verdict"] for row in found["rows"]] == ["same"], (found, done.stderr)
+    loss = found["rows"][0]["numbers"]["loss"]
+    assert 0 < loss < 4.5, loss  # and not the negative log-prob of mrl sft
+    refused = mrl("check", "config.yaml", "--resume")
+    assert refused.returncode == 2 and "mrl: --resume: is not known of mrl unlearn; leave it out\n" in refused.stderr
 
 
 def test_slurm_makes_its_job(mrl, tmp_path):

@@ -47,6 +47,7 @@ class Unlearn(TrainingCommand[UnlearnConfig]):
     examples = "mrl unlearn unlearn.yaml forget.floor=-5"
     root = UnlearnConfig
     trainer = "mrl_unlearn.trainer:run"
+    checked = "mrl_unlearn.check:CHECKED"
 
     def check(self, config: UnlearnConfig) -> None:
         from mrl.config.checks import check_backend, check_optimizer
