@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +26,8 @@ FLOPS = {"cpu": 2e11, "cuda": 1e14}
 """Work of one step on one process, which tokens are chosen by: some seconds."""
 BYTES_PER_PARAMETER = 24
 """Of weights, gradients, AdamW's state and the copies that are compared, in fp32, for each copy of the model."""
+DISK_BYTES_PER_PARAMETER = 12
+"""Of the reference's start, gradients and weights, in the temporary folder."""
 BYTES_PER_PROCESS = 700e6
 OF_MEMORY = 0.7
 """The part of the free memory that a check may take."""
@@ -70,7 +74,8 @@ def choose_cut(raw: Mapping[str, Any], head: Head, layouts: Sequence[Layout] | N
     """
     layers = max([LAYERS, *(layout.parallel.pp * layout.parallel.vpp for layout in layouts or ())])
     copies = max([layout.dims.dp * layout.dims.cp for layout in layouts], default=1) if layouts else 2
-    room = OF_MEMORY * free_bytes(on)
+    disk = shutil.disk_usage(tempfile.gettempdir()).free * copies / DISK_BYTES_PER_PARAMETER * BYTES_PER_PARAMETER
+    room = OF_MEMORY * min(free_bytes(on), disk)
     choices = [Cut(), Cut(layers=layers), Cut(layers=layers, width=WIDTH)]
     for cut in choices[bool(raw.get("quantization_config")) :]:
         if BYTES_PER_PARAMETER * copies * count_parameters(cut_config(raw, cut), head) <= room:

@@ -28,6 +28,7 @@ from mrl.engine.registry import build_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = ("start", "gradients", "weights")
+NUMBERS = "numbers.pt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,15 @@ class Store:
         for kind in KINDS:
             whole = {name: t.detach().cpu().float().contiguous() for name, t in tensors[kind].items()}
             save_file(whole, self.folder / f"{kind}.safetensors")
-        torch.save(dataclasses.asdict(numbers), self.folder / "numbers.pt")
+        torch.save(dataclasses.asdict(numbers), self.folder / NUMBERS)
+
+    @property
+    def is_written(self) -> bool:
+        return (self.folder / NUMBERS).exists()
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        return Numbers(**torch.load(self.folder / "numbers.pt", weights_only=True))
+        return Numbers(**torch.load(self.folder / NUMBERS, weights_only=True))
 
     @functools.cache  # noqa: B019 - one for each layout
     def _file(self, kind: str) -> Any:
@@ -142,7 +147,14 @@ def measure(work: Work) -> Measured | None:
     )  # fmt: skip
 
 
-def write(work: Work) -> bool | None:
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A layout's numbers are the reference."""
+
+    step_s: float | None  # as in `Measured`
+
+
+def write(work: Work) -> Written | None:
     """Makes one optimizer step, whose numbers become the reference: for layouts that are compared with this one."""
     engine = make_engine(work.config, work.loss_fn, work.denominator)
     start = dict(engine.hf_weights())
@@ -152,10 +164,12 @@ def write(work: Work) -> bool | None:
     gradients = dict(engine.hf_gradients())
     grad_norm = float(engine.optimizer_step())
     weights = dict(trained_weights(engine))
-    if engine.is_main:
-        numbers = Numbers(loss, grad_norm, log_probs)
-        Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
-    return True if engine.is_main else None
+    step_s = step_seconds(engine, work) if work.timed_steps else None
+    if not engine.is_main:
+        return None
+    numbers = Numbers(loss, grad_norm, log_probs)
+    Store(work.reference).write(numbers, start=start, gradients=gradients, weights=weights)
+    return Written(step_s)
 
 
 def make_engine(config: RoleConfig, loss_fn: LossFn, denominator: str = "tokens") -> BaseEngine:

@@ -30,7 +30,7 @@ class Terminal(Listener):
         self._watch = Watch(lambda line: print(f"mrl: {line}", file=sys.stderr, flush=True))
         self._dtype, self._against, self._speed, self._shows = dtype, against, speed, shows
         self._began = False
-        self._first_step_s: float | None = None
+        self._first_step_s: dict[str, float] = {}  # of each role
 
     def header(self, name: str, text: str) -> None:
         if self._shows:
@@ -73,15 +73,17 @@ class Terminal(Listener):
                 (found.weights.error, 9),
             )  # fmt: skip
             line += "".join(f"{number:{width}.1e}" for number, width in numbers)
-            if self._speed and found.step_s is not None:
-                self._first_step_s = self._first_step_s or found.step_s
-                line += f"{found.step_s:9.3g}{self._first_step_s / found.step_s:6.2f}x"
         elif row.resumed and row.failed is None:
             line += f"{'save, load in new processes, go on':>47}"
         elif row.failed is None:
             line += f"{'the others are compared with it':>47}"
         else:
             line += " " * 47
+        if row.step_s is not None:
+            first = self._first_step_s.setdefault(row.role, row.step_s)
+            line += f"{row.step_s:9.3g}{first / row.step_s:6.2f}x"
+        elif self._speed:
+            line += " " * 16
         verdict = row.verdict.upper() if row.verdict in ("failed", "different") else row.verdict
         is_first = found is None and row.failed is None and not row.resumed
         return f"{line}  {'first' if is_first else verdict}"
@@ -123,7 +125,7 @@ def as_data(report: Report, asked: Asked) -> dict[str, Any]:
         {
             "role": row.role, "layout": row.layout, "processes": row.processes, "resumed": row.resumed,
             "verdict": row.verdict, "problems": [plain(problem) for problem in row.problems], "clue": row.clue,
-            "failed": row.failed, "numbers": _numbers(row),
+            "failed": row.failed, "step_s": row.step_s, "numbers": _numbers(row),
         }
         for row in report.rows
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from mrl.check.command import Checked, TwoSteps, checked_of
 from mrl.check.folder import CheckedModel, make_folder
 from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
-from mrl.check.measure import Measured, Numbers, Store, Work
+from mrl.check.measure import Measured, Numbers, Store, Work, Written
 from mrl.check.resume import resume_problems
 from mrl.check.routers import has_experts, undecided
 from mrl.check.rows import Rows
@@ -38,7 +38,7 @@ from mrl.converters.json_file import read_json
 from mrl.engine.checks import Sequences
 from mrl.engine.lora.folder import shapes_in_file, write_adapter
 from mrl.engine.registry import checks_of
-from mrl.errors import ConfigError, ModelError, UserError
+from mrl.errors import ConfigError, DataError, ModelError, UserError
 from mrl.launch import preflight
 from mrl.launch.local import RankFailed, launch
 
@@ -77,6 +77,7 @@ class Row:
     problems: Sequence[Problem] = ()
     failed: str | None = None  # what ended it before it had numbers
     resumed: bool = False  # of a run that was resumed, not of a step
+    step_s: float | None = None  # of an optimizer step, where that is timed
 
     @property
     def name(self) -> str:
@@ -178,6 +179,10 @@ class Item:
     def name(self) -> str:
         return f"{self.subject.part.role} {self.layout}".strip()
 
+    @property
+    def row(self) -> Row:
+        return Row(self.subject.part.role, str(self.layout), self.layout.processes)
+
 
 class Session:
     """One check. place: the folder of its files."""
@@ -263,6 +268,10 @@ class Session:
         engine, checks = subject.config.engine, checks_of(subject.config.engine.backend)
 
         def refusal(layout: Layout) -> ConfigError | ModelError | None:
+            if layout.dims.dp > self.config.train.global_batch_size:
+                why = f"has too few sequences for the {layout.dims.dp} replicas of {layout}"
+                size = self.config.train.global_batch_size
+                return ConfigError("train.global_batch_size", size, why, f"give at least {layout.dims.dp}")
             on_layout = dataclasses.replace(engine, parallel=layout.parallel)
             sequences = Sequences(2, "--tokens", packed=subject.config.packing, generated=False)
             try:
@@ -294,6 +303,11 @@ class Session:
         self.rows = self.checked.rows(
             self.config, subject, model, sequences=sequences, length=length, device=on.device
         )  # fmt: skip
+        count = self.rows.batch.num_sequences
+        for layout in layouts:
+            if layout.dims.dp > count:
+                why = f"gives {count} sequences, and {layout} has {layout.dims.dp} replicas"
+                raise DataError("data.train", why=why, fix="give more rows, or other --layouts")
         self.header("data", self.rows.words)
         self.report.batch = self.rows.problems()
         return self.rows
@@ -355,12 +369,19 @@ class Session:
             torch.save(item.work, work_file(str(self.place), item.number))
         order = sorted(self.items, key=lambda item: (not item.work.writes, item.layout.processes))
         for _, together in itertools.groupby(order, key=lambda item: (item.work.writes, item.layout.processes)):
-            group = list(together)
+            group = [item for item in together if self._has_reference(item)]
             while group:
                 shown, count = ", ".join(item.name for item in group), group[0].layout.processes
                 self.listener.doing(f"running {shown} on {count} {'process' if count == 1 else 'processes'}")
                 failed = self._launch(group, count)
                 group = self._collect(group, failed)
+
+    def _has_reference(self, item: Item) -> bool:
+        """Returns whether there is something to compare a layout with, which is not where the first one failed."""
+        if item.work.writes or Store(item.work.reference).is_written:
+            return True
+        self.note(dataclasses.replace(item.row, failed="is not compared, as the first of the layouts failed"))
+        return False
 
     def _launch(self, group: list[Item], processes: int) -> str | None:
         """Returns what ended the processes before their time."""
@@ -377,9 +398,10 @@ class Session:
         lengths = self.rows.batch.lengths.tolist()
         for position, item in enumerate(group):
             file = result_file(str(self.place), item.number)
-            row = Row(item.subject.part.role, str(item.layout), item.layout.processes)
+            row = item.row
             if file.exists():
-                found = torch.load(file, weights_only=False)  # made by this command
+                found: Measured | Written = torch.load(file, weights_only=False)  # made by this command
+                row = dataclasses.replace(row, step_s=found.step_s)
                 if isinstance(found, Measured):
                     differ = problems(found, head=item.subject.config.head, lengths=lengths)
                     row = dataclasses.replace(row, measured=found, problems=differ)

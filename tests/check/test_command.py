@@ -35,20 +35,29 @@ def test_the_first_example_is_the_plain_command():
     assert EXAMPLES[0] == "mrl check sft.yaml"
 
 
+OTHERS = [
+    "mrl check lora.yaml --layouts dp1,tp2,pp2",  # whose adapters have dropout
+    "mrl check ppo.yaml --layouts dp1 --resume",
+]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("line", EXAMPLES)
+@pytest.mark.parametrize("line", [*EXAMPLES, *OTHERS])
 def test_every_example_of_the_help_runs(place, monkeypatch, line):
     done = mrl(place, line, monkeypatch)
     assert done.exit_code == 0, done.output
     if "--json" in line:
         found = json.loads(done.stdout)
-        assert found["same"] and [row["verdict"] for row in found["rows"]] == ["same"] * len(found["rows"])
+        assert not found["different"] + found["undecided"] and [row["verdict"] for row in found["rows"]] == [
+            "same"
+        ] * len(found["rows"])
     else:
         assert "\nthe same: " in done.stdout and "DIFFERENT" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
     assert sorted(path.name for path in place.iterdir()) == [
         "eval.jsonl",
         "grpo.yaml",
+        "lora.yaml",
         "model",
         "ppo.yaml",
         "sft.yaml",
@@ -74,6 +83,10 @@ def test_actor_and_critic(place, monkeypatch):
         ("mrl check sft.yaml --layouts tp3", "the model's 4 attention heads"),
         ("mrl check sft.yaml --layouts tpp", "--layouts: value 'tpp' is no layout"),
         ("mrl check sft.yaml --layouts tp2xpp2 --nproc 2", "--layouts: tp2+spxpp2 needs 4 processes, and 2 run here"),
+        (
+            "mrl check sft.yaml --layouts dp8",
+            "train.global_batch_size: value 4 has too few sequences for the 8 replicas",
+        ),
         ("mrl check sft.yaml --layouts ep2", "splits experts, and the model (qwen3) has none"),
         ("mrl check sft.yaml --cut depth=2", "--cut: value 'depth=2' is no cut"),
         ("mrl check sft.yaml engine.backend=fsdp --layouts tp2", "engine.parallel.tp: value 2 is not supported"),

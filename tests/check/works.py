@@ -79,6 +79,8 @@ def make_configs(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     sft = tiny_runs.make_config(folder, folder / "run", engine={"backend": "megatron"})
     tiny_runs.write_config(folder / "sft.yaml", sft)
+    lora = sft | {"model": sft["model"] | {"lora": {"rank": 4, "dropout": 0.1}}}
+    tiny_runs.write_config(folder / "lora.yaml", lora)
     role = {"model": sft["model"], "engine": {"device": "cpu"}}
     grpo = {
         "output_dir": str(folder / "run"), "actor": role, "rollout": {"samples_per_prompt": 2, "max_new_tokens": 6},

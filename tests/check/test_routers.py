@@ -1,0 +1,62 @@
+"""Tokens between two experts: found with transformers, and no fault of a layout that chose the other one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrl.check import reference, routers
+from mrl.check.verdict import is_undecided
+from tests.check import works
+from tests.engine import tiny
+from tests.engine.harness import run_case
+
+MEASURED = "tests.check.faults:measured"
+
+
+def alike(model: torch.nn.Module, apart: float = 0.0) -> None:
+    """Makes the routers score experts 0 and 1 alike."""
+    for name, tensor in model.state_dict().items():  # weights and biases
+        if ".mlp.gate." in name or ".mlp.router." in name:
+            tensor[1] = tensor[0] * (1 + apart)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
+    folder = tiny.make_model(str(tmp_path / "model"), family)
+    examples = tiny.examples_of(tiny.uneven_batch(sequences=4))
+    model = reference.load(folder)
+    assert routers.undecided(model, examples, head="lm", rounding=1e-7) is None
+    with torch.no_grad():
+        alike(model, apart=1e-6)
+    found = routers.undecided(model, examples, head="lm", rounding=1e-4)
+    assert found is not None and 0 < found.sum() <= len(found) == sum(len(example.ids) - 1 for example in examples)
+    for of_sequence in found.split([len(example.ids) - 1 for example in examples]):
+        assert torch.equal(of_sequence, of_sequence.cummax(0).values)
+
+
+def test_a_dense_model_decides_nothing(tmp_path):
+    folder = tiny.make_model(str(tmp_path / "model"), "llama")
+    assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
+    examples = tiny.examples_of(tiny.uneven_batch(sequences=2))
+    assert routers.undecided(reference.load(folder), examples, head="lm", rounding=1.0) is None
+
+
+@pytest.fixture(scope="module")
+def torn(tmp_path_factory) -> works.Checked:
+    """A model whose rounding chooses between two experts that are far from alike."""
+    return works.make(tmp_path_factory.mktemp("torn"), "qwen3_moe", change=alike)
+
+
+@pytest.mark.slow
+def test_another_choice_of_experts_is_no_difference(torn):
+    found, wrong = run_case(1, MEASURED, work=torn.work(), fault="none")
+    print(found, wrong)
+    assert wrong and is_undecided(found)
+    assert found.decided_log_probs < 1e-5 < found.log_probs
+
+
+@pytest.mark.slow
+def test_a_fault_is_found_beside_undecided_routers(torn):
+    found, wrong = run_case(1, MEASURED, work=torn.work(), fault="wrong QKV interleave")
+    assert wrong and not is_undecided(found)
