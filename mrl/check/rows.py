@@ -107,7 +107,7 @@ def _shortened(example: Example, length: int) -> Example:
     """Returns at most `length` tokens of a row, some of which train. One with images stays whole."""
     if len(example.ids) <= length or example.multi_modal_inputs:
         return example
-    first = next(i for i, trains in enumerate(example.mask) if trains and i > 0)
+    first = next((i for i, trains in enumerate(example.mask) if trains and i > 0), 0)
     start = max(0, min(first - length // 2, len(example.ids) - length))
     stop = start + length
     return Example(example.ids[start:stop], example.mask[start:stop], True)

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mrl import cli
+from mrl.check.of_sft import CheckedSFT
 from mrl.commands.check import COMMAND
 from mrl.commands.sft import SFT
 from tests.check.works import make_configs
@@ -105,7 +106,10 @@ def test_mistakes_are_one_line(place, monkeypatch, line, says):
     assert len(lines) == 1 and says in lines[0], done.stderr
 
 
-def test_a_command_without_a_step_for_it_is_refused(place, monkeypatch):
+def test_a_command_brings_what_is_checked(place, monkeypatch):
+    monkeypatch.setattr(CheckedSFT, "resumes", False)
+    done = mrl(place, "mrl check sft.yaml --resume", monkeypatch)
+    assert (done.exit_code, done.stderr) == (2, "mrl: --resume: is not known of mrl sft; leave it out\n")
     monkeypatch.setattr(SFT, "checked", None)
     done = mrl(place, "mrl check sft.yaml", monkeypatch)
     assert done.exit_code == 2

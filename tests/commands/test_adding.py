@@ -158,8 +158,6 @@ def test_its_step_is_checked(mrl):
     assert done.returncode == 0 and [row["verdict"] for row in found["rows"]] == ["same"], (found, done.stderr)
     loss = found["rows"][0]["numbers"]["loss"]
     assert 0 < loss < 4.5, loss  # and not the negative log-prob of mrl sft
-    refused = mrl("check", "config.yaml", "--resume")
-    assert refused.returncode == 2 and "mrl: --resume: is not known of mrl unlearn; leave it out\n" in refused.stderr
 
 
 def test_slurm_makes_its_job(mrl, tmp_path):
