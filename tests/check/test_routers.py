@@ -15,10 +15,11 @@ MEASURED = "tests.check.faults:measured"
 
 
 def alike(model: torch.nn.Module, apart: float = 0.0) -> None:
-    """Makes the routers score experts 0 and 1 alike."""
+    """Makes the routers score experts 0 and 1 alike, or all of two groups."""
+    size = model.config.num_local_experts // model.config.n_group if hasattr(model.config, "n_group") else 1
     for name, tensor in model.state_dict().items():  # weights and biases
         if ".mlp.gate." in name or ".mlp.router." in name:
-            tensor[1] = tensor[0] * (1 + apart)
+            tensor[size : 2 * size] = tensor[:size] * (1 + apart)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -38,7 +39,7 @@ def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
 def test_a_dense_model_decides_nothing(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "llama")
     assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
-    examples = tiny.examples_of(tiny.uneven_batch(sequences=2))
+    examples = tiny.examples_of(tiny.uneven_batch(sequences=3))
     assert routers.undecided(reference.load(folder), examples, head="lm", rounding=1.0) is None
 
 
