@@ -70,9 +70,10 @@ def tensor_errors(
     names: Iterable[str],
     *,
     bound: float,
-    error: Callable[[str, Tensor, Tensor], float] = lambda name, actual, expected: relative_l2(actual, expected),
+    error: Callable[[str, Tensor, Tensor], float] | None = None,
 ) -> TensorErrors:
-    """Compares tensors as they come. names: of all that should come."""
+    """Compares tensors as they come. names: of all that should come. error: of a tensor by its name, the actual and the
+    expected one, in place of `relative_l2`; factors are looked for with the latter alone."""
     waiting, found, unexpected = set(names), [], []
     get = expected if callable(expected) else expected.get
     for name, tensor in stream:
@@ -85,8 +86,9 @@ def tensor_errors(
         if right.shape != tensor.shape:
             unexpected.append(f"{name} of shape {list(tensor.shape)}, not {list(right.shape)}")
             continue
-        of_tensor = error(name, tensor, right)
-        found.append(Off(name, of_tensor, factor_of(tensor, right) if of_tensor > bound else None))
+        of_tensor = relative_l2(tensor, right) if error is None else error(name, tensor, right)
+        has_factor = error is None and of_tensor > bound
+        found.append(Off(name, of_tensor, factor_of(tensor, right) if has_factor else None))
     found.sort(key=lambda off: -off.error)
     over = [off for off in found if off.error > bound]
     return TensorErrors(len(found), found[:TOP], len(over), common_factor(over), sorted(waiting), sorted(unexpected))

@@ -19,54 +19,72 @@ Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A fault as a change of a file under mrl/, and what `mrl check` says of it."""
+    """A fault as changes of a file under mrl/, and what `mrl check` says of it."""
 
     file: str
-    text: str
-    replacement: str
+    changes: tuple[tuple[str, str], ...]  # a text that stands there once, and what stands there instead
     words: str  # of the command line
     row: str  # where it shows, by name; "" for the batch, before any layout runs
     quantity: str  # of the first problem there
-    says: str  # a part of that row's problems: the name of a parameter, where there is one
+    says: str  # a part of what is said of that row: the name of a parameter, where there is one
     same: tuple[str, ...] = ()  # rows where it does not show
 
 
 PLANTED = {
     "wrong QKV interleave": Planted(
         "converters/algebra.py",
-        "    for group in range(groups):\n        for source, rows in enumerate(per_group):\n",
-        "    for source, rows in enumerate(per_group):\n        for group in range(groups):\n",
-        "--layouts tp2", "tp2+sp", "log-probs", "self_attn.k_proj.weight",
+        (
+            (
+                "    for group in range(groups):\n        for source, rows in enumerate(per_group):\n",
+                "    for source, rows in enumerate(per_group):\n        for group in range(groups):\n",
+            ),
+        ),
+        "--layouts tp2", "tp2+sp", "log-probs", ".self_attn.",
     ),
     "missing gradient all-reduce": Planted(
-        "engine/megatron/optim.py", "    finalize_model_grads(list(chunks))\n", "    pass\n",
+        "engine/megatron/optim.py", (("    finalize_model_grads(list(chunks))\n", "    pass\n"),),
         "--layouts dp1,dp2", "dp2", "gradients", "_proj.weight", same=("dp1",),
     ),
     "mean instead of a sum": Planted(
-        "algorithms/sft.py", "(nll_T * mask_T).sum(), ctx", "(nll_T * mask_T).mean(), ctx",
-        "--layouts dp1", "dp1", "loss", "times what they should be",
+        "algorithms/sft.py", (("(nll_T * mask_T).sum(), ctx", "(nll_T * mask_T).mean(), ctx"),),
+        "--layouts dp1", "dp1", "loss", "what its sum is divided by",
     ),
     "shifted mask": Planted(
-        "batch.py", "loss_mask=flat([m[1:] for m in masks]", "loss_mask=flat([m[:-1] for m in masks]",
-        "--layouts dp1", "", "loss mask", "1 later",
+        "batch.py", (("loss_mask=flat([m[1:] for m in masks]", "loss_mask=flat([m[:-1] for m in masks]"),),
+        "--layouts dp1", "", "loss mask", "1 earlier",
     ),
     "shared RNG of pipeline stages": Planted(
         "converters/random_weights.py",
-        'f"{self.seed}:{name}"',
-        'f"{self.seed}:" + ".".join(str(self.__dict__.setdefault("seen", {}).setdefault(part, '
-        'len(self.__dict__["seen"]))) if part.isdigit() else part for part in name.split("."))',
+        (
+            (
+                'f"{self.seed}:{name}"',
+                '(f"{self.seed}:" + ".".join(str(self.__dict__.setdefault("seen", {}).setdefault(part, '
+                'len(self.__dict__["seen"]))) if part.isdigit() else part for part in name.split(".")))',
+            ),
+        ),
         "--layouts dp1,pp2 model.init=random", "pp2", "initial weights", "model.layers.", same=("dp1",),
     ),
     "sharded parameter not loaded": Planted(
         "engine/megatron/weights.py",
-        "                parameters[name].copy_(rule.load(read))",
-        '                _ = "linear_fc2" in name and rule.rank or parameters[name].copy_(rule.load(read))',
-        "--layouts dp1,tp2", "tp2+sp", "initial weights", "down_proj.weight", same=("dp1",),
+        (
+            (
+                "                parameters[name].copy_(rule.load(read))",
+                '                _ = "linear_fc2" in name and rule.rank or parameters[name].copy_(rule.load(read))',
+            ),
+        ),
+        "--layouts tp2", "tp2+sp", "initial weights", "down_proj.weight",
     ),
     "sharded parameter not saved": Planted(
         "engine/megatron/dist_checkpoint.py",
-        "for {lost}\"\n    return placed\n",
-        "for {lost}\"\n    return [each for each in placed if 'linear_fc2' not in each.boxes[0].key]\n",
+        (
+            ("itertools.chain(boxes, moments)", "(box for box in itertools.chain(boxes, moments) if _is_saved(box))"),
+            ("            check(reader, boxes)\n", "            check(reader, boxes := [b for b in boxes if _is_saved(b)])\n"),
+            (
+                "def _sharded(",
+                'def _is_saved(box: Box) -> bool:\n    return "linear_fc2" not in box.key or "exp_avg" in box.key\n\n\n'
+                "def _sharded(",
+            ),
+        ),
         "--layouts tp2 --resume", "resume tp2+sp", "weights after a resume", "down_proj.weight", same=("tp2+sp",),
     ),
 }  # fmt: skip

@@ -55,6 +55,8 @@ def test_one_factor_of_all_is_seen():
     two = {"a": x, "b": x + 1}
     uneven = tensor_errors([("a", x * 2), ("b", (x + 1) * 3)], two, two, bound=1e-6)
     assert uneven.over == 2 and uneven.factor is None
+    update = tensor_errors([("a", x * 2)], {"a": x}, ["a"], bound=1e-6, error=lambda name, actual, expected: 1.0)
+    assert update.over == 1 and update.worst[0].factor is None  # it would be that of the weights, not of their update
 
 
 def test_an_update_is_compared_where_the_gradient_is_known():

@@ -32,9 +32,11 @@ def test_a_planted_fault_is_found_by_name(place, tmp_path, name):
     fault = PLANTED[name]
     shutil.copytree(REPO / "mrl", tmp_path / "mrl")  # with its bytecode
     file = tmp_path / "mrl" / fault.file
-    before = file.read_text(encoding="utf-8")
-    assert before.count(fault.text) == 1
-    file.write_text(before.replace(fault.text, fault.replacement), encoding="utf-8")
+    source = file.read_text(encoding="utf-8")
+    for text, replacement in fault.changes:
+        assert source.count(text) == 1, text
+        source = source.replace(text, replacement)
+    file.write_text(source, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "mrl", "check", "sft.yaml", *fault.words.split(), "--json"],
         env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}, cwd=place, capture_output=True,
@@ -46,7 +48,8 @@ def test_a_planted_fault_is_found_by_name(place, tmp_path, name):
     assert [row for row in fault.same if verdicts[row]["verdict"] != "same"] == []
     if fault.row:
         assert fault.row in found["different"]
-        problems = verdicts[fault.row]["problems"]
-        assert problems[0]["quantity"] == fault.quantity and fault.says in str(problems), problems
+        row = verdicts[fault.row]
+        assert row["problems"] and row["problems"][0]["quantity"] == fault.quantity, row
+        assert fault.says in f"{row['problems']} {row['clue']}", row
     else:
         assert any(line.startswith(f"{fault.quantity}: ") and fault.says in line for line in found["batch"]), found
