@@ -94,7 +94,7 @@ def test_a_right_layout_has_no_problem():
         ({"loss": 1.0}, "loss: 1, not 2 (0.5 times it; bound 1e-05)", "the loss that is reported is not"),
         ({"log_probs": 0.5, "log_probs_at": 5}, "log-probs: off by up to 0.5 (bound 0.0005), at token 1 of sequence 1", "forward"),
         ({"log_probs": math.inf}, "log-probs: off by up to inf (bound 0.0005), at token 0 of sequence 0", "forward"),
-        ({"grad_norm": 1.5}, "gradient norm: 1.5, not 1 (1.5 times it; bound 0.0001)", "backward"),
+        ({"grad_norm": 1.5}, "gradient norm: 1.5, not 1 (1.5 times it; bound 0.001)", "backward"),
     ],
 )  # fmt: skip
 def test_what_differs_is_said_with_its_bound(changes, first, hint):
