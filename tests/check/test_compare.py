@@ -12,7 +12,9 @@ import torch
 from mrl.check.bounds import BOUNDS
 from mrl.check.compare import Off, TensorErrors, as_json, factor_of, relative_l2, tensor_errors, update_error
 from mrl.check.measure import Measured
-from mrl.check.verdict import clue, problems
+from mrl.check.report import summary
+from mrl.check.run import Report, Row
+from mrl.check.verdict import clue, is_undecided, problems
 
 NONE = TensorErrors(2, (Off("a", 0.0),), 0)
 
@@ -120,3 +122,27 @@ def test_tensors_are_named():
 def test_json_has_a_word_for_each_number():
     plain = json.loads(json.dumps(as_json(made(log_probs=math.inf)), allow_nan=False))
     assert plain["log_probs"] is None and plain["start"]["worst"] == [{"name": "a", "error": 0.0, "factor": None}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "undecided"),
+    [
+        ({"log_probs": 0.5, "decided_log_probs": 1e-6}, True),
+        ({"log_probs": 1e-4, "decided_log_probs": 1e-6}, True),  # within the bound, and far more than rounding
+        ({"log_probs": 2e-6, "decided_log_probs": 1e-6}, False),  # nothing chose otherwise
+        ({"log_probs": 0.5, "decided_log_probs": 0.4}, False),  # no router is before what differs
+        ({"log_probs": 0.5, "decided_log_probs": 0.0}, True),  # all of the batch comes after one
+        ({"log_probs": 1e-6, "decided_log_probs": 0.0}, False),
+        ({"log_probs": 0.5, "decided_log_probs": None}, False),  # no router is undecided
+        ({"log_probs": 0.5, "decided_log_probs": 1e-6, "start": TensorErrors(2, (Off("a", 1.0),), 1)}, False),
+    ],
+)
+def test_a_difference_after_undecided_routers_alone_is_none(changes, undecided):
+    assert is_undecided(made(**changes)) is undecided
+    off = TensorErrors(9, (Off("q", 0.5),), 1)
+    differ = problems(made(gradients=off, **changes), head="lm", lengths=[4, 3])
+    row = Row("", "tp2", 2, measured=made(gradients=off, **changes), problems=differ)
+    assert row.verdict == ("undecided" if undecided else "different")
+    report = Report(rows=[row, Row("", "dp1", 1, measured=made())])
+    assert (report.wrong, report.undecided) == (([], ["tp2"]) if undecided else (["tp2"], []))
+    assert summary(report) == ("undecided: tp2; the same: 1 row" if undecided else "DIFFERENT: tp2")
