@@ -155,12 +155,15 @@ def check(asked: Asked, listener: Listener) -> Report:
     paths = {part.role: model_folder(part.model.path, weights=part.model.init == "pretrained") for part in parts}
     place = tempfile.mkdtemp(prefix="mrl_check_")
     try:
-        session = Session(asked, checked, config, Path(place), listener)
-        for subject in checked.subjects(config, parts, paths):
+        session = Session(asked, command, config, Path(place), listener)
+        subjects = checked.subjects(config, parts, paths)
+        for subject in subjects:
+            session.fit(subject)
+        for subject in subjects:
             session.prepare(subject)
         session.run()
         if asked.resume:
-            session.resume(command)
+            session.resume()
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return session.report
@@ -187,8 +190,11 @@ class Item:
 class Session:
     """One check. place: the folder of its files."""
 
-    def __init__(self, asked: Asked, checked: Checked[Any], config: Any, place: Path, listener: Listener) -> None:
-        self.asked, self.checked, self.config, self.place, self.listener = asked, checked, config, place, listener
+    def __init__(
+        self, asked: Asked, command: TrainingCommand, config: Any, place: Path, listener: Listener
+    ) -> None:  # fmt: skip
+        self.asked, self.command, self.config, self.place, self.listener = asked, command, config, place, listener
+        self.checked: Checked[Any] = checked_of(command)
         self.report = Report()
         self.rows: Rows | None = None  # which all roles share
         self.models: dict[str, CheckedModel] = {}  # of each role
@@ -199,8 +205,8 @@ class Session:
         self.report.header.append((name, text))
         self.listener.header(name, text)
 
-    def prepare(self, subject: Subject) -> None:
-        """Makes the folder, the batch, the reference and the layouts of one model."""
+    def fit(self, subject: Subject) -> None:
+        """Makes the folder and the layouts of one model. Raises UserError where something does not fit it."""
         self._check_router_losses(subject)
         on = machine(subject.config.engine.device, self.asked.nproc)
         if on.note:
@@ -215,8 +221,14 @@ class Session:
             init=config.model.init, seed=config.seed,
         )  # fmt: skip
         self.header(subject.name, model.words)
-        layouts = self._layouts(subject, model, named, on)
+        with self.command.keys_of(self.config, subject.part.role):
+            layouts = self._layouts(subject, model, named, on)
         self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
+
+    def prepare(self, subject: Subject) -> None:
+        """Makes the batch and the reference of one model, and the work of its layouts."""
+        model, layouts = self.models[subject.part.role], self.layouts[subject.part.role]
+        on = machine(subject.config.engine.device, self.asked.nproc)
         rows = self._rows(subject, model, layouts, on)
         adapter = self._adapter(subject, model)
         store = self.place / f"reference-{subject.name}"
@@ -229,7 +241,7 @@ class Session:
             work = self._work(subject, model, layout, rows=rows, store=store, adapter=adapter, layouts=layouts)
             self.items.append(Item(len(self.items), subject, layout, dataclasses.replace(work, undecided=narrow)))
 
-    def resume(self, command: TrainingCommand) -> None:
+    def resume(self) -> None:
         """Resumes a run of all roles, on each layout that was asked for, or on the last of auto."""
         assert self.rows is not None
         count = len(next(iter(self.layouts.values())))
@@ -243,7 +255,7 @@ class Session:
             row = Row("", shown, small.processes, resumed=True)
             self.listener.doing(f"training two steps on {shown}, and the second again from the checkpoint of the first")
             try:
-                differ = resume_problems(command, self.checked, self.config, small)
+                differ = resume_problems(self.command, self.checked, self.config, small)
                 row = dataclasses.replace(row, problems=differ)
             except (UserError, RankFailed) as error:
                 row = dataclasses.replace(row, failed=str(error))

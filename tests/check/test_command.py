@@ -91,6 +91,7 @@ def test_actor_and_critic(place, monkeypatch):
         ("mrl check sft.yaml --layouts ep2", "splits experts, and the model (qwen3) has none"),
         ("mrl check sft.yaml --cut depth=2", "--cut: value 'depth=2' is no cut"),
         ("mrl check sft.yaml engine.backend=fsdp --layouts tp2", "engine.parallel.tp: value 2 is not supported"),
+        ("mrl check ppo.yaml --layouts tp2", "critic.engine.parallel.tp: value 2 is not supported by backend fsdp"),
         ("mrl check gone.yaml", "gone.yaml: the config file does not exist"),
         (
             "mrl check sft.yaml engine.moe.aux_loss=0.01",
