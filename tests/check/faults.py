@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from mrl.check.measure import Measured, Work, measure
 from mrl.check.verdict import Problem, problems
 from mrl.converters import algebra
@@ -110,7 +113,20 @@ def without_all_reduce() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(optim, "finalize_model_grads", lambda chunks: None)
 
 
+class OtherChoice(TorchFunctionMode):
+    """Of experts that score alike the last ones are chosen, as rounding may have it in another layout. It is no fault."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 2:
+            return func(*args, **(kwargs or {}))
+        scores = args[0]
+        tilt = 1e-6 * torch.arange(scores.shape[1], device=scores.device)
+        chosen = func(scores.detach() + tilt, *args[1:], **(kwargs or {})).indices
+        return scores.gather(1, chosen), chosen
+
+
 PATCHES: dict[str, Patch] = {
+    "another choice of experts": OtherChoice,
     "none": contextlib.nullcontext,
     "wrong QKV interleave": without_interleave,
     "missing gradient all-reduce": without_all_reduce,
