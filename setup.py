@@ -31,6 +31,7 @@ setup(
         "jinja2",  # chat templates, job scripts
         "matplotlib>=3.9",  # pictures of `mrl report`
         "numpy",
+        "packaging",  # versions of flash-attn, as transformer-engine compares them
         "peft>=0.18",  # LoRA adapters
         "plotly>=6",  # its JavaScript is in the pages of `mrl report`
         "psutil",  # megatron-core's checkpoint writers need it; so does the local launcher

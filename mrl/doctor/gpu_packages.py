@@ -143,6 +143,11 @@ def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bo
         if version.partition("+")[0] != known.VLLM:
             what += f"; mrl was tried with {known.VLLM}, and older ones cannot take new weights"
             return note(name, what, version=version)
+    elif module == "flash_attn" and te:
+        bounds = optional.flash_attn_bounds(optional.version_of("transformer-engine"), blackwell=False)
+        if not bounds.take(optional.version_of("flash-attn")):
+            what += f", and this transformer-engine leaves it out: it takes {bounds}"
+            return warning(name, what, "install one of these", version=version)
     elif not te:
         what += ", and is not used without transformer-engine"
     return ok(name, what, version=version)

@@ -52,12 +52,12 @@ RULES: Sequence[Rule] = (
     Rule("NCCL_NET_GDR_LEVEL", "LOC|0", "network cards do not read the memory of GPUs"),
     Rule("NCCL_DEBUG", "INFO|TRACE", "every rank prints what NCCL does"),
     Rule("NCCL_(ALGO|PROTO)", SET, "NCCL does not choose the fastest way itself"),
-    Rule("NVTE_FLASH_ATTN", OFF, "transformer-engine leaves flash-attn out, which the table above counts with"),
+    Rule("NVTE_FLASH_ATTN(_V2)?", OFF, "transformer-engine leaves flash-attn out, and so does the table above"),
     _slow(
-        "NVTE_FUSED_ATTN", OFF, "transformer-engine leaves cuDNN's attention out, which the table above counts with",
+        "NVTE_FUSED_ATTN", OFF, "transformer-engine leaves cuDNN's attention out, and so does the table above",
         "unset it, or set engine.layer_spec=local",
     ),
-    Rule("NVTE_UNFUSED_ATTN", OFF, "transformer-engine fails where it has no other attention"),
+    Rule("NVTE_UNFUSED_ATTN", OFF, "transformer-engine leaves its unfused attention out, and so does the table above"),
     Rule("NVTE_ALLOW_NONDETERMINISTIC_ALGO", OFF, "transformer-engine takes deterministic kernels, which are slower"),
     Rule(
         "PYTORCH_(CUDA_)?ALLOC_CONF", ".*expandable_segments:True.*",

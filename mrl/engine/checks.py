@@ -53,8 +53,19 @@ class EngineChecks:
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         """Returns lines for the user on what the engine chooses where the config leaves it open, each beginning with a
-        key. Raises ConfigError where a choice that the config makes cannot be had. This one chooses nothing."""
+        key. Raises ConfigError where a choice that the config makes cannot be had anywhere. `--dry-run` prints them,
+        where the run may be for another machine. This one chooses nothing."""
         return []
+
+    @classmethod
+    def check_here(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> None:
+        """Raises ConfigError where this machine lacks what the config asks for; asked before processes are started.
+
+        This one refuses what `notes_on` does.
+        """
+        cls.notes_on(model, engine, dims, hf_config)
 
 
 def whole_number(model: Mapping[str, Any], name: str) -> int:

@@ -121,7 +121,7 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
         checks.check_config(part.model, part.engine)
         checks.check_model(part.engine, dims, part.hf, sequences)
         if here:
-            checks.notes_on(part.model, part.engine, dims, part.hf)  # for what it refuses
+            checks.check_here(part.model, part.engine, dims, part.hf)
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 

@@ -39,7 +39,7 @@ def start(
         if joined is not None and nproc is not None:
             raise ConfigError("--nproc", nproc, f"has no effect under {joined.launcher}", "leave it out")
         world_size = choose_nproc(parts, nproc) if joined is None else joined.world_size
-        layouts = preflight.check_layout(command, config, parts, world_size)
+        layouts = preflight.check_layout(command, config, parts, world_size, here=not dry_run)
     if dry_run:
         preflight.check_code(command, config)
         for line in describe(command, config, parts, layouts):

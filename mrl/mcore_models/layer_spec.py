@@ -13,7 +13,7 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import te_refuses, te_slows
+from mrl.mcore_models.te_limits import Gpu, local_is_leaner, switched_off, te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -31,35 +31,61 @@ class LayerSpec:
         return f"{KEY}: {self.name} ({self.why})"
 
 
-def choose(wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype) -> LayerSpec:
+def choose(
+    wanted: str, fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype, elsewhere: bool = False
+) -> LayerSpec:
     """Returns the spec for a value of engine.layer_spec. fields: of megatron's configuration, as `fields_of` has them.
+
+    elsewhere: the run may be for another machine (`--dry-run`): te is then not refused for want of a GPU here.
 
     Raises ConfigError where te is wanted and cannot be had, and where transformer-engine is installed and does not
     load: a run that was meant to use it shall not train slower without a word.
     """
     if wanted == "local":
         return LayerSpec("local", "as configured")
-    absent, refusal = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
-    slow = te_slows(fields, dims, dtype=dtype)
-    slow = f"; {slow}" if slow is not None else ""
+    absent, against = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
     if platform.does_not_load(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
     if wanted == "te":
-        if absent is not None:
-            lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
-            raise ConfigError(KEY, wanted, f"needs {lacks}", "set auto or local, or see docs/gpu.md")
-        if refusal is not None:
-            raise ConfigError(KEY, wanted, f"does not work here: transformer-engine {refusal}", "set auto or local")
-        return LayerSpec("te", "as configured" + slow)
+        return _as_wanted(absent, against, te_slows(fields, dims, dtype=dtype), elsewhere=elsewhere)
+    if against is None and local_is_leaner(fields, dims, dtype=dtype):
+        against = f"would be slow and large: {te_slows(fields, dims, dtype=dtype)}"
     if absent == platform.NO_GPU:
-        where = "te" if refusal is None else f"local too, as transformer-engine {refusal}"
+        where = "te" if against is None else f"local too, as transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
     if absent is not None:
         return LayerSpec("local", f"transformer-engine {absent}")
+    if against is not None:
+        return LayerSpec("local", f"transformer-engine {against}")
+    slow = te_slows(fields, dims, dtype=dtype)
+    return LayerSpec("te", "transformer-engine is installed, and there is a GPU" + (f"; its {slow}" if slow else ""))
+
+
+def check_rules(fields: Mapping[str, Any], dims: ParallelDims) -> None:
+    """Raises ConfigError where transformer-engine refuses a model in a layout on any GPU: for te that is wanted on a
+    machine which is not asked. Arguments as of `choose`."""
+    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off()))
     if refusal is not None:
-        return LayerSpec("local", f"transformer-engine {refusal}")
-    return LayerSpec("te", "transformer-engine is installed, and there is a GPU" + slow)
+        raise _refused(refusal)
+
+
+def _refused(refusal: str) -> ConfigError:
+    return ConfigError(KEY, "te", f"does not work here: transformer-engine {refusal}", "set auto or local")
+
+
+def _as_wanted(absent: str | None, refusal: str | None, slow: str | None, *, elsewhere: bool) -> LayerSpec:
+    """Returns te, or raises. Arguments: why there is no transformer-engine here, why it would refuse, and be slow."""
+    rules = "" if slow is None else f"; its {slow}"
+    if refusal is not None and (absent is None or absent == platform.NO_GPU and elsewhere):
+        raise _refused(refusal)
+    if absent == platform.NO_GPU and elsewhere:
+        known = "by the table of docs/gpu.md some GPU has a kernel of it for this; which one was not tried"
+        return LayerSpec("te", f"as configured; {absent}, and a run needs one and transformer-engine: {known}{rules}")
+    if absent is not None:
+        lacks = "a GPU, and torch sees none" if absent == platform.NO_GPU else f"transformer-engine, which {absent}"
+        raise ConfigError(KEY, "te", f"needs {lacks}", "set auto or local, or see docs/gpu.md")
+    return LayerSpec("te", f"as configured{rules}")
 
 
 def notes(spec: LayerSpec) -> list[str]:

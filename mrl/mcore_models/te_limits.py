@@ -1,21 +1,25 @@
 """What transformer-engine's attention does not do: which of its kernels serve a model in a layout on a GPU.
 
 transformer-engine chooses at the first forward, and where nothing is left that is a ValueError of a worker. The table
-here says it before, from a model's fields, and is compared with transformer-engine's own choice by
-tests/cuda/test_backends.py. Sources: `get_attention_backend` and `attn_forward_func_with_cp` of its Python, and
-`nvte_get_fused_attn_backend` of its C++, 2.20. Micro-batches are packed ("thd"), without padding between sequences.
+here says it before, from a model's fields and the variables that switch kernels off, and is compared with
+transformer-engine's own choice by tests/cuda/test_backends.py. Sources: `get_attention_backend` and
+`attn_forward_func_with_cp` of its Python, and `nvte_get_fused_attn_backend` of its C++, 2.20. Micro-batches are packed
+("thd"), without padding between sequences.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
+import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from packaging.version import Version
 
 from mrl.mcore_models.flash import LARGEST_HEAD
+from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds, version_of
 from mrl.mcore_models.platform import has_gpu
 from mrl.parallel import ParallelDims
 
@@ -26,36 +30,58 @@ GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 """Compute capabilities of A100, L40S and RTX 4090, H100 and H200, B200, RTX 5090."""
 
 
+SWITCHES: Mapping[str, Kernel] = {
+    "NVTE_FLASH_ATTN": "flash",
+    "NVTE_FLASH_ATTN_V2": "flash",  # since 2.18
+    "NVTE_FUSED_ATTN": "fused",
+    "NVTE_UNFUSED_ATTN": "unfused",
+}
+"""Environment variables of transformer-engine, and the kernel that each leaves out where it is 0."""
+
+V2_SWITCH = Version("2.18")
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """A GPU and what is installed for its attention; None for what is not known, which is then assumed to do."""
 
     capability: tuple[int, int] | None = None  # compute capability, (9, 0) for H100
-    flash_attn: tuple[int, ...] | None = None  # version of flash-attn 2; () where it is not installed
+    flash_attn: Version | None = None  # of flash-attn 2; NOT_THERE where it is not installed
     cudnn: tuple[int, int, int] | None = None
-    transformer_engine: tuple[int, ...] | None = None
+    transformer_engine: Version | None = None
+    switched_off: tuple[str, ...] = ()  # those of SWITCHES that are 0
+    newer_flash_attn: tuple[int, ...] = ()  # which of flash-attn's generations 3 and 4 are installed beside
 
     @classmethod
     def here(cls) -> "Gpu":
-        """Returns this process's GPU; of a machine without one nothing is known, as the run may be for another."""
+        """Returns this process's GPU; of a machine without one nothing is known but the variables, as the run may be
+        for another."""
         if not has_gpu():
-            return cls()
+            return cls(switched_off=switched_off())
         number = torch.backends.cudnn.version()  # 92501 is 9.25.1; None where torch has no cuDNN
+        engine = version_of("transformer-engine")
         return cls(
             torch.cuda.get_device_capability(),
-            installed("flash-attn"),
+            version_of("flash-attn"),
             None if number is None else (number // 10_000, number // 100 % 100, number % 100),
-            installed("transformer-engine") or None,
+            None if engine == NOT_THERE else engine,
+            switched_off(),
+            tuple(n for n in (3, 4) if version_of(f"flash-attn-{n}") != NOT_THERE),
         )
 
+    @property
+    def is_blackwell(self) -> bool:
+        return self.capability is not None and self.capability >= (10, 0)
 
-def installed(package: str) -> tuple[int, ...]:
-    """Returns the numbers of an installed package's version, () where it is not installed."""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    def has_off(self, kernel: Kernel) -> bool:
+        """Returns whether a variable switches a kernel off."""
+        old = self.transformer_engine is not None and self.transformer_engine < V2_SWITCH
+        return any(SWITCHES[name] == kernel and not (name.endswith("_V2") and old) for name in self.switched_off)
+
+
+def switched_off(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Returns the names of SWITCHES that are 0, as `int` reads them."""
+    return tuple(name for name in SWITCHES if re.fullmatch(r"\s*[+-]?0+\s*", environment.get(name, "1")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +153,36 @@ def te_refuses(
     why = _without_cp_communication(attention, gpu)
     if why is not None:
         return why
-    generations = GENERATIONS if gpu.capability is None else (gpu.capability,)
-    if any(kernels(attention, dataclasses.replace(gpu, capability=one), dtype) for one in generations):
+    if _some(attention, gpu, dtype):
         return None
-    what = _words(attention, dtype)
-    if gpu.capability is None:
-        return f"has no kernel for {what} on any GPU"
-    kind = f"GPUs of compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-    if kernels(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
-        return f"has no kernel for {what} on {kind} without flash-attn 2"
-    return f"has no kernel for {what} on {kind}"
+    kind = "any GPU"
+    if gpu.capability is not None:
+        kind = f"GPUs of compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+    line = f"has no kernel for {_words(attention, dtype)} on {kind}"
+    if _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
+        return f"{line} without {_flash_attn_to_install(gpu)}"
+    off = _in_the_way(attention, gpu, dtype)
+    return f"{line} with {', '.join(f'{name}=0' for name in off)}" if off else line
+
+
+def _some(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
+    """Returns the kernels that serve it on the GPU, or on some generation where that is not known."""
+    generations = GENERATIONS if gpu.capability is None else (gpu.capability,)
+    return {k for one in generations for k in kernels(attention, dataclasses.replace(gpu, capability=one), dtype)}
+
+
+def _in_the_way(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> list[str]:
+    """Returns the variables that switch off what would serve it."""
+    found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
+    return [name for name in gpu.switched_off if SWITCHES[name] in found and gpu.has_off(SWITCHES[name])]
+
+
+def _flash_attn_to_install(gpu: Gpu) -> str:
+    """Returns "flash-attn 2", and which versions of it where there is one that transformer-engine leaves out."""
+    if gpu.flash_attn in (None, NOT_THERE):
+        return "flash-attn 2"
+    bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
+    return f"flash-attn {bounds} (here is {gpu.flash_attn})"
 
 
 def te_slows(
@@ -146,15 +192,23 @@ def te_slows(
     None."""
     gpu = Gpu.here() if gpu is None else gpu
     attention = Attention.of(fields, dims)
-    if gpu.capability is None or kernels(attention, gpu, dtype) != ("unfused",):
+    if _some(attention, gpu, dtype) != {"unfused"}:
         return None
-    cures = []
-    if "flash" in kernels(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
-        cures.append("flash-attn 2")
+    cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
+    if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
+        cures.append(f"under {_flash_attn_to_install(gpu)}")
     if _local_keeps_no_scores(attention, dtype):
-        cures.append("engine.layer_spec: local")
-    line = "its attention is the unfused one, whose memory grows with the square of a row"
-    return f"{line}; it does not under {' or '.join(cures)}" if cures else line
+        cures.append("under engine.layer_spec: local")
+    line = "attention is the unfused one, whose memory grows with the square of a row"
+    return f"{line}; it does not {' or '.join(cures)}" if cures else line
+
+
+def local_is_leaner(
+    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> bool:
+    """Returns whether transformer-engine's attention is the unfused one alone, and the local spec's a flash kernel."""
+    slow = te_slows(fields, dims, gpu, dtype=dtype) is not None
+    return slow and _local_keeps_no_scores(Attention.of(fields, dims), dtype)
 
 
 def _local_keeps_no_scores(attention: Attention, dtype: torch.dtype) -> bool:
@@ -180,7 +234,7 @@ def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel,
         # materialises the scores; every generation and type has it, and context parallelism has not
         "unfused": attention.cp == 1,
     }
-    return tuple(kernel for kernel, serves in found.items() if serves)
+    return tuple(kernel for kernel, serves in found.items() if serves and not gpu.has_off(kernel))
 
 
 def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
@@ -192,33 +246,37 @@ def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
     if way == "a2a" and not attention.heads_split:
         heads = f"{attention.groups} key-value heads of a tensor-parallel rank"
         return f"has {kind} under cp {cp} only where cp divides the heads, an even number, and there are {heads}"
-    since = {"a2a": (2, 12) if attention.sinks else (2, 10), "all_gather": (2, 18)}[way]
+    since = Version({"a2a": "2.12" if attention.sinks else "2.10", "all_gather": "2.18"}[way])
     if gpu.transformer_engine is not None and gpu.transformer_engine < since:
-        have, need = (".".join(map(str, version)) for version in (gpu.transformer_engine, since))
-        return f"{have} has no {kind} under cp {cp} for packed sequences: {need} does"
+        return f"{gpu.transformer_engine} has no {kind} under cp {cp} for packed sequences: {since} does"
     return None
 
 
 def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
-    """Returns whether flash-attn 2 serves it.
-
-    Its third and fourth generations serve GPUs that the fused kernels serve too.
+    """Returns whether a flash-attn serves it.
 
     Where keys are gathered, transformer-engine gives it all queries of a rank and the offsets of half of each sequence
     (2.20.2: its AttnFuncWithCPAndKVAllGather says that this kernel cannot take both, and nothing refuses it): queries
     and keys are then those of other tokens.
     """
     assert gpu.capability is not None
-    least = (2, 7, 3) if gpu.capability >= (10, 0) else (2, 3)
     size = max(attention.query_size, attention.value_size)
+    bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
+    second = (
+        (gpu.flash_attn is None or bounds.take(gpu.flash_attn))
+        and gpu.capability >= (8, 0)
+        and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
+    )
+    # what both do: heads that are wider have the fused kernels, or FlashAttention 4 on some GPUs
+    newer = (3 in gpu.newer_flash_attn and gpu.capability == (9, 0)) or (
+        4 in gpu.newer_flash_attn and gpu.capability >= (9, 0)
+    )
     return (
-        gpu.capability >= (8, 0)
-        and (gpu.flash_attn is None or gpu.flash_attn >= least)
+        (second or (newer and size <= 128 and not attention.dropout))
         and dtype in (torch.bfloat16, torch.float16)
         and not attention.sinks
         and attention.cp_communication != "all_gather"
         and size % 8 == 0
-        and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
     )
 
 

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from tests.cuda import fake, models
 from tests.cuda.attention_cases import Found, Layout
 from tests.cuda.cases import LENGTHS
 
-FLASH_ATTN = (2, 8, 3)
+FLASH_ATTN = "2.8.3"
 
 
-def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]]) -> list[Found]:
-    """gpus: capability, and whether flash-attn is installed."""
+def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]], off: tuple[str, ...] = ()) -> list[Found]:
+    """gpus: capability, and whether flash-attn is installed. off: variables that are 0."""
     from mrl.converters.families import fields_of
     from mrl.mcore_models import layer_spec, te_limits
     from mrl.mcore_models.attention import PackedLayout
@@ -40,8 +42,8 @@ def ask(layout: Layout, gpus: list[tuple[tuple[int, int], bool]]) -> list[Found]
         packed = _on_gpu(_layout(model), run)
         assert isinstance(packed, PackedLayout)
         for capability, flash_attn in gpus:
-            _be(capability, flash_attn)
-            gpu = te_limits.Gpu(capability, FLASH_ATTN if flash_attn else (), fake.CUDNN, (2, 20, 2))
+            _be(capability, flash_attn, off)
+            gpu = te_limits.Gpu(capability, _version(flash_attn), fake.CUDNN, Version("2.20.2"), off)
             with model.state.installed():
                 reached = {
                     _reach(layer.self_attention.core_attention, packed) for layer in model.chunks[0].decoder.layers
@@ -92,10 +94,17 @@ def _on_gpu(layout: Any, run: fake.Fake) -> Any:
     return dataclasses.replace(layout, **values)
 
 
-def _be(capability: tuple[int, int], flash_attn: bool) -> None:
-    """The GPU is of this generation; flash-attn is there or is not, as an import of it would leave things."""
-    from packaging.version import Version
+def _version(flash_attn: bool) -> Version:
+    return Version(FLASH_ATTN if flash_attn else "0")
 
+
+def _be(capability: tuple[int, int], flash_attn: bool, off: tuple[str, ...]) -> None:
+    """The GPU is of this generation; flash-attn is there or is not, as an import of it would leave things."""
+    from mrl.mcore_models import te_limits
+
+    for name in te_limits.SWITCHES:
+        os.environ.pop(name, None)
+    os.environ.update(dict.fromkeys(off, "0"))
     attention = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention")
     backends = importlib.import_module(f"{attention.__name__}.backends")
     fake.GPU.major, fake.GPU.minor = capability
@@ -111,7 +120,7 @@ def _be(capability: tuple[int, int], flash_attn: bool) -> None:
     # before a kernel, and back in place: the order of tokens, and half of every sequence
     tex.thd_cp_rank_order_to_sequence_order = tex.thd_sequence_order_to_cp_rank_order = lambda x, *_: x
     known = backends.fa_utils
-    known.is_installed, known.version = flash_attn, Version(".".join(map(str, FLASH_ATTN)) if flash_attn else "0")
+    known.is_installed, known.version = flash_attn, _version(flash_attn)
     if flash_attn:
         known.set_flash_attention_version()
     for name in ("flash_attn_func", "flash_attn_varlen_func", "_flash_attn_fwd", "_flash_attn_bwd",

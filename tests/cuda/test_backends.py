@@ -43,7 +43,28 @@ TABLE = [
 
 @pytest.mark.parametrize("layout, wanted", TABLE, ids=lambda value: str(value) if isinstance(value, Layout) else "")
 def test_transformer_engine_and_the_table_choose_alike(te_worker, layout, wanted):
-    found = te_worker.call("tests.cuda.te_attention:ask", layout, GPUS)
+    _compare(te_worker, layout, wanted)
+
+
+FLASH_OFF, FUSED_OFF, UNFUSED_OFF = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
+
+
+@pytest.mark.parametrize(
+    "off, wanted",
+    [
+        ((FLASH_OFF,), [("unfused", "unfused")] * 2 + FUSED),
+        (("NVTE_FLASH_ATTN_V2",), [("unfused", "unfused")] * 2 + FUSED),
+        ((FUSED_OFF,), [("unfused", "flash")] * 5),
+        ((UNFUSED_OFF,), [(NONE, "flash")] * 2 + FUSED),
+        ((FLASH_OFF, FUSED_OFF, UNFUSED_OFF), [(NONE, NONE)] * 5),
+    ],
+)
+def test_variables_switch_kernels_off(te_worker, off, wanted):
+    _compare(te_worker, Layout(DENSE), wanted, off)
+
+
+def _compare(te_worker, layout, wanted, off=()):
+    found = te_worker.call("tests.cuda.te_attention:ask", layout, GPUS, off)
     wanted = [kernel for pair in wanted for kernel in pair]
     for (capability, flash_attn), result, kernel in zip(GPUS, found, wanted, strict=True):
         where = f"sm{capability[0]}{capability[1]} {'with' if flash_attn else 'without'} flash-attn: {result}"

@@ -4,17 +4,22 @@ import dataclasses
 
 import pytest
 import torch
+from packaging.version import Version
 
 from mrl.doctor import choices, used
 from mrl.doctor.choices import MODELS
 from mrl.errors import ConfigError
 from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limits
+from mrl.mcore_models.optional import NOT_THERE
 from mrl.mcore_models.te_limits import Gpu
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import package
 
 DENSE, EXPERTS, SINKS, LATENT = MODELS
-A100, H100 = Gpu((8, 0), (2, 8, 3), (9, 25, 1), (2, 20, 2)), Gpu((9, 0), (2, 8, 3), (9, 25, 1), (2, 20, 2))
+A100, H100 = (
+    Gpu((8, 0), Version("2.8.3"), (9, 25, 1), Version("2.20.2")),
+    Gpu((9, 0), Version("2.8.3"), (9, 25, 1), Version("2.20.2")),
+)
 
 
 @pytest.fixture
@@ -69,13 +74,13 @@ def test_on_a_gpu_it_is_what_the_tables_of_limits_say(machine):
     assert len({len(row) for row in table}) == 1
 
 
-def test_a100_without_flash_attn_is_slow_and_has_no_cp(machine):
-    machine(dataclasses.replace(A100, flash_attn=()))
+def test_a100_without_flash_attn_takes_the_local_spec(machine):
+    machine(dataclasses.replace(A100, flash_attn=NOT_THERE))
     found = rows()
-    assert found[DENSE, 1]["attention"] == ["unfused"]
+    assert found[DENSE, 1]["spec"] == "local" and "attention is the unfused one" in found[DENSE, 1]["why"]
     assert found[DENSE, 2]["spec"] == "local" and "without flash-attn 2" in found[DENSE, 2]["why"]
-    said = [finding for finding in words(found).values() if finding.level == "warning" and "unfused" in finding.what]
-    assert said and "it does not under flash-attn 2 or engine.layer_spec: local" in said[0].what
+    said = [finding for finding in words(found).values() if "unfused" in finding.what]
+    assert said and "it does not under flash-attn 2" in said[0].what
     assert any(
         f"for {DENSE} at cp 2" in finding.what or f"{DENSE} at cp 2" in finding.what
         for finding in words(found).values()

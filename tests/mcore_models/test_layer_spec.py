@@ -15,7 +15,7 @@ import torch
 
 from mrl.converters.hf_config import read_hf_config
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits
+from mrl.mcore_models import cpu_stand_in, layer_spec, optional, platform, te_limits
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
@@ -168,9 +168,9 @@ def test_what_its_attention_has_for_a_dtype(machine, monkeypatch):
     machine(gpu=True, transformer_engine=WORKS)
     monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((9, 0)))
     cp = ParallelDims(world_size=2, cp=2)
-    for wanted in ("auto", "te"):
+    for wanted, name in (("auto", "local"), ("te", "te")):
         slow = layer_spec.choose(wanted, DENSE, ONE, dtype=torch.float32)
-        assert slow.name == "te" and "its attention is the unfused one" in str(slow)
+        assert slow.name == name and "attention is the unfused one" in str(slow)
         assert "unfused" not in str(layer_spec.choose(wanted, DENSE, ONE, dtype=torch.bfloat16))
         assert layer_spec.choose(wanted, DENSE, cp, dtype=torch.bfloat16).name == "te"
     chosen = layer_spec.choose("auto", DENSE, cp, dtype=torch.float32)
@@ -217,3 +217,32 @@ def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
     env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and ran.stdout.startswith("torch."), ran.stderr[-2000:]
+
+
+def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeypatch):
+    """An A100 without flash-attn: scores of whole rows under te, a flash kernel under local. te stays te where asked."""
+    machine(gpu=True, transformer_engine=WORKS)
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), optional.NOT_THERE))
+    chosen = spec_for("auto")
+    assert chosen.name == "local" and "attention is the unfused one, whose memory grows" in chosen.why
+    assert "under flash-attn 2" in chosen.why and spec_for("te").name == "te"
+    dropout = DENSE | {"window_size": (5, 0), "attention_dropout": 0.1}  # the local one has no kernel for it either
+    assert layer_spec.choose("auto", dropout, ONE, dtype=torch.bfloat16).name == "te"
+
+
+def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
+    machine(gpu=False)
+    chosen = layer_spec.choose("te", DENSE, ONE, dtype=torch.bfloat16, elsewhere=True)
+    assert chosen.name == "te" and "torch sees no GPU, and a run needs one" in chosen.why
+    assert "which one was not tried" in chosen.why and "square" not in chosen.why
+    slow = layer_spec.choose("te", DENSE, ONE, dtype=torch.float32, elsewhere=True)
+    assert "attention is the unfused one" in slow.why
+    sinks, cp3 = DENSE | {"softmax_type": "learnable"}, ParallelDims(world_size=3, cp=3)
+    with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
+        layer_spec.choose("te", sinks, cp3, dtype=torch.bfloat16, elsewhere=True)
+    with pytest.raises(ConfigError, match="transformer-engine has attention sinks under cp 3 only where"):
+        layer_spec.check_rules(sinks, cp3)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match="on any GPU with NVTE_FLASH_ATTN=0, NVTE_FUSED_ATTN=0, NVTE_UNFUSED"):
+        layer_spec.check_rules(DENSE, ONE)

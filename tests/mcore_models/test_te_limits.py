@@ -5,15 +5,18 @@ import importlib.metadata
 
 import pytest
 import torch
+from packaging.version import Version
 
-from mrl.mcore_models.te_limits import Gpu, cp_comm_type, te_refuses, te_slows
+from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds
+from mrl.mcore_models.te_limits import Gpu, cp_comm_type, local_is_leaner, switched_off, te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}
 WINDOWS = DENSE | {"window_size": (4095, 0), "window_attn_skip_freq": [1, 0]}
 SINKS = DENSE | {"softmax_type": "learnable"}
-H100 = Gpu((9, 0), (), (9, 25, 1), (2, 20, 2))
+H100 = Gpu((9, 0), NOT_THERE, (9, 25, 1), Version("2.20.2"))
 A100 = dataclasses.replace(H100, capability=(8, 0))
+FLASH = dataclasses.replace(A100, flash_attn=Version("2.8.3"))
 
 
 def layout(**degrees):
@@ -27,12 +30,17 @@ def layout(**degrees):
         (DENSE, {"cp": 2}, H100, None),
         (DENSE, {}, A100, None),
         (DENSE, {"cp": 2}, A100, "without flash-attn 2"),
-        (DENSE, {"cp": 2}, dataclasses.replace(A100, flash_attn=(2, 8, 3)), None),
+        (DENSE, {"cp": 2}, dataclasses.replace(A100, flash_attn=Version("2.8.3")), None),
         (DENSE, {"cp": 2}, Gpu(), None),  # of a machine without a GPU: some generation serves it
         (WINDOWS, {"cp": 2}, H100, None),
         (WINDOWS, {"tp": 8, "cp": 2}, H100, None),  # one key-value head: all_gather
-        (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 16)), "2.18 does"),
-        (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(A100, flash_attn=(2, 8, 3)), "windows under cp 2 on GPUs"),
+        (WINDOWS, {"tp": 8, "cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.16")), "2.18 does"),
+        (
+            WINDOWS,
+            {"tp": 8, "cp": 2},
+            dataclasses.replace(A100, flash_attn=Version("2.8.3")),
+            "windows under cp 2 on GPUs",
+        ),
         (SINKS, {"cp": 2}, H100, None),
         (SINKS, {"cp": 2}, A100, "on GPUs of compute capability 8.0"),
         (SINKS, {"tp": 8, "cp": 2}, Gpu(), "there are 1 key-value heads"),
@@ -55,8 +63,8 @@ def test_how_ranks_exchange_keys():
 def test_the_unfused_attention_is_said():
     one = layout()
     assert te_slows(DENSE, one, H100) is None and te_slows(DENSE, one, Gpu()) is None
-    assert "under flash-attn 2 or engine.layer_spec: local" in te_slows(DENSE, one, A100)
-    assert te_slows(DENSE, one, dataclasses.replace(A100, flash_attn=(2, 8, 3))) is None
+    assert "under flash-attn 2 or under engine.layer_spec: local" in te_slows(DENSE, one, A100)
+    assert te_slows(DENSE, one, dataclasses.replace(A100, flash_attn=Version("2.8.3"))) is None
     assert te_slows(SINKS, one, A100).endswith("not under engine.layer_spec: local")
 
 
@@ -68,11 +76,60 @@ def test_the_unfused_attention_is_said():
         (SINKS, torch.float32, ""),
         (WINDOWS | {"attention_dropout": 0.1}, torch.bfloat16, "; it does not under flash-attn 2"),
         (WINDOWS | {"kv_channels": 264}, torch.bfloat16, ""),
-        (WINDOWS, torch.bfloat16, "; it does not under flash-attn 2 or engine.layer_spec: local"),
+        (WINDOWS, torch.bfloat16, "; it does not under flash-attn 2 or under engine.layer_spec: local"),
     ],
 )
 def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
     assert te_slows(fields, layout(), A100, dtype=dtype).partition("of a row")[2] == cure
+    assert local_is_leaner(fields, layout(), A100, dtype=dtype) == ("layer_spec" in cure)
+
+
+@pytest.mark.parametrize(
+    "gpu, off, degrees, reason",
+    [
+        (H100, ("NVTE_FUSED_ATTN",), {"cp": 2}, "without flash-attn 2"),
+        (FLASH, ("NVTE_FLASH_ATTN",), {"cp": 2}, "GPUs of compute capability 8.0 with NVTE_FLASH_ATTN=0"),
+        (FLASH, ("NVTE_FLASH_ATTN_V2", "NVTE_FUSED_ATTN"), {"cp": 2}, "8.0 with NVTE_FLASH_ATTN_V2=0"),
+        (dataclasses.replace(FLASH, transformer_engine=Version("2.17")), ("NVTE_FLASH_ATTN_V2",), {"cp": 2}, None),
+        (A100, ("NVTE_UNFUSED_ATTN",), {}, "8.0 without flash-attn 2"),
+        (FLASH, ("NVTE_UNFUSED_ATTN",), {}, None),
+        (H100, ("NVTE_FUSED_ATTN",), {}, None),
+        (Gpu(), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
+        (Gpu(), ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"), {"cp": 2}, "GPU with NVTE_FLASH_ATTN=0, NVTE_FUSED_ATTN=0"),
+        (dataclasses.replace(H100, newer_flash_attn=(3,)), ("NVTE_FUSED_ATTN",), {"cp": 2}, None),
+        (dataclasses.replace(A100, newer_flash_attn=(3, 4)), (), {"cp": 2}, "without flash-attn 2"),
+    ],
+)
+def test_a_kernel_that_a_variable_switches_off_serves_nothing(gpu, off, degrees, reason):
+    test_reasons(DENSE, degrees, dataclasses.replace(gpu, switched_off=off), reason)
+
+
+def test_variables_are_read_as_int_reads_them():
+    environment = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": " 00", "NVTE_UNFUSED_ATTN": "1", "NVTE_FLASH_ATTN_V2": ""}
+    assert switched_off(environment) == ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") and switched_off({}) == ()
+    slow = te_slows(DENSE, layout(), dataclasses.replace(H100, switched_off=("NVTE_FUSED_ATTN",)))
+    assert "it does not without NVTE_FUSED_ATTN=0 or under flash-attn 2 or under engine.layer_spec: local" in slow
+
+
+@pytest.mark.parametrize(
+    "engine, taken, left_out",
+    [
+        ("2.5.0", ["2.7.4.post1", "2.1.1"], ["2.8.0", "2.7.4.post1+cu12"]),
+        ("2.6.0", ["2.8.1"], ["2.8.1.post1", "2.8.2"]),
+        ("2.9.0", ["2.8.1"], ["2.8.2"]),
+        ("2.10.0", ["2.8.3", "2.7.4.post1+0"], ["2.8.3.post1", "2.8.3+cu13torch2.13", "2.8.4"]),
+        ("2.18.0+5ad", ["2.8.3"], ["2.8.3.post1"]),
+        ("2.19.0", ["2.8.3", "2.8.3.post1", "2.8.3+cu13"], ["2.8.4", "2.0.9"]),
+    ],
+)
+def test_which_flash_attn_a_transformer_engine_takes(engine, taken, left_out):
+    gpu = dataclasses.replace(A100, transformer_engine=Version(engine))
+    for version in taken:
+        assert te_refuses(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version))) is None
+    for version in left_out:
+        why = te_refuses(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version)))
+        bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=False)
+        assert why.endswith(f"without flash-attn {bounds} (here is {version})"), why
 
 
 ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}
@@ -83,17 +140,17 @@ LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_em
     "fields, degrees, gpu, reason",
     [
         (ODD, {"cp": 3}, H100, "and there are 9 key-value heads"),  # of odd numbers a2a has no kernel
-        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 9)), "2.10 does"),
-        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 10)), None),
-        (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=(2, 11)), "2.12 does"),
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.9")), "2.10 does"),
+        (WINDOWS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.10")), None),
+        (SINKS, {"cp": 2}, dataclasses.replace(H100, transformer_engine=Version("2.11")), "2.12 does"),
         (SINKS, {"cp": 2}, dataclasses.replace(H100, cudnn=(9, 17, 0)), "with sinks under cp 2 on GPUs"),
-        (DENSE, {"cp": 2}, Gpu((10, 0), (2, 7, 2), (9, 6, 0)), "without flash-attn 2"),
-        (DENSE, {"cp": 2}, Gpu((10, 0), (2, 7, 3), (9, 6, 0)), None),
+        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.2"), (9, 6, 0)), "without flash-attn from 2.7.3"),
+        (DENSE, {"cp": 2}, Gpu((10, 0), Version("2.7.3"), (9, 6, 0)), None),
         (DENSE | {"attention_dropout": 0.1}, {"cp": 2}, H100, "without flash-attn 2"),
-        (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=(2, 8, 3)), "attention under cp 2"),
-        (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=(2, 8, 3)), "with heads of 320"),
-        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), (2, 8, 3)), "with heads of 256"),
-        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 0), (2, 8, 3)), None),
+        (DENSE | {"kv_channels": 100}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "attention under cp 2"),
+        (DENSE | {"kv_channels": 320}, {"cp": 2}, dataclasses.replace(H100, flash_attn=Version("2.8.3")), "with heads of 320"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 9), Version("2.8.3")), "with heads of 256"),
+        (DENSE | {"kv_channels": 256}, {"cp": 2}, Gpu((8, 0), Version("2.8.3")), None),
         (LATENT, {"cp": 2}, H100, "with heads of 256 and 128"),  # the fault of cuDNN 9.11
         (LATENT | {"qk_pos_emb_head_dim": 64}, {"cp": 2}, H100, None),
         (DENSE | {"num_query_groups": 2}, {"tp": 8}, H100, None),
@@ -116,7 +173,12 @@ def test_a_gpu_and_its_software_are_read(monkeypatch):
         return versions[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert Gpu.here() == Gpu((9, 0), (2, 8, 3), (9, 18, 1), (2, 20, 2))
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    off = ("NVTE_FUSED_ATTN",)
+    assert Gpu.here() == Gpu((9, 0), Version("2.8.3+cu13torch2.13"), (9, 18, 1), Version("2.20.2"), off)
     versions.clear()
+    versions["flash-attn-3"] = "3.0.0"
     # a transformer-engine that is not there yet is not too old
-    assert Gpu.here() == Gpu((9, 0), (), (9, 18, 1), None)
+    assert Gpu.here() == Gpu((9, 0), NOT_THERE, (9, 18, 1), None, off, (3,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Gpu.here() == Gpu(switched_off=off)

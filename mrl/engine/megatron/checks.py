@@ -32,13 +32,23 @@ class MegatronChecks(EngineChecks):
         check_layout(fields, dims)
         if engine.recompute == "selective":
             chosen_modules(fields, engine.recompute_modules, layer_spec=None)
+        if engine.layer_spec == "te":
+            layer_spec.check_rules(fields, dims)
 
     @classmethod
     def notes_on(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
         fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
-        return choices(layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype), engine, fields)
+        spec = layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype, elsewhere=True)
+        return choices(spec, engine, fields)
+
+    @classmethod
+    def check_here(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> None:
+        fields, dtype = fields_of(normalize(dict(hf_config))), DTYPES[model.dtype]
+        layer_spec.choose(engine.layer_spec, fields, dims, dtype=dtype)
 
 
 def choices(spec: LayerSpec, engine: EngineConfig, fields: Mapping[str, Any]) -> list[str]:
