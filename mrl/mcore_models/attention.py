@@ -29,7 +29,7 @@ from torch import Tensor
 from mrl.mcore_models import platform
 from mrl.mcore_models.causal import causal_attention, sdpa
 from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import causal_mask, explicit_attention
+from mrl.mcore_models.masked import Scoring, causal_mask, explicit_attention
 
 _FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 _NO_PADDING_BETWEEN = {"pad_between_seqs": False} if "pad_between_seqs" in _FIELDS else {}
@@ -158,9 +158,8 @@ class SdpaAttention(MegatronModule):
         if isinstance(packed_seq_params, CacheLayout):
             step = packed_seq_params.step
             assert step is not None
-            options: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": self.softmax_offset}
             query = query.unflatten(1, (key.shape[1], -1))  # heads of a group are neighbours
-            return step.attend(self.layer_number, query, key, value, **options).flatten(1).unsqueeze(1)
+            return step.attend(self.layer_number, query, key, value, self.scoring).flatten(1).unsqueeze(1)
         if self.cp > 1:
             return self._context_parallel(query, key, value, packed_seq_params)
         parts = []
@@ -172,14 +171,16 @@ class SdpaAttention(MegatronModule):
             parts.append(self._causal(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(1)
 
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(self.scale, self.window, self.softmax_offset)
+
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[N, heads, queries, D], which stand at the end of [N, groups, keys, D]."""
         dropout = self.dropout if self.training else 0.0
         # heads are split over tp: each rank draws its own mask
         with get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            return causal_attention(
-                q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset, dropout=dropout
-            )
+            return causal_attention(q, k, v, self.scoring, dropout=dropout)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Sinks lie over tensor-parallel ranks, as megatron's own attention has them."""

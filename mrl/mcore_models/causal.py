@@ -7,14 +7,16 @@ size of queries and keys, `V` of values. Queries stand at the end: query `i` is 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mrl.mcore_models import flash
-from mrl.mcore_models.masked import causal_mask, explicit_attention
+from mrl.mcore_models.masked import Scoring, causal_mask, explicit_attention
 
 Way = Literal["sdpa", "flash", "blocks"]
 """torch's own `scaled_dot_product_attention`; flash.py; or scores that are written out, block by block."""
@@ -27,42 +29,52 @@ def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    scoring: Scoring,
     *,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """query [N, H, Q, D], key [N, G, K, D], value [N, G, K, V] -> [N, H, Q, V].
 
-    window: how many tokens a query sees, itself included; None for all. sinks: [H], and softcap: as in
-    `explicit_attention`. Without dropout, memory grows with Q + K: by a flash kernel, or block by block where there is
-    none (soft capping everywhere; fp32 and heads wider than 256 on a GPU).
+    Memory grows with Q + K: by a flash kernel, or block by block where there is none (soft capping everywhere; dropout,
+    fp32 and heads wider than 256 on a GPU). The backward pass computes a block again instead of keeping its scores.
     """
-    queries, keys = query.shape[2], key.shape[2]
-    window = None if window is None or window >= keys else window
-    plain = sinks is None and softcap is None
+    keys, sinks, softcap = key.shape[2], scoring.sinks, scoring.softcap
+    window = None if scoring.window is None or scoring.window >= keys else scoring.window
     chosen = way(
         query, keys, value, window=window, sinks=sinks is not None, softcap=softcap is not None, dropout=dropout > 0
     )
     if chosen == "sdpa":
-        return sdpa(query, key, value, None, scale=scale, dropout=dropout)
+        return sdpa(query, key, value, None, scale=scoring.scale, dropout=dropout)
     if chosen == "flash":
-        return flash.attend(query, key, value, scale=scale, window=window, sinks=sinks)
-    key, value = of_each_query_head(query, key, value)
+        return flash.attend(query, key, value, scale=scoring.scale, window=window, sinks=sinks)
+    return _in_blocks(
+        query, *of_each_query_head(query, key, value), dataclasses.replace(scoring, window=window), dropout
+    )
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: float) -> Tensor:
+    """As `causal_attention`, by scores that are written out for some queries at a time, where `H == G`."""
+    queries, keys = query.shape[2], key.shape[2]
+    plain = scoring.sinks is None and scoring.softcap is None
     most = flash.BLOCK if plain else max(1, min(flash.BLOCK, MOST_SCORES // (query.shape[0] * query.shape[1] * keys)))
-    of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
-    outs = []
-    for rows, seen, sizes in flash.blocks(queries, keys, window, most):
-        q, k, v = query[:, :, rows], key[:, :, seen], value[:, :, seen]
-        mask = causal_mask(*sizes, window, query.device)
+    of_heads = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = causal_mask(q.shape[2], k.shape[2], scoring.window, q.device)
         if plain:
-            outs.append(sdpa(q, k, v, mask, scale=scale, dropout=dropout))
+            return sdpa(q, k, v, mask, scale=scoring.scale, dropout=dropout)
+        return explicit_attention(
+            q, k, v, mask, scale=scoring.scale, sinks=of_heads, softcap=scoring.softcap, dropout=dropout
+        )
+
+    outs = []
+    for rows, seen, _ in flash.blocks(queries, keys, scoring.window, most):
+        parts = query[:, :, rows], key[:, :, seen], value[:, :, seen]
+        if torch.is_grad_enabled():
+            # without dropout no random numbers are to be the same again; to read their state waits for the GPU
+            outs.append(checkpoint(block, *parts, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:
-            outs.append(
-                explicit_attention(q, k, v, mask, scale=scale, sinks=of_heads, softcap=softcap, dropout=dropout)
-            )
+            outs.append(block(*parts))
     return torch.cat(outs, dim=2)
 
 

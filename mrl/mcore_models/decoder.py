@@ -24,6 +24,7 @@ from mrl.mcore_models.attention import SdpaAttention
 from mrl.mcore_models.kv_cache import CachedStep
 from mrl.mcore_models.layers import RMSNorm
 from mrl.mcore_models.lora import added_on_this_rank
+from mrl.mcore_models.masked import Scoring
 
 _KNOWN = re.compile(
     r"(input_layernorm|pre_mlp_layernorm|self_attention\.(linear_qkv|linear_proj|q_layernorm|k_layernorm))\.weight"
@@ -111,10 +112,8 @@ class _Layer:
         if self.head_norm is not None:
             turned = _rms_norm(turned, self.input_norm.eps) * self.head_norm
         turned = elementwise.turn(turned, *cos_sin, -1.0)
-        out = step.attend(
-            self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, scale=self.core.scale,
-            window=self.core.window,
-        )  # fmt: skip
+        scoring = Scoring(self.core.scale, self.core.window)
+        out = step.attend(self.core.layer_number, turned[:, :, :-1], turned[:, :, -1], value, scoring)
         out = out.flatten(1)
         return added_on_this_rank(self.in_attention.linear_proj, out, out @ self.proj)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.mcore_models.causal import causal_attention
-from mrl.mcore_models.masked import explicit_attention
+from mrl.mcore_models.masked import Scoring, explicit_attention
 
 RowCopy = dict[int, tuple[Tensor, Tensor]]
 """Layer -> keys and values [G, places, D] of one sequence."""
@@ -136,16 +136,11 @@ class CachedStep:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """Appends new keys and values [>=T, G, D] to the cache; query [>=T, G, H/G, D] meets all of its own sequence.
 
-        window: how many tokens a query sees, itself included; None for all. sinks: [H], and softcap: as in
-        `explicit_attention`. Returns query's shape with the D of a value, zeros for padding.
+        Returns query's shape with the D of a value, zeros for padding.
         """
         keys, values = self.cache.of_layer(layer, key, value)
         where = self.slots(key.shape[1])
@@ -154,15 +149,15 @@ class CachedStep:
             cached.view(-1, size).index_copy_(0, where, new[: self.tokens].reshape(-1, size))
         count, padded = self.decoding, query.shape[0] > self.tokens
         if count:
-            mask = self.decode_mask(window, query.dtype)
+            mask = self.decode_mask(scoring.window, query.dtype)
             k, v = keys[:count, :, : mask.shape[-1]], values[:count, :, : mask.shape[-1]]
             # the query heads of a group meet the same keys: they stand where several queries would
-            if sinks is None and softcap is None:
-                decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scale)
+            if scoring.sinks is None and scoring.softcap is None:
+                decoded = F.scaled_dot_product_attention(query[:count], k, v, attn_mask=mask, scale=scoring.scale)
             else:
-                of_groups = None if sinks is None else sinks.view(1, key.shape[1], -1, 1)
+                of_groups = None if scoring.sinks is None else scoring.sinks.view(1, key.shape[1], -1, 1)
                 decoded = explicit_attention(
-                    query[:count], k, v, mask == 0, scale=scale, sinks=of_groups, softcap=softcap
+                    query[:count], k, v, mask == 0, scale=scoring.scale, sinks=of_groups, softcap=scoring.softcap
                 )
             if count == len(self.new_lengths) and not padded:
                 return decoded
@@ -177,7 +172,7 @@ class CachedStep:
                 continue
             q = query[None, start : start + new].flatten(2, 3).transpose(1, 2)
             k, v = keys[row, None, :, : old + new], values[row, None, :, : old + new]
-            attended = causal_attention(q, k, v, scale=scale, window=window, sinks=sinks, softcap=softcap)
+            attended = causal_attention(q, k, v, scoring)
             out[start : start + new] = attended[0].transpose(0, 1).unflatten(1, query.shape[1:3])
             start += new
         return out

@@ -13,7 +13,7 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import Gpu, local_is_leaner, switched_off, te_refuses, te_slows
+from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -44,13 +44,14 @@ def choose(
     if wanted == "local":
         return LayerSpec("local", "as configured")
     absent, against = platform.without_transformer_engine(), te_refuses(fields, dims, dtype=dtype)
+    slow = te_slows(fields, dims, dtype=dtype)
     if platform.does_not_load(absent):
         why = f"finds transformer-engine, which does not load ({absent})"
         raise ConfigError(KEY, wanted, why, "install it as docs/gpu.md says, or set local")
     if wanted == "te":
-        return _as_wanted(absent, against, te_slows(fields, dims, dtype=dtype), elsewhere=elsewhere)
-    if against is None and local_is_leaner(fields, dims, dtype=dtype):
-        against = f"would be slow and large: {te_slows(fields, dims, dtype=dtype)}"
+        return _as_wanted(absent, against, slow, elsewhere=elsewhere)
+    if against is None and slow is not None:
+        against = f"has too little: its {slow}"
     if absent == platform.NO_GPU:
         where = "te" if against is None else f"local too, as transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
@@ -58,8 +59,7 @@ def choose(
         return LayerSpec("local", f"transformer-engine {absent}")
     if against is not None:
         return LayerSpec("local", f"transformer-engine {against}")
-    slow = te_slows(fields, dims, dtype=dtype)
-    return LayerSpec("te", "transformer-engine is installed, and there is a GPU" + (f"; its {slow}" if slow else ""))
+    return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
 
 
 def check_rules(fields: Mapping[str, Any], dims: ParallelDims) -> None:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How a layer makes weights of scores, apart from its queries and keys."""
+
+    scale: float
+    window: int | None = None  # how many tokens a query sees, itself included; None for all
+    sinks: Tensor | None = None  # [H] scores of a place without a value, as in `explicit_attention`
+    softcap: float | None = None  # as in `explicit_attention`
 
 
 def causal_mask(q_length: int, k_length: int, window: int | None, device: torch.device) -> Tensor:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 
-from mrl.mcore_models.flash import LARGEST_HEAD
 from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds, version_of
 from mrl.mcore_models.platform import has_gpu
 from mrl.parallel import ParallelDims
@@ -197,30 +196,9 @@ def te_slows(
     cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         cures.append(f"under {_flash_attn_to_install(gpu)}")
-    if _local_keeps_no_scores(attention, dtype):
-        cures.append("under engine.layer_spec: local")
+    cures.append("under engine.layer_spec: local")  # causal.py keeps no scores
     line = "attention is the unfused one, whose memory grows with the square of a row"
-    return f"{line}; it does not {' or '.join(cures)}" if cures else line
-
-
-def local_is_leaner(
-    fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
-) -> bool:
-    """Returns whether transformer-engine's attention is the unfused one alone, and the local spec's a flash kernel."""
-    slow = te_slows(fields, dims, gpu, dtype=dtype) is not None
-    return slow and _local_keeps_no_scores(Attention.of(fields, dims), dtype)
-
-
-def _local_keeps_no_scores(attention: Attention, dtype: torch.dtype) -> bool:
-    """Returns whether the local spec's attention has a kernel on a GPU whose memory grows with a row, without cp.
-
-    Plain causal attention has one of torch's own choice. Windows and sinks have flash.py's alone, which does neither
-    dropout, nor other than 16 bits, nor wider heads.
-    """
-    if not (attention.windowed or attention.sinks):
-        return True
-    widest = max(attention.query_size, attention.value_size)
-    return dtype in (torch.bfloat16, torch.float16) and widest <= LARGEST_HEAD and not attention.dropout
+    return f"{line}; it does not {' or '.join(cures)}"
 
 
 def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:

@@ -30,7 +30,9 @@ from mrl.engine.fsdp.blocks import block_lists, embedding_of
 from mrl.engine.fsdp.output import logit_rule
 from mrl.engine.fsdp.probe import check, computes_with_noise
 from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
+from mrl.engine.peak_bytes import PeakBytes
 from mrl.errors import CheckpointError, ConfigError, ModelError
+from mrl.mcore_models.masked import explicit_attention
 from tests.engine import tiny
 from tests.engine.contract import gradients, make_engine
 from tests.engine.harness import run_case
@@ -232,18 +234,46 @@ def test_a_compiler_is_needed(folder):
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
+def attend(q, k, v, mask, **options):
+    """[N, L, H, D] of the function that models of transformers call."""
+    return attention.document_attention(torch.nn.Module(), q, k, v, mask, scaling=0.3, **options)[0]
+
+
 def test_windows_and_chunks_are_those_of_transformers():
     """Also of a document that is one token longer than the window, and of one that ends at a chunk's border."""
-    cpu, zero, none = torch.device("cpu"), torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    torch.manual_seed(0)
+    zero, none = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     for length, size in itertools.product(range(1, 9), range(1, 9)):
         at, config = torch.arange(length), types.SimpleNamespace(attention_chunk_size=size)
+        q, k, v = (torch.randn(1, heads, length, 4, dtype=torch.float64) for heads in (2, 1, 1))
         for rule, theirs in (
             (attention.mask_of_rule(local_size=size), sliding_window_causal_mask_function(size)),
             (attention.mask_of_rule(local_size=size, config=config), chunked_causal_mask_function(size, none)),
             (attention.mask_of_rule(), causal_mask_function),
         ):
-            wanted, found = theirs(zero, 0, at[:, None], at[None]), rule.places(length, cpu)
-            assert torch.equal(at[None] <= at[:, None] if found is None else found, wanted), (length, rule)
+            wanted = explicit_attention(q, k, v, theirs(zero, 0, at[:, None], at[None]), scale=0.3).transpose(1, 2)
+            torch.testing.assert_close(attend(q, k, v, rule), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "rule, options",
+    [({"window": 64}, {}), ({}, {"sinks": True}), ({"window": 700}, {"sinks": True}), ({}, {"softcap": 30.0})],
+    ids=str,
+)
+def test_attentions_memory_grows_with_the_length(rule, options):
+    """Forward and backward: twice the tokens take at most 2.3 times the bytes; scores, or a mask of all of them, take
+    four times."""
+
+    def peak(length):
+        given = [torch.randn(1, heads, length, 8, requires_grad=True) for heads in (2, 1, 1)]
+        s_aux = torch.zeros(2, requires_grad=True) if "sinks" in options else None
+        with PeakBytes() as memory:
+            out = attend(*given, attention.DocumentMask(**rule), s_aux=s_aux, softcap=options.get("softcap"))
+            out.sum().backward()
+        return memory.peak
+
+    short, long = peak(2048), peak(4096)
+    assert long < 2.3 * short, f"{short / 2**20:.1f} MiB at 2048 tokens, {long / 2**20:.1f} MiB at 4096"
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from packaging.version import Version
 
 from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds
-from mrl.mcore_models.te_limits import Gpu, cp_comm_type, local_is_leaner, switched_off, te_refuses, te_slows
+from mrl.mcore_models.te_limits import Gpu, cp_comm_type, switched_off, te_refuses, te_slows
 from mrl.parallel import ParallelDims
 
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}
@@ -72,16 +72,13 @@ def test_the_unfused_attention_is_said():
     "fields, dtype, cure",
     [
         (DENSE, torch.float32, "; it does not under engine.layer_spec: local"),
-        (WINDOWS, torch.float32, ""),  # the local spec's flash kernel has 16 bits alone (flash.has_kernel)
-        (SINKS, torch.float32, ""),
-        (WINDOWS | {"attention_dropout": 0.1}, torch.bfloat16, "; it does not under flash-attn 2"),
-        (WINDOWS | {"kv_channels": 264}, torch.bfloat16, ""),
+        (SINKS, torch.bfloat16, "; it does not under engine.layer_spec: local"),
+        (WINDOWS | {"kv_channels": 264}, torch.bfloat16, "; it does not under engine.layer_spec: local"),
         (WINDOWS, torch.bfloat16, "; it does not under flash-attn 2 or under engine.layer_spec: local"),
     ],
 )
 def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
     assert te_slows(fields, layout(), A100, dtype=dtype).partition("of a row")[2] == cure
-    assert local_is_leaner(fields, layout(), A100, dtype=dtype) == ("layer_spec" in cure)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.errors import ModelError
+from mrl.mcore_models.causal import causal_attention
 from mrl.mcore_models.kv_cache import CachedStep
-from mrl.mcore_models.masked import causal_mask, explicit_attention
+from mrl.mcore_models.masked import Scoring
 
 NAME = "mrl_documents"
 ALONE = Ulysses()
@@ -42,15 +42,6 @@ class DocumentMask:
 
     window: int | None = None
     chunk: int | None = None
-
-    def places(self, length: int, device: torch.device) -> Tensor | None:
-        """[length, length] bool of a document, True where the row's token may look; None for all that is causal."""
-        if self.window is not None and self.window < length:
-            return causal_mask(length, length, self.window, device)
-        if self.chunk is not None and self.chunk < length:
-            at = torch.arange(length, device=device) // self.chunk
-            return causal_mask(length, length, None, device) & (at[:, None] == at)
-        return None
 
 
 def mask_of_rule(*, config: Any = None, local_size: int | None = None, use_vmap: bool = False, **rule: object) -> Any:
@@ -87,34 +78,26 @@ def document_attention(
     """transformers' attention interface. query: [R, H, L, D]; key, value: [R, G, L, D]. Returns [R, L, H, D].
 
     sliding_window: where the model makes no mask; its mask says otherwise. softcap, s_aux: [H], as `softcap` and
-    `sinks` of `explicit_attention`.
+    `sinks` of `Scoring`.
     document_lengths: of the documents that one row holds, in order; None where a row is one document.
     ulysses: the ranks that share the rows; each then gives and gets its own places of them, and has all heads' sinks.
     cached_step: in generation, what the one row holds and where the keys and values before it are.
     """
     mask = _rule(module, attention_mask, sliding_window, is_causal, others)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, s_aux, softcap)
     if cached_step is not None:
         if mask.chunk is not None:
             raise ModelError(_refused(module, "has attention in chunks, with which nothing is generated yet"))
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q = q.unflatten(1, (k.shape[1], -1))  # heads of a group are neighbours
-        options: dict[str, Any] = {"scale": scale, "window": mask.window, "sinks": s_aux, "softcap": softcap}
-        return cached_step.attend(module.layer_idx, q, k, v, **options).flatten(1, 2)[None], None
-
-    sinks = None if s_aux is None else ulysses.own_heads(s_aux).view(1, -1, 1, 1)
+        return cached_step.attend(module.layer_idx, q, k, v, scoring).flatten(1, 2)[None], None
+    if s_aux is not None:
+        scoring = dataclasses.replace(scoring, sinks=ulysses.own_heads(s_aux))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = q.shape[2]
-        places = mask.places(length, q.device)
-        if softcap is not None or sinks is not None:
-            places = causal_mask(length, length, None, q.device) if places is None else places
-            out = explicit_attention(q, k, v, places, scale=scale, sinks=sinks, softcap=softcap, dropout=dropout)
-            return out.transpose(1, 2)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=places, is_causal=places is None, dropout_p=dropout, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        ).transpose(1, 2)  # fmt: skip
+        chunks = zip(*(t.split(mask.chunk or max(1, t.shape[2]), dim=2) for t in (q, k, v)), strict=True)
+        outs = [causal_attention(*chunk, scoring, dropout=dropout) for chunk in chunks]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2)
 
     def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return over_documents(attend, q, k, v, document_lengths)

@@ -208,13 +208,13 @@ def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims) -> Literal["te", 
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
     from mrl.mcore_models.layer_spec import DTYPES
-    from mrl.mcore_models.te_limits import local_is_leaner, te_refuses
+    from mrl.mcore_models.te_limits import te_refuses, te_slows
 
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
     wanted = config.engine.layer_spec
     if wanted == "local" or te_refuses(fields, dims, dtype=dtype) is not None:
         return "local"
-    return "local" if wanted == "auto" and local_is_leaner(fields, dims, dtype=dtype) else "te"
+    return "local" if wanted == "auto" and te_slows(fields, dims, dtype=dtype) is not None else "te"
 
 
 def _buffer(buffer: Any) -> Buffer:
