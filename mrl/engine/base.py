@@ -87,6 +87,12 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Lines for the user on what the engine chose, as `notes_on` has them; before `init_model` too."""
         return []
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What the engine chose that numbers and speed depend on, by name: a run's config.yaml and checkpoints keep it,
+        as two machines may choose otherwise under one config."""
+        return {}
+
     def set_total_steps(self, total_steps: int) -> None:
         """The run's length, where it is known only after the engine is made; before the first step."""
         self.config = dataclasses.replace(self.config, total_steps=total_steps)

@@ -102,6 +102,13 @@ class WorkerDispatch:
         many."""
         return math.lcm(*(engine.dp_size for engine in self.engines.values()))
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What each role's engine chose, by "role.name" (`BaseEngine.chosen`)."""
+        return {
+            f"{role}.{name}": value for role, engine in self.engines.items() for name, value in engine.chosen.items()
+        }
+
     def on_main(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on the main process only; its result, or the UserError that it raised, is on every rank."""
         return self._any.on_main(fn)

@@ -164,6 +164,13 @@ def load_newest(
     return start, state
 
 
+def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Says what engines chose otherwise at the save. before: empty in a checkpoint of an older mrl."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
+
+
 def check_outside(config: Config) -> None:
     """Checks what the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)

@@ -75,6 +75,7 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
     progress, experience = restore(trainer, start)
     trainer.collector.rollouts.begin(progress.run_id, progress.step)
     notes = [f"algorithm: {in_words(trainer.recipe)}", f"length: {trainer.total_steps} steps"]
+    notes += [f"{name}: {value}" for name, value in dispatch.chosen.items()]
     console.doing("opening the logs")
     dispatch.on_main(lambda: directory.prepare(config, command_line, notes))
     log = metrics.open_metrics(

@@ -48,6 +48,7 @@ from mrl.trainers.common import (
     say_done,
     say_left_out,
     say_mtp_layers,
+    say_other_choices,
     stopped,
 )
 from mrl.trainers.console import Console, open_console
@@ -176,7 +177,8 @@ def train(trainer: Trainer, start: Start, command_line: str) -> None:
         if trainer.evaluation is not None:
             trainer.evaluation.read_rows()
     console.doing("opening the logs")
-    engine.on_main(lambda: directory.prepare(config, command_line, [f"length: {trainer.total_steps} steps"]))
+    notes = [f"length: {trainer.total_steps} steps", *(f"{name}: {value}" for name, value in engine.chosen.items())]
+    engine.on_main(lambda: directory.prepare(config, command_line, notes))
     log = metrics.open_metrics(
         directory.path,
         config.log,
@@ -210,6 +212,7 @@ def restore(trainer: Trainer, start: Start) -> Progress:
         return Progress(run_id=engine.on_main(metrics.new_run_id))
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
+    say_other_choices(trainer.console, state.get("chosen", {}), engine.chosen)
     check_same_model(
         state.get("model"), engine.config.model.path, before=state["config"]["model"]["path"], now=config.model.path
     )
@@ -353,6 +356,7 @@ def save(trainer: Trainer, progress: Progress) -> str:
         "data": trainer.source.state_dict(),
         "model": model_fingerprint(engine.config.model.path),
         "config": to_dict(config),
+        "chosen": engine.chosen,
     }
     return engine.save_checkpoint(
         str(directory.checkpoints),

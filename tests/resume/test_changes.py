@@ -75,6 +75,7 @@ def test_other_changes_are_said_with_both_values_and_work(inputs, copy):
         assert f"changed since the checkpoint: {note}" in said, said
     assert said.count("changed since the checkpoint") == 5
     assert len(runs.steps(copy)) == runs.STEPS
+    assert "\n# layer_spec: local\n" in (copy / "config.yaml").read_text()
 
 
 def test_trap_23_a_longer_run_follows_the_schedule_of_its_new_length(inputs, copy):

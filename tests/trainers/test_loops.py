@@ -71,7 +71,9 @@ def test_the_last_save_removes_the_export_of_a_shorter_run(tmp_path, monkeypatch
     monkeypatch.setattr(state, "model_fingerprint", lambda folder: {})
     folder = RunDirectory(tmp_path)
     parts = {"source": there(state_dict=dict), "kl": there(state_dict=dict), "folders": {}, "total_steps": 2}
-    saver = there(save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")))
+    saver = there(
+        save_checkpoint=lambda *args, **kwargs: folder.hf.exists(), config=there(model=there(path="m")), chosen={}
+    )
     trainer = there(engine=saver, dispatch=saver, directory=folder, console=there(), **parts)
     trainer.config = from_dict(base())
     assert sft.save(trainer, sft.Progress(step=step)) is stays
@@ -98,16 +100,21 @@ def test_the_best_value_is_gone_on_with_where_it_is_of_this_run_and_metric(
 
     progress = dataclasses.asdict(state.Progress(step=4, best=0.5, best_step=2))
     parts = {"config": to_dict(config(saved)), "models": {}, "data": {}, "kl": {}, "experience": None}
+    parts["chosen"] = {"actor.layer_spec": "te", "critic.layer_spec": "local", "reward.layer_spec": "te"}
     root = tmp_path / "checkpoints" if own else tmp_path / "other"
     found = Start(str(root / "step_00000004"), 4, ""), parts | {"progress": progress}
     monkeypatch.setattr(state, "load_newest", lambda *args: found)
-    loads = there(load_state_dict=lambda of: None, load_checkpoint=None)
+    now_chosen = {"actor.layer_spec": "local", "critic.layer_spec": "local"}
+    loads, said = there(load_state_dict=lambda of: None, load_checkpoint=None, chosen=now_chosen), []
     trainer = there(
-        config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(), folders={}, source=loads,
+        config=config(now), dispatch=loads, directory=RunDirectory(tmp_path), console=there(say=said.append), folders={},
+        source=loads,
         kl=loads,
     )  # fmt: skip
     made, _ = state.restore(trainer, None)
     assert (made.best, made.best_step) == best and made.step == 4
+    assert said[-1] == "changed since the checkpoint: trained under actor.layer_spec te, now local"
+    assert sum("layer_spec" in line for line in said) == 1
 
 
 def test_no_number_is_never_the_best_and_the_next_one_is(tmp_path):

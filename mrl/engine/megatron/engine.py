@@ -97,6 +97,10 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def notes(self) -> list[str]:
         return choices(self.model.layer_spec, self.config.engine, fields_of(dict(self.model.hf)))
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        return {"layer_spec": self.model.spec}
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     @installed

@@ -19,7 +19,7 @@ from mrl.engine.atomic_checkpoint import step_name
 from mrl.errors import Stopped
 from mrl.roles.dispatch import WorkerDispatch
 from mrl.trainers import common
-from mrl.trainers.common import load_newest, stopped
+from mrl.trainers.common import load_newest, say_other_choices, stopped
 from mrl.trainers.console import Console
 from mrl.trainers.rl.collect import Collector
 from mrl.trainers.rl.evaluation import Evaluation
@@ -95,6 +95,7 @@ def save(trainer: Trainer, progress: Progress, experience: Experience | None) ->
         "experience": None if experience is None else experience.state_dict(),
         "models": {role: model_fingerprint(folder) for role, folder in trainer.folders.items()},
         "config": to_dict(config),
+        "chosen": dispatch.chosen,
     }
     return dispatch.save_checkpoint(
         str(directory.checkpoints),
@@ -114,6 +115,7 @@ def restore(trainer: Trainer, start: Start) -> tuple[Progress, Experience | None
         return Progress(run_id=dispatch.on_main(metrics.new_run_id)), None
     for note in check_resume(state["config"], to_dict(config)):
         trainer.console.say(f"changed since the checkpoint: {note}")
+    say_other_choices(trainer.console, state.get("chosen", {}), dispatch.chosen)
     for role, folder in trainer.folders.items():
         before, now = (_model_path(c, role) for c in (state["config"], to_dict(config)))
         check_same_model(state["models"].get(role), folder, before=before, now=now, key=f"{role}.model.path")
