@@ -163,7 +163,7 @@ class EngineConfig:
     layer_spec: Literal["auto", "te", "local"] = key(
         "auto",
         "modules of the layers (megatron backend): transformer-engine's (te), or those of any machine (local); auto is "
-        "te where that is installed, there is a GPU, and it can do what model and layout ask",
+        "te where that is installed, there is a GPU, and it has more than an unfused attention for model and layout",
         may_change=True,
     )
     recompute: Literal["none", "selective", "full"] = key(

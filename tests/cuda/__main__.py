@@ -5,6 +5,8 @@ python -m tests.cuda
 
 from __future__ import annotations
 
+import dataclasses
+
 from tests.cuda.cases import CORNERS, OF_EACH_FAMILY
 from tests.cuda.worker import Worker
 
@@ -13,6 +15,7 @@ if __name__ == "__main__":
     print("|---|---|---|---|")
     with Worker() as worker:
         for case in (*OF_EACH_FAMILY, *CORNERS):
+            case = dataclasses.replace(case, micro_batches=max(4, case.pp))  # as many as fill the stages
             found = worker.call("tests.cuda.run:run", case)
             waits = sum(found.syncs.values())
             print(

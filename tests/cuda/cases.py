@@ -30,7 +30,7 @@ class Case:
     head: str = "lm"
     lora: bool = False
     offload: tuple[str, ...] = ()
-    micro_batches: int = 4
+    micro_batches: int = 2  # one whose gradients wait for the next, and the last
     lengths: tuple[int, ...] = LENGTHS
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -98,10 +98,12 @@ OF_EACH_FAMILY = [
 
 # First, middle and last ranks of large worlds, with all experts.
 CORNERS = [
-    Case(LATENT, world=1024, rank=1023, tp=4, pp=8, ep=32, etp=1, layers=16, micro_batches=8),
+    Case(
+        LATENT, world=1024, rank=1023, tp=4, pp=8, ep=32, etp=1, layers=16
+    ),  # of a last stage, which holds one at a time
     Case(LATENT, world=1024, rank=0, tp=4, pp=8, ep=32, etp=1, layers=16, micro_batches=8),
     Case(LATENT, world=1024, rank=517, tp=4, pp=8, vpp=2, ep=32, etp=1, layers=16, micro_batches=8),
-    *(Case(DENSE, world=1024, rank=rank, tp=8, pp=4, cp=2, layers=8) for rank in (0, 500, 1023)),
+    *(Case(DENSE, world=1024, rank=rank, tp=8, pp=4, cp=2, layers=8, micro_batches=4) for rank in (0, 500, 1023)),
     *(Case(MOE, world=256, rank=rank, tp=2, pp=2, cp=2, ep=32, layers=4) for rank in (0, 255)),
 ]
 

@@ -64,7 +64,7 @@ def _model(layout: Layout) -> Any:
         path = models.write(layout.model, Path(folder), layers=2, **layout.changes)
         config = RoleConfig(
             model=ModelConfig(path=str(path), dtype=layout.dtype, init="random"),
-            engine=EngineConfig(parallel=ParallelConfig(tp=layout.tp, cp=layout.cp, etp=1)), optimizer=None,
+            engine=EngineConfig(parallel=ParallelConfig(tp=layout.tp, cp=layout.cp, etp=1), layer_spec="te"), optimizer=None,
         )  # fmt: skip
         engine = MegatronEngine(config)
         assert engine.model.spec == "te"
