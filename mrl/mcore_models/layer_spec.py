@@ -51,7 +51,7 @@ def choose(
     if wanted == "te":
         return _as_wanted(absent, against, slow, elsewhere=elsewhere)
     if against is None and slow is not None:
-        against = f"has too little: its {slow}"
+        against = f"is not taken: its {slow}"
     if absent == platform.NO_GPU:
         where = "te" if against is None else f"local too, as transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")

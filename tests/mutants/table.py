@@ -261,9 +261,9 @@ MODELS = (
     *_of(
         "mcore_models/causal.py",
         ("mcore_models/test_attention.py", "mcore_models/test_causal.py"),
-        ("window is None or window >= keys", "window is None or window + 1 >= keys"),
+        ("scoring.window is None or scoring.window >= keys", "scoring.window is None or scoring.window + 1 >= keys"),
         ("window is None and queries == keys:", "queries == keys:"),
-        ("causal_mask(*sizes, window, query.device)", "causal_mask(*sizes, None, query.device)"),
+        ("causal_mask(q.shape[2], k.shape[2], scoring.window,", "causal_mask(q.shape[2], k.shape[2], None,"),
         ("key.repeat_interleave(times, dim=1)", "key.repeat(1, times, 1, 1)"),
     ),
     *_of(
