@@ -196,7 +196,10 @@ def test_a_shell_completes_keys_and_choices():
     assert complete("sft", "c.yaml", "unknown=") == [] and "convert" in complete("c")
 
 
-NO_GPU = "local (torch sees no GPU; with one and transformer-engine it is te)"
+NO_GPU = (  # in float32
+    "local (torch sees no GPU; with one and transformer-engine it is local too: transformer-engine is not taken, as its "
+    "attention is the unfused one, whose memory grows with the square of a row)"
+)
 
 
 def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
@@ -212,6 +215,18 @@ def test_dry_run_prints_a_config_that_loads_and_the_layout(workspace):
         "# length: 2 steps of 4 sequences a step",
     ]
     assert workspace.snapshot() == before
+
+
+def test_dry_run_tells_te_by_rules_and_a_run_needs_a_gpu(workspace, monkeypatch):
+    said = invoke("sft", "config.yaml", "engine.layer_spec=te", "--dry-run")
+    assert said.exit_code == 0, said.output
+    assert "# engine.layer_spec: te (as configured; torch sees no GPU, and a run needs one" in said.stdout
+    refused = invoke("sft", "config.yaml", "engine.layer_spec=te", "--nproc", "1")
+    assert refused.exit_code == 2 and 'engine.layer_spec: value "te" needs a GPU, and torch sees none' in refused.stderr
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    refused = invoke("sft", "config.yaml", "engine.layer_spec=te", "--dry-run")
+    assert refused.exit_code == 2 and "has no kernel for attention on any GPU with NVTE_FLASH_ATTN=0" in refused.stderr
 
 
 def test_dry_run_of_ppo_prints_a_config_that_loads_and_each_role(workspace):

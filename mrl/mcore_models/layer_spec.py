@@ -51,9 +51,9 @@ def choose(
     if wanted == "te":
         return _as_wanted(absent, against, slow, elsewhere=elsewhere)
     if against is None and slow is not None:
-        against = f"is not taken: its {slow}"
+        against = f"is not taken, as its {slow}"
     if absent == platform.NO_GPU:
-        where = "te" if against is None else f"local too, as transformer-engine {against}"
+        where = "te" if against is None else f"local too: transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
     if absent is not None:
         return LayerSpec("local", f"transformer-engine {absent}")
@@ -76,7 +76,7 @@ def _refused(refusal: str) -> ConfigError:
 
 def _as_wanted(absent: str | None, refusal: str | None, slow: str | None, *, elsewhere: bool) -> LayerSpec:
     """Returns te, or raises. Arguments: why there is no transformer-engine here, why it would refuse, and be slow."""
-    rules = "" if slow is None else f"; its {slow}"
+    rules = "" if slow is None else f"; its {slow} (that of engine.layer_spec: local does not)"
     if refusal is not None and (absent is None or absent == platform.NO_GPU and elsewhere):
         raise _refused(refusal)
     if absent == platform.NO_GPU and elsewhere:

@@ -188,7 +188,7 @@ def te_slows(
     fields: Mapping[str, Any], dims: ParallelDims, gpu: Gpu | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """Returns what to know of a model's attention under transformer-engine where it is the unfused one alone; else
-    None."""
+    None. The local spec's keeps no scores (causal.py)."""
     gpu = Gpu.here() if gpu is None else gpu
     attention = Attention.of(fields, dims)
     if _some(attention, gpu, dtype) != {"unfused"}:
@@ -196,9 +196,8 @@ def te_slows(
     cures = [f"without {name}=0" for name in _in_the_way(attention, gpu, dtype)]
     if "flash" in _some(attention, dataclasses.replace(gpu, flash_attn=None), dtype):
         cures.append(f"under {_flash_attn_to_install(gpu)}")
-    cures.append("under engine.layer_spec: local")  # causal.py keeps no scores
     line = "attention is the unfused one, whose memory grows with the square of a row"
-    return f"{line}; it does not {' or '.join(cures)}"
+    return f"{line}; it does not {' or '.join(cures)}" if cures else line
 
 
 def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:

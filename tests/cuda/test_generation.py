@@ -15,5 +15,5 @@ PREFILL = 4096  # rollout.prefill_tokens
 )  # fmt: skip
 def test_memory_is_bounded(worker, options, most):
     """most: GiB. Scores written out would be 8 GiB of bf16 after 28,672 tokens, a few times over."""
-    found = {old: worker.call("tests.cuda.generation:peak", PREFILL, old, **options) for old in (0, 12288, 28672)}
+    found = {old: worker.call("tests.cuda.generation:peak", PREFILL, old, **options) for old in (0, 28672)}
     assert max(found.values()) < most * 2**30, {old: f"{bytes / 2**30:.2f} GiB" for old, bytes in found.items()}
