@@ -2,7 +2,7 @@
 
 transformer-engine chooses at the first forward, and where nothing is left that is a ValueError of a worker. The table
 here says it before, from a model's fields and the variables that switch kernels off, and is compared with
-transformer-engine's own choice by tests/cuda/test_backends.py. Sources: `get_attention_backend` and
+transformer-engine's own choice by tests/cuda/test_te.py. Sources: `get_attention_backend` and
 `attn_forward_func_with_cp` of its Python, and `nvte_get_fused_attn_backend` of its C++, 2.20. Micro-batches are packed
 ("thd"), without padding between sequences.
 """

@@ -2,7 +2,8 @@
 
 What must hold of each: it runs, nothing of the model or the optimizer is on the host, dtypes are as stated, and the host
 waits for the GPU where the ceilings say and nowhere else. What it takes of memory is what the same update takes for
-real, on CPUs. `python -m tests.cuda` prints the figures.
+real, on CPUs. `python -m tests.cuda` prints the figures. The local spec's attention, in training and in generation, takes
+memory in proportion to the length.
 """
 
 from __future__ import annotations
@@ -73,3 +74,33 @@ def test_what_the_host_reads_is_counted(worker):
         "backward": {"item": 1},
         "mixed": "Expected all tensors to be on the same device",
     }
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cp": 2}, {"cp": 2, "value_size": 64}, {"window": 128}, {"window": 4096, "cp": 2}, {"sinks": True},
+     {"sinks": True, "window": 128, "cp": 2}, {"sinks": True, "dtype": "float32"}, {"cp": 2, "dtype": "float32"}],
+    ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
+)  # fmt: skip
+def test_attentions_memory_grows_with_the_length(worker, options):
+    length = 2048 if "dtype" in options else 8192  # in fp32, blocks of 128 queries
+    short, long = (worker.call("tests.cuda.local_attention:peak", n, **options) for n in (length, 2 * length))
+    assert long < 2.1 * short, f"{short / 2**20:.0f} MiB at {length} tokens, {long / 2**20:.0f} MiB at {2 * length}"
+
+
+PREFILL = 4096  # rollout.prefill_tokens
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [({}, 0.3), ({"window": 4096}, 0.3), ({"sinks": True}, 0.3), ({"sinks": True, "window": 128}, 0.3),
+     ({"dtype": "float32"}, 2), ({"softcap": 30.0}, 3)],
+    ids=str,
+)  # fmt: skip
+def test_a_prompts_memory_is_bounded(worker, options, most):
+    """A prompt's attention takes memory in proportion to its length, after tokens that the cache has. most: GiB. Scores written out would be 8 GiB of bf16 after 28,672 tokens, a few times over."""
+    found = {old: worker.call("tests.cuda.generation:peak", PREFILL, old, **options) for old in (0, 28672)}
+    assert max(found.values()) < most * 2**30, {old: f"{bytes / 2**30:.2f} GiB" for old, bytes in found.items()}

@@ -1,4 +1,4 @@
-"""Which models transformer-engine's attention is said not to serve. Its own choice: tests/cuda/test_backends.py."""
+"""Which models transformer-engine's attention is said not to serve. Its own choice: tests/cuda/test_te.py."""
 
 import dataclasses
 import importlib.metadata
