@@ -1,5 +1,7 @@
 """transformer-engine, apex, flash-attn, DeepEP, vLLM: absent, broken, whole, and PyPI's apex, which is another program."""
 
+import shutil
+
 import pytest
 
 from mrl.doctor import gpu_packages
@@ -92,9 +94,12 @@ def test_whole_ones(site, torch):
     assert found["flash-attn-2"].what == "flash-attn 2 2.8.3 loads"
     assert found["vllm"].level == "note" and "tried with 0.32.0" in found["vllm"].what
     distribution(site, "transformer_engine", "2.17.0")
-    (site / "transformer_engine-2.20.9.dist-info" / "METADATA").unlink()
-    (site / "transformer_engine-2.20.9.dist-info").rmdir()
-    assert look()["transformer-engine"].level == "note"
+    distribution(site, "flash_attn", "2.8.3.post1")
+    for old in ("transformer_engine-2.20.9", "flash_attn-2.8.3"):
+        shutil.rmtree(site / f"{old}.dist-info")
+    found = look()
+    assert found["transformer-engine"].level == "note" and found["flash-attn-2"].level == "warning"
+    assert "leaves it out: it takes 2.1.1 to 2.8.3 (" in found["flash-attn-2"].what
 
 
 def test_nothing_is_looked_at_without_torch(site):
