@@ -28,10 +28,9 @@ CpCommunication = Literal["p2p", "a2a", "all_gather"]
 GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 """Compute capabilities of A100, L40S and RTX 4090, H100 and H200, B200, RTX 5090."""
 
-
 SWITCHES: Mapping[str, Kernel] = {
     "NVTE_FLASH_ATTN": "flash",
-    "NVTE_FLASH_ATTN_V2": "flash",  # since 2.18
+    "NVTE_FLASH_ATTN_V2": "flash",  # flash-attn 2 alone, since 2.18
     "NVTE_FUSED_ATTN": "fused",
     "NVTE_UNFUSED_ATTN": "unfused",
 }
@@ -72,10 +71,10 @@ class Gpu:
     def is_blackwell(self) -> bool:
         return self.capability is not None and self.capability >= (10, 0)
 
-    def has_off(self, kernel: Kernel) -> bool:
-        """Returns whether a variable switches a kernel off."""
+    def is_off(self, name: str) -> bool:
+        """Returns whether one of SWITCHES switches its kernel off: it is 0, and this transformer-engine reads it."""
         old = self.transformer_engine is not None and self.transformer_engine < V2_SWITCH
-        return any(SWITCHES[name] == kernel and not (name.endswith("_V2") and old) for name in self.switched_off)
+        return name in self.switched_off and not (name == "NVTE_FLASH_ATTN_V2" and old)
 
 
 def switched_off(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -173,7 +172,7 @@ def _some(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> set[Kernel]:
 def _in_the_way(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> list[str]:
     """Returns the variables that switch off what would serve it."""
     found = _some(attention, dataclasses.replace(gpu, switched_off=()), dtype)
-    return [name for name in gpu.switched_off if SWITCHES[name] in found and gpu.has_off(SWITCHES[name])]
+    return [name for name in SWITCHES if gpu.is_off(name) and SWITCHES[name] in found]
 
 
 def _flash_attn_to_install(gpu: Gpu) -> str:
@@ -206,12 +205,12 @@ def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel,
     if _without_cp_communication(attention, gpu) is not None:
         return ()
     found: dict[Kernel, bool] = {
-        "flash": _flash(attention, gpu, dtype),
-        "fused": _fused(attention, gpu, dtype),
+        "flash": _flash(attention, gpu, dtype) and not gpu.is_off("NVTE_FLASH_ATTN"),
+        "fused": _fused(attention, gpu, dtype) and not gpu.is_off("NVTE_FUSED_ATTN"),
         # materialises the scores; every generation and type has it, and context parallelism has not
-        "unfused": attention.cp == 1,
+        "unfused": attention.cp == 1 and not gpu.is_off("NVTE_UNFUSED_ATTN"),
     }
-    return tuple(kernel for kernel, serves in found.items() if serves and not gpu.has_off(kernel))
+    return tuple(kernel for kernel, serves in found.items() if serves)
 
 
 def _without_cp_communication(attention: Attention, gpu: Gpu) -> str | None:
@@ -241,6 +240,7 @@ def _flash(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> bool:
     bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
     second = (
         (gpu.flash_attn is None or bounds.take(gpu.flash_attn))
+        and not gpu.is_off("NVTE_FLASH_ATTN_V2")
         and gpu.capability >= (8, 0)
         and size <= (256 if gpu.capability in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192)
     )

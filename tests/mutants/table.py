@@ -339,9 +339,9 @@ ON_GPUS = (
         "mcore_models/test_te_limits.py",
         ("not any(n % self.cp or n % 2 for n in", "not any(n % self.cp for n in"),
         ("number // 100 % 100", "number // 1000 % 10"),
-        ("if serves and not gpu.has_off(kernel)", "if serves"),
+        (' and not gpu.is_off("NVTE_FUSED_ATTN")', ""),
         ("self.transformer_engine < V2_SWITCH", "self.transformer_engine <= V2_SWITCH"),
-        ("if SWITCHES[name] in found and", "if"),
+        ("gpu.is_off(name) and SWITCHES[name] in found", "gpu.is_off(name)"),
         ("3 in gpu.newer_flash_attn and gpu.capability == (9, 0)", "3 in gpu.newer_flash_attn"),
     ),
     *_of(
