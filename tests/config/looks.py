@@ -76,7 +76,7 @@ def ends(run: Run) -> list[tuple[int, int]]:
 
 def layer_spec(run: Run) -> str | None:
     """What the run says that its layers are made of, and why."""
-    found = re.search(r"^engine\.layer_spec: (.*)$", run.said, re.MULTILINE)
+    found = re.search(r"^engine\.layer_spec: ([^;\n]*)", run.said, re.MULTILINE)
     return found and found[1]
 
 

@@ -123,8 +123,7 @@ ENGINE = [
     Row(
         "engine.layer_spec", looks.layer_spec,
         [
-            (DEFAULT, "local (torch sees no GPU; with one and transformer-engine it is local too: transformer-engine is not taken, "
-                "as its attention is the unfused one, whose memory grows with the square of a row)",),
+            (DEFAULT, "local (torch sees no GPU"),
             ("local", "local (as configured)"), ("te", Refusal("ConfigError", "engine.layer_spec: ")),
         ] if HERE == "cpu" else [("local", "local (as configured)")],
         on=MEGATRON,
