@@ -95,8 +95,8 @@ def document_attention(
         scoring = dataclasses.replace(scoring, sinks=ulysses.own_heads(s_aux))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        chunks = zip(*(t.split(mask.chunk or max(1, t.shape[2]), dim=2) for t in (q, k, v)), strict=True)
-        outs = [causal_attention(*chunk, scoring, dropout=dropout) for chunk in chunks]
+        chunks = (t.split(mask.chunk or max(1, t.shape[2]), dim=2) for t in (q, k, v))
+        outs = [causal_attention(a, b, c, scoring, dropout=dropout) for a, b, c in zip(*chunks, strict=True)]
         return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)).transpose(1, 2)
 
     def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
