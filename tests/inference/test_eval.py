@@ -12,6 +12,7 @@ import yaml
 from mrl import metrics
 from mrl.inference import results
 from mrl.inference.statistics import mcnemar, wilson
+from mrl.inference.tasks import merged, read_task
 from tests.data.tiny_tokenizers import write_jsonl
 from tests.engine.harness import run_case
 from tests.inference.cases import line_of, mrl, refusal
@@ -127,8 +128,9 @@ def test_what_a_result_says(inputs, tmp_path):
     (inputs / "task.yaml").write_text(yaml.safe_dump(task))
     same = json.loads(mrl("eval", "run", "task.yaml", "--json", cwd=inputs).out)
     assert (same["task"], same["rows"]) == ("sums", found["rows"])
-    other = json.loads(mrl("eval", "run", "task.yaml", "--json", "--limit", 2, "--samples", 2, cwd=inputs).out)
-    assert (other["samples"], len(other["rows"])) == (2, 2)
+    over = merged(read_task(str(inputs / "task.yaml")), {"rollout": {"samples_per_prompt": 2}}, "gsm8k")
+    assert over["rollout"] == {"max_new_tokens": 8, "samples_per_prompt": 2}, "options over the task"
+    assert over["rewards"] == {"functions": [{"name": "gsm8k"}]} and over["data"]["eval"] == "questions.jsonl"
 
 
 def test_two_models_are_compared_in_pairs(inputs, tmp_path):
@@ -142,7 +144,7 @@ def test_two_models_are_compared_in_pairs(inputs, tmp_path):
     assert measure["p"] == mcnemar(first, second) and measure["test"] == "McNemar's exact test"
     assert measure["low"] <= measure["difference"] <= measure["high"] and first != second
     assert evaluate(inputs, "run", "rows.jsonl", "--against", "model")["comparison"] == found["comparison"]
-    text = mrl("eval", "run", "rows.jsonl", *ASK, "--reward", "reward.py:even", "--against", out, cwd=inputs).out
+    text = results.table(found, base, found["comparison"])
     assert (
         "A: run (float32)\nB: model (float32)\n" in text
         and f"of {ROWS} prompts that both have, A is better on " in text
@@ -161,7 +163,7 @@ def test_numbers_between_0_and_1(inputs):
 
 
 def test_faults_of_a_reward(inputs):
-    stopped = mrl("eval", "run", "rows.jsonl", *ASK, "--reward", "reward.py:broken", cwd=inputs)
+    stopped = mrl("eval", "run", "rows.jsonl", *ASK, "--reward", "reward.py:broken", "rewards.workers=1", cwd=inputs)
     assert stopped.code == 2 and "a judge that is down" in stopped.err
     found = evaluate(inputs, "run", "rows.jsonl", "rewards.on_error=zero", reward="reward.py:broken")
     assert found["faults"] == ROWS and found["measures"]["accuracy"]["value"] == 0
