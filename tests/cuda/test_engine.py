@@ -13,14 +13,17 @@ import re
 
 import pytest
 
-from tests.cuda.cases import CORNERS, DENSE, MOE, OF_EACH_FAMILY, PRODUCT, Case, ceilings
+from tests.cuda.cases import CORNERS, DENSE, LATENT, MOE, OF_EACH_FAMILY, PRODUCT, Case, ceilings
 from tests.engine import harness
 from tests.tiers import slow_but
 
 ALL = [*OF_EACH_FAMILY, *CORNERS, *(case for case in PRODUCT if case not in OF_EACH_FAMILY)]
 
 
-@pytest.mark.parametrize("case", slow_but([*OF_EACH_FAMILY, CORNERS[0]], ALL), ids=str)
+FAST = [*(case for case in OF_EACH_FAMILY if case.model != LATENT), CORNERS[0]]  # the corner is of that family
+
+
+@pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
 def test_a_rank_makes_an_update(worker, case):
     result = worker.call("tests.cuda.run:run", case)
     for kind, found in result.tensors.items():
@@ -82,11 +85,11 @@ def test_what_the_host_reads_is_counted(worker):
 @pytest.mark.parametrize(
     "options",
     [{"cp": 2}, {"cp": 2, "value_size": 64}, {"window": 128}, {"window": 4096, "cp": 2}, {"sinks": True},
-     {"sinks": True, "window": 128, "cp": 2}, {"sinks": True, "dtype": "float32"}, {"cp": 2, "dtype": "float32"}],
+     {"sinks": True, "window": 128, "cp": 2}, {"cp": 2, "dtype": "float32"}],
     ids=lambda options: " ".join(f"{name} {value}" for name, value in options.items()),
 )  # fmt: skip
 def test_attentions_memory_grows_with_the_length(worker, options):
-    length = 1024 if "dtype" in options else 8192  # in fp32, blocks of 128 queries
+    length = 2048 if "dtype" in options else 8192  # in fp32, blocks of 128 queries
     short, long = (worker.call("tests.cuda.local_attention:peak", n, **options) for n in (length, 2 * length))
     assert long < 2.1 * short, f"{short / 2**20:.0f} MiB at {length} tokens, {long / 2**20:.0f} MiB at {2 * length}"
 
