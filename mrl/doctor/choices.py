@@ -57,8 +57,9 @@ def answers() -> Iterator[Mapping[str, Any]]:
     yield {"rows": found}
     from mrl.mcore_models import cpu_stand_in
 
+    yield {"megatron": "begun"}
     cpu_stand_in.prepare()
-    yield {"megatron": True}
+    yield {"megatron": "loads"}
     yield {"modules": modules(found)}
     from mrl.engine.megatron import optim
 
@@ -105,11 +106,12 @@ def rows() -> list[dict[str, Any]]:
 
 
 def _te_kernels(attention: Any, gpu: Any) -> list[str]:
+    """The one that transformer-engine takes of those that serve."""
     import torch
 
     from mrl.mcore_models.te_limits import kernels
 
-    return [] if gpu.capability is None else list(kernels(attention, gpu, torch.bfloat16))
+    return [] if gpu.capability is None else list(kernels(attention, gpu, torch.bfloat16)[:1])
 
 
 def _local_kernels(attention: Any) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mrl
@@ -16,6 +16,7 @@ from mrl.doctor import (
     clocks,
     cluster,
     collectives,
+    compilers,
     disks,
     gpu_packages,
     gpus,
@@ -77,18 +78,18 @@ def examine(*, with_collectives: bool = False) -> Report:
         asked_imports, asked_choices = pool.submit(imports, packages.steps()), pool.submit(used.choices)
         optional = gpu_packages.present()
         asked_optional = pool.submit(imports, gpu_packages.steps(optional)) if optional else None
-        smi = pool.submit(gpus.smi)
+        smi, c, cpp = map(pool.submit, (gpus.smi, compilers.c_compiler, compilers.cpp_compiler))
         clock, slurm, containers = (
             pool.submit(_all(look)) for look in (clocks.section, cluster.slurm, cluster.containers)
         )
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
-        gpu, megatron = gpus.has_gpu(found, facts), choices.megatron_fault if torch else None
+        gpu, megatron = gpus.has_gpu(found, facts), choices.imported_megatron if torch else Imported(blocked_by="torch")
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
-            _section("Packages for GPUs and rollouts", lambda: gpu_packages.section(loaded, gpu=gpu)),
+            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c.result(), cpp.result(), gpu=gpu)),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),
@@ -104,6 +105,13 @@ def examine(*, with_collectives: bool = False) -> Report:
 
 def _all(look: Callable[[], Iterable[Finding]]) -> Callable[[], list[Finding]]:
     return lambda: list(look())
+
+
+def _for_gpus(
+    loaded: Mapping[str, Imported], c: compilers.Compiler, cpp: compilers.Compiler, *, gpu: bool
+) -> Iterator[Finding]:
+    yield from gpu_packages.section(loaded, gpu=gpu)
+    yield from compilers.section(c, cpp, gpu=gpu)
 
 
 def _collectives(facts: Imported, torch: bool) -> Iterable[Finding]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
@@ -38,7 +39,7 @@ PACKAGES: Sequence[OptionalPackage] = (
 
 def present() -> list[OptionalPackage]:
     """Returns those of PACKAGES that Python finds; none is imported for it."""
-    return [package for package in PACKAGES if _is_found(package.module)]
+    return [package for package in PACKAGES if _is_found(package.module) and _folder(package.module) is None]
 
 
 def _is_found(module: str) -> bool:
@@ -46,6 +47,11 @@ def _is_found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError, AttributeError):  # finders that packages install raise what they like
         return False
+
+
+def _folder(module: str) -> pathlib.Path | None:
+    """Returns the folder of that name on the import path that is no package."""
+    return optional.mere_folder(module) if _is_found(module) else None
 
 
 def steps(here: Sequence[OptionalPackage]) -> list[Step]:
@@ -61,13 +67,20 @@ def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]
         name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
         have = f"{package.name} {_version(package)}".strip()
         if found is None:
-            yield _absent(package.module, name, gpu=gpu, te=te)
-        elif package.module == "apex" and optional.is_another_apex():
-            yield _other_apex(name, have)
+            absent = _absent(package.module, name, gpu=gpu, te=te)
+            yield dataclasses.replace(absent, what=absent.what + _of_folder(package.module))
+        elif package.module == "apex" and (whose := optional.whose_apex()) != "NVIDIA's":
+            yield _other_apex(name, have, whose)
         elif found.blocked_by is not None:
             yield note(name, f"{have} was not looked at, as {found.blocked_by} does not load")
         elif found.error is not None:
-            yield _broken(package.module, name, f"{have} does not load ({found.error}){hint(found.error)}", gpu=gpu)
+            what = f"{have} does not load ({found.error}){hint(found.error)}"
+            if found.ends_process and gpu and package.module in optional.MODULES:
+                # a run tries it before it knows that it does not load, whatever engine.layer_spec is
+                fix = "uninstall it, or install it as docs/gpu.md says"
+                yield fault(name, f"{what}: so it does to every run that sees a GPU", fix)
+            else:
+                yield _broken(package.module, name, what, gpu=gpu)
         else:
             yield _works(package.module, name, have, _version(package), te=te, gpu=gpu)
 
@@ -82,11 +95,25 @@ def _version(package: OptionalPackage) -> str:
     return ""
 
 
-def _other_apex(name: str, have: str) -> Finding:
-    what = f"{have} is PyPI's package of that name, for the web framework Pyramid, and not NVIDIA's: mrl hides it from "
-    what += "megatron-core, which takes whatever is called apex"
-    fix = "pip uninstall apex; NVIDIA's is built from its source, and of no use beside transformer-engine (docs/gpu.md)"
-    return warning(name, what, fix)
+def _of_folder(module: str) -> str:
+    """Returns what is to be said of a folder that has a package's name and is none; mostly nothing."""
+    folder = _folder(module)
+    if folder is None:
+        return ""
+    if (folder / module / "__init__.py").exists():
+        return f" ({folder} is its source, which is not installed)"
+    return f" ({folder} is a folder of that name and no package)"
+
+
+def _other_apex(name: str, have: str, whose: optional.Apex) -> Finding:
+    hides = "and not NVIDIA's: mrl hides it from megatron-core, which takes whatever is called apex"
+    nvidias = "NVIDIA's is built from its source, and of no use beside transformer-engine (docs/gpu.md)"
+    if whose == "PyPI's":
+        what = f"{have} is PyPI's package of that name, for the web framework Pyramid, {hides}"
+        return warning(name, what, f"pip uninstall apex; {nvidias}")
+    spec = importlib.util.find_spec("apex")
+    what = f"apex at {spec.origin if spec is not None else '?'} is a package of that name, {hides}"
+    return warning(name, what, f"rename it, or take its folder out of PYTHONPATH; {nvidias}")
 
 
 def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:

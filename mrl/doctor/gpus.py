@@ -135,7 +135,9 @@ def _memory(mebibytes: str) -> str:
 
 
 def _seen(found: Smi, torch: Mapping[str, Any], environment: Mapping[str, str]) -> Finding:
-    here, seen = len(found.gpus), torch["count"]
+    here, seen, mig = len(found.gpus), torch["count"], any(_has_mig(gpu) for gpu in found.gpus)
+    if seen and (mig or seen > here):  # CUDA counts instances, of which it shows a process one or all
+        return note("gpu.seen", f"torch sees {count(seen, 'device')} of {count(here, 'GPU')}: MIG instances count")
     if seen == here:
         return ok("gpu.seen", f"torch sees {count(seen, 'GPU')}")
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
@@ -146,11 +148,18 @@ def _seen(found: Smi, torch: Mapping[str, Any], environment: Mapping[str, str]) 
     if chosen is not None:
         what += f", as CUDA_VISIBLE_DEVICES is {chosen!r}"
         return note("gpu.seen", what) if seen else warning("gpu.seen", what, "unset it to compute on them")
+    if mig:
+        fix = "make instances (`nvidia-smi mig -cgi ... -C`) or switch MIG off (`nvidia-smi -mig 0`), as administrator"
+        return fault("gpu.seen", f"{what}: MIG is on, and no instance is given to this process", fix)
     why = next(iter([*torch["errors"].values(), *torch["warnings"]]), "it does not say why")
     if found.cuda:
         why += f"; it is built for CUDA {torch['cuda']}, and the driver serves up to {found.cuda}"
     fix = "update the driver (CUDA 13 needs R580), or install a torch for the CUDA that the driver serves"
     return fault("gpu.seen", f"{what} ({why})", fix)
+
+
+def _has_mig(gpu: Mapping[str, str]) -> bool:
+    return gpu.get("mig.mode.current") == "Enabled"
 
 
 def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
@@ -167,7 +176,7 @@ def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
     if gpu.get("clocks_throttle_reasons.hw_slowdown") == "Active":
         what = f"GPU {number}: its clocks are slowed down for heat or power, and every run on it"
         yield warning(f"{name}.clocks", what, "see `nvidia-smi -q -d PERFORMANCE`; look after its cooling and power")
-    if gpu.get("mig.mode.current") == "Enabled":
+    if _has_mig(gpu):
         what = f"GPU {number} is cut into MIG instances, between which NCCL does not work"
         fix = "run one process on an instance, or have an administrator switch MIG off (`nvidia-smi -mig 0`)"
         yield warning(f"{name}.mig", what, fix)

@@ -32,6 +32,7 @@ class Imported:
     """What became of a step."""
 
     error: str | None = None  # in words; None where it went well
+    ends_process: bool = False  # with it the process that imports it, or it never comes back
     blocked_by: str | None = None  # the step that it needs, which went wrong; it was not tried
     version: str | None = None
     file: str | None = None
@@ -66,7 +67,7 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imp
                 name = entry.pop("name")
                 done[name] = Imported(**entry)
         if begun is not None:
-            done[begun] = Imported(error=_ended(answer, limit_s))
+            done[begun] = Imported(error=ended(answer, limit_s), ends_process=True)
             hidden += [module.partition(".")[0] for step in left if step.name == begun for module in step.modules[:1]]
         elif answer.code is None or left[0].name not in done:
             error = f"Python does not start for it ({answer.said})"
@@ -74,7 +75,8 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imp
     return done
 
 
-def _ended(answer: Answer, limit_s: float) -> str:
+def ended(answer: Answer, limit_s: float) -> str:
+    """Returns in words how an import ended the process that tried it."""
     if answer.code is None or answer.code == -signal.SIGALRM:
         return f"its import is not done after {limit_s:g} s"
     words = re.sub(r"(?s)Fatal Python error.*|Current thread.*", "", answer.err).strip().splitlines()

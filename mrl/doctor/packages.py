@@ -41,27 +41,30 @@ def steps() -> list[Step]:
     return made
 
 
-def section(imported: Mapping[str, Imported], megatron: str | None) -> Iterator[Finding]:
-    """megatron: why megatron-core cannot be used; None where it can, or where nothing could be told without torch."""
+def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Finding]:
+    """megatron: what became of megatron-core, imported with what stands in for GPUs."""
     yield _python()
     yield _mrl()
     have, wanted = installed(), known.versions(known.this_python())
-    errors = {package.name: imported[package.name].error for package in known.NEEDED}
-    errors[known.MEGATRON] = NO_MEGATRON if megatron is None and known.MEGATRON not in have else megatron
+    if megatron.blocked_by is not None and known.MEGATRON not in have:
+        megatron = Imported(error=NO_MEGATRON)
+    imported = {**imported, known.MEGATRON: megatron}
+    errors = {package.name: imported[package.name].error for package in (*known.NEEDED, MEGATRON)}
     absent = [name for name, error in errors.items() if error is not None and _is_absent(name, error, have)]
     if len(absent) > MANY:
         yield _nothing_installed(absent)
     loaded: dict[str, str] = {}  # package -> version
     for package in (*known.NEEDED, MEGATRON):
         name, error = package.name, errors[package.name]
-        found = (
-            imported[name] if name in imported else Imported(blocked_by=None if imported["torch"].works else "torch")
-        )
+        found = imported[name]
         if error is not None and not (name in absent and len(absent) > MANY):
             yield _broken(package, error, have, wanted)
         if error is None and found.blocked_by is None:
             yield from _misplaced(package, found, have)
             loaded[name] = have.get(name) or found.version or UNKNOWN
+        if found.blocked_by not in (None, "torch"):
+            what = f"{name} {have[name]} was not looked at, as {found.blocked_by} cannot be told"
+            yield note(f"package.{name}", what, version=have[name])
         if name == "torch" and found.works:
             yield from _torch(imported[FACTS])
     yield from _slow(imported)

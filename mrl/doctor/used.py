@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mrl.doctor.ask import json_lines, python
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-
-LIMIT_S = 300.0
-"""megatron-core and torch take a minute to import from a slow file server."""
+from mrl.doctor.imports import LIMIT_S, START_S, Imported, ended
 
 TITLE = "What a run will use: engine.layer_spec auto, bfloat16 (of your model: mrl sft CONFIG --dry-run)"
 
@@ -28,25 +26,32 @@ class Choices:
     joined: Mapping[str, Any] | None = None
     device: str | None = None
     rows: Sequence[Mapping[str, Any]] = ()
-    megatron: bool = False  # megatron-core is imported
+    megatron: Literal["begun", "loads"] | None = None  # how far its import is; None where it was not come to
     modules: Sequence[Mapping[str, Any] | None] = ()  # of each row
     optimizer: Mapping[str, str] = dataclasses.field(default_factory=dict)
     error: str | None = None  # what ended it, in words
 
     @property
-    def megatron_fault(self) -> str | None:
-        """Why megatron-core cannot be imported; None where it can, or where it was not come to."""
-        return self.error if self.rows and not self.megatron else None
+    def imported_megatron(self) -> Imported:
+        """What became of megatron-core, which nothing else imports."""
+        if self.megatron == "loads":
+            return Imported()
+        return Imported(error=self.error) if self.megatron == "begun" else Imported(blocked_by=UNTOLD)
 
 
-def choices(limit_s: float = LIMIT_S) -> Choices:
+UNTOLD = "what a run will use"
+"""Blocks megatron-core where the process did not come to it."""
+
+
+def choices(limit_s: float = START_S + LIMIT_S) -> Choices:
     """Asks choices.py."""
     answer = python("-m", "mrl.doctor.choices", limit_s=limit_s)
     found: dict[str, Any] = {}
     for entry in json_lines(answer.out):
         found |= entry
     if "optimizer" not in found and "error" not in found:
-        found["error"] = f"the process that looked {answer.said}"
+        begun = found.get("megatron") == "begun"
+        found["error"] = ended(answer, limit_s) if begun else f"the process that looked {answer.said}"
     return Choices(**found)
 
 
@@ -94,7 +99,7 @@ def _findings(found: Choices) -> Iterator[Finding]:
     if found.optimizer:
         optimizer, norm = found.optimizer["optimizer"], found.optimizer["norm"]
         yield ok("used.optimizer", f"AdamW: {optimizer}; norms of gradients: {norm}", **found.optimizer)
-    elif found.megatron:
+    elif found.megatron == "loads":
         what = f"megatron-core loads, and what it makes layers of cannot be told ({found.error})"
         yield warning("used.modules", what, report)
     yield ok("used.fsdp", "engine.backend: fsdp uses torch's scaled_dot_product_attention and AdamW, and none of these")

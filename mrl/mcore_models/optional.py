@@ -12,6 +12,7 @@ import importlib.util
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from packaging.version import Version
 
@@ -71,7 +72,7 @@ def flash_attn_bounds(transformer_engine: Version | None, *, blackwell: bool) ->
 def fault_of(package: str) -> str | None:
     """Returns why a package of `MODULES` cannot be used; None where it can. It is found by importing it: the package
     may lack its extension for torch, or be built for another torch or CUDA."""
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(package) is None or mere_folder(package) is not None:
         return ABSENT
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -82,11 +83,26 @@ def fault_of(package: str) -> str | None:
     return None
 
 
-def is_another_apex() -> bool:
-    """Returns whether what is installed as apex is not NVIDIA's: PyPI has another program of that name, for the web
-    framework Pyramid. NVIDIA's has the folder `multi_tensor_apply` however it was built."""
+def mere_folder(package: str) -> pathlib.Path | None:
+    """Returns the folder that Python takes for a package though it has no __init__.py, as a clone of a repository in
+    the current folder; None where the package is one, or nothing of that name is found."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is not None:
+        return None
+    return next((pathlib.Path(folder) for folder in spec.submodule_search_locations or ()), None)
+
+
+Apex = Literal["NVIDIA's", "PyPI's", "another"]
+
+
+def whose_apex() -> Apex:
+    """Returns whose the package is that Python finds as apex, by its files: NVIDIA's has the folder multi_tensor_apply
+    however it was built, and PyPI's is for the web framework Pyramid, which it imports first of all."""
     spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return False
+    assert spec is not None, "apex is not installed"
     folders = [pathlib.Path(folder) for folder in spec.submodule_search_locations or ()]
-    return not any((folder / f"multi_tensor_apply{end}").exists() for folder in folders for end in ("", ".py"))
+    if any((folder / f"multi_tensor_apply{end}").exists() for folder in folders for end in ("", ".py")):
+        return "NVIDIA's"
+    first = pathlib.Path(spec.origin or "")
+    is_pypis = first.is_file() and b"pyramid" in first.read_bytes()
+    return "PyPI's" if is_pypis else "another"

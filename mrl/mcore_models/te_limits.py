@@ -200,13 +200,17 @@ def te_slows(
 
 
 def kernels(attention: Attention, gpu: Gpu, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """Returns the kernels that serve it on a GPU of known generation."""
+    """Returns the kernels that serve it on a GPU of known generation; transformer-engine takes the first.
+
+    It prefers cuDNN's to flash-attn on H100 and later ("FusedAttention preference on Hopper+"), and on older ones
+    cuDNN's serves no packed sequences.
+    """
     assert gpu.capability is not None
     if _without_cp_communication(attention, gpu) is not None:
         return ()
     found: dict[Kernel, bool] = {
-        "flash": _flash(attention, gpu, dtype) and not gpu.is_off("NVTE_FLASH_ATTN"),
         "fused": _fused(attention, gpu, dtype) and not gpu.is_off("NVTE_FUSED_ATTN"),
+        "flash": _flash(attention, gpu, dtype) and not gpu.is_off("NVTE_FLASH_ATTN"),
         # materialises the scores; every generation and type has it, and context parallelism has not
         "unfused": attention.cp == 1 and not gpu.is_off("NVTE_UNFUSED_ATTN"),
     }

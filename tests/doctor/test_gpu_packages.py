@@ -6,6 +6,7 @@ import pytest
 
 from mrl.doctor import gpu_packages
 from mrl.doctor.imports import imports
+from mrl.mcore_models import optional
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
 
@@ -31,6 +32,27 @@ def test_absent_ones_cost_what_they_cost():
     assert "no grouped GEMM" in on_gpu["transformer-engine"].what and "mrl[gpu]" in on_gpu["transformer-engine"].fix
     assert {finding.level for finding in on_cpu.values()} == {"note"}
     assert "nothing is lost" in on_gpu["apex"].what and "all-to-all" in on_gpu["deepep"].what
+
+
+def test_folders_of_a_packages_name_are_no_packages(site, torch):
+    """A clone that was not installed, or anything else that a folder holds: Python imports it as a namespace."""
+    package(site / "apex", "apex")
+    (site / "vllm").mkdir()
+    (site / "transformer_engine" / "pytorch").mkdir(parents=True)
+    found = look()
+    assert found["apex"].level == "note"
+    assert found["apex"].what.startswith("apex (NVIDIA's) is not installed") and "PyPI" not in found["apex"].what
+    assert found["apex"].what.endswith(f"({site}/apex is its source, which is not installed)")
+    assert found["vllm"].what.endswith(f"({site}/vllm is a folder of that name and no package)")
+    assert found["transformer-engine"].level == "warning" and "no package)" in found["transformer-engine"].what
+    assert optional.fault_of("apex") == optional.fault_of("transformer_engine") == optional.ABSENT
+
+
+def test_an_apex_that_is_neither_is_named_by_its_place(site, torch):
+    package(site, "apex", "def climb(): ...")
+    found = look()["apex"]
+    assert found.level == "warning" and found.what.startswith(f"apex at {site}/apex/__init__.py is a package of that")
+    assert "PyPI" not in found.what and "rename it" in found.fix
 
 
 def test_pypis_apex_is_told_from_nvidias(site, torch):
@@ -65,10 +87,13 @@ def test_broken_ones_are_named_and_the_others_looked_at(site, torch, kind):
     package(site, "vllm", "__version__ = '1'")
     distribution(site, "vllm", "0.32.0+cpu")
     found = look()
-    assert found["transformer-engine"].level == "fault" and "engine.layer_spec=local" in found["transformer-engine"].fix
+    assert found["transformer-engine"].level == "fault"
     assert {found[name].level for name in ("flash-attn-2", "flash-attn-3")} == {"warning"}
     assert found["deepep"].level == "note" and says.split(")")[0] in found["deepep"].what
     assert found["vllm"].level == "ok" and found["vllm"].what == "vLLM 0.32.0+cpu loads"
+    assert ("engine.layer_spec=local" in found["transformer-engine"].fix) == (kind == "OSError")
+    if kind == "abort":
+        assert "every run that sees a GPU" in found["transformer-engine"].what, "also one of engine.layer_spec local"
     without_gpu = look(gpu=False)
     assert (
         without_gpu["transformer-engine"].level == "note"

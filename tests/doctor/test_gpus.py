@@ -119,6 +119,22 @@ def test_some_of_them_by_choice(programs):
     assert look(environment={"CUDA_VISIBLE_DEVICES": "0,1"})[0]["gpu.seen"].level == "note"
 
 
+@pytest.mark.parametrize(
+    "seen, extra, level, says",
+    [
+        (4, ["Enabled, 0, Not Active", "Disabled, 0, Not Active"], "note", "torch sees 4 devices of 2 GPUs: MIG instances count"),
+        (2, ["Enabled, 0, Not Active"] * 2, "note", "torch sees 2 devices of 2 GPUs"),
+        (1, ["Enabled, 0, Not Active"] * 2, "note", "torch sees 1 device of 2 GPUs"),
+        (3, None, "note", "torch sees 3 devices of 2 GPUs"),
+        (0, ["Enabled, 0, Not Active"] * 2, "fault", "torch sees 0 of 2 GPUs: MIG is on, and no instance"),
+    ],
+)  # fmt: skip
+def test_instances_of_gpus_are_no_gpus(programs, seen, extra, level, says):
+    smi(programs, [H100.format(i, 4) for i in range(2)], extra=extra)
+    found, _ = look(TORCH | {"count": seen, "gpus": TORCH["gpus"][:1] * seen})
+    assert (found["gpu.seen"].level, says in found["gpu.seen"].what) == (level, True), found["gpu.seen"]
+
+
 def test_what_torch_tried_on_them(programs):
     smi(programs, [H100.format(i, 4) for i in range(2)])
     old = {"name": "Tesla V100", "capability": [7, 0], "free": 1, "total": 2}

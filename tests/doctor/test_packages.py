@@ -38,7 +38,7 @@ def alone(monkeypatch, request):
         monkeypatch.setattr(packages, "_requires", lambda name: [])
 
 
-def said(megatron=None, **changes):
+def said(megatron=Imported(), **changes):
     return by_name(packages.section(imported(**changes), megatron))
 
 
@@ -72,7 +72,8 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: have)
     broken = Imported(error="OSError: libcudart.so.12: cannot open shared object file")
     gone = Imported(error="ModuleNotFoundError: No module named 'jinja2'")
-    found = said(jinja2=gone, wandb=broken, torch=broken, torch_facts=Imported(blocked_by="torch"))
+    blocked = Imported(blocked_by="torch")
+    found = said(blocked, jinja2=gone, wandb=broken, torch=broken, torch_facts=blocked)
     assert found["package.jinja2"].what == "jinja2 is not installed: no chat template is rendered"
     assert found["package.jinja2"].fix == f"pip install 'jinja2=={HERE['jinja2']}'"
     torch = found["package.torch"]
@@ -86,13 +87,27 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
 
 def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda: {n: v for n, v in HERE.items() if n != known.MEGATRON})
-    absent = said()["package.megatron-core"]
-    assert absent.level == "fault" and absent.what.startswith(
-        "megatron-core is not installed: engine.backend: megatron"
-    )
+    name = "package.megatron-core"
+    for came_to in (Imported(error="ModuleNotFoundError: No module named 'megatron'"), Imported(blocked_by="torch")):
+        absent = said(came_to)[name]
+        assert absent.level == "fault"
+        assert absent.what.startswith("megatron-core is not installed: engine.backend: megatron")
+    assert name not in said() and "megatron-core of an unknown version" in said()["packages"].what, "not by pip, but here"
     monkeypatch.setattr(packages, "installed", lambda: HERE)
-    broken = said("ImportError: cannot import name 'x'")["package.megatron-core"]
-    assert broken.level == "fault" and f"megatron-core {HERE[known.MEGATRON]} does not load (ImportError" in broken.what
+    found = said(Imported(error="ImportError: cannot import name 'x'"))
+    assert found[name].level == "fault" and "megatron-core" not in found["packages"].what
+    assert f"megatron-core {HERE[known.MEGATRON]} does not load (ImportError" in found[name].what
+
+
+def test_megatron_core_that_was_not_come_to_is_not_listed_as_loading(monkeypatch):
+    monkeypatch.setattr(packages, "installed", lambda: HERE)
+    found = said(Imported(blocked_by="what a run will use"))
+    assert "megatron-core" not in found["packages"].what and "megatron-core" not in found["packages"].data
+    assert found["package.megatron-core"].what == (
+        f"megatron-core {HERE[known.MEGATRON]} was not looked at, as what a run will use cannot be told"
+    )
+    torch = said(Imported(blocked_by="torch"), torch=Imported(error="x"), torch_facts=Imported(blocked_by="torch"))
+    assert not [name for name in torch if name.startswith("package.megatron")], "the fault of torch says it"
 
 
 def test_other_versions_than_the_known(monkeypatch):

@@ -13,7 +13,7 @@ from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limi
 from mrl.mcore_models.optional import NOT_THERE
 from mrl.mcore_models.te_limits import Gpu
 from tests.doctor.conftest import by_name
-from tests.doctor.machines import package
+from tests.doctor.machines import SEGFAULTS, package
 
 DENSE, EXPERTS, SINKS, LATENT = MODELS
 A100, H100 = (
@@ -42,7 +42,7 @@ def rows():
 
 
 def words(found):
-    return by_name(used.section(used.Choices(rows=tuple(found.values()), megatron=True, error="x"), torch_works=True))
+    return by_name(used.section(used.Choices(rows=tuple(found.values()), megatron="loads", error="x"), torch_works=True))
 
 
 def test_without_a_gpu_all_is_local(machine):
@@ -61,20 +61,18 @@ def test_on_a_gpu_it_is_what_the_tables_of_limits_say(machine):
     machine(H100)
     found = rows()
     assert {row["spec"] for row in found.values()} == {"te"}
-    assert found[DENSE, 1]["attention"] == ["flash", "fused", "unfused"] and found[DENSE, 2]["attention"] == [
-        "flash",
-        "fused",
-    ]
-    assert found[SINKS, 1]["attention"] == ["fused", "unfused"]
+    assert {row["attention"][0] for row in found.values()} == {"fused"}, "of all that serve, what is taken"
     assert [found[model, 2]["cp_communication"] for model in (DENSE, SINKS)] == ["p2p", "a2a"]
     assert words(found)["used.spec"].level == "ok"
     table = used.table(used.Choices(rows=tuple(found.values())))
-    assert table[1][:4] == [DENSE, "1", "te", "flash-attn 2, cuDNN (fused), unfused"]
-    assert table[2][:4] == ["", "2 or more", "te", "flash-attn 2, cuDNN (fused) by p2p"]
+    assert table[1][:4] == [DENSE, "1", "te", "cuDNN (fused)"]
+    assert table[2][:4] == ["", "2 or more", "te", "cuDNN (fused) by p2p"]
     assert len({len(row) for row in table}) == 1
 
 
 def test_a100_without_flash_attn_takes_the_local_spec(machine):
+    machine(A100)
+    assert {row["attention"][0] for row in rows().values() if row["model"] in (DENSE, LATENT)} == {"flash"}
     machine(dataclasses.replace(A100, flash_attn=NOT_THERE))
     found = rows()
     assert found[DENSE, 1]["spec"] == "local" and "attention is the unfused one" in found[DENSE, 1]["why"]
@@ -163,18 +161,30 @@ def test_a_process_that_breaks_says_how_far_it_came(site, torch_text, says):
     """It is not come to megatron-core: that is not blamed."""
     package(site, "torch", torch_text)
     found = used.choices()
-    assert says in found.error and found.megatron_fault is None and not found.rows
+    assert says in found.error and not found.rows
+    assert found.imported_megatron.error is None and found.imported_megatron.blocked_by == used.UNTOLD
     assert by_name(used.section(found, torch_works=True))["used"].level == "fault"
     assert by_name(used.section(found, torch_works=False))["used"].level == "note"
 
 
-def test_a_megatron_that_does_not_load_is_blamed():
-    found = used.Choices(rows=({"model": DENSE, "cp": 1, "spec": "local", "why": "x", "attention": ["sdpa"], "cp_communication": None},),
-                         error="ImportError: cannot import name 'y'")  # fmt: skip
-    assert found.megatron_fault == "ImportError: cannot import name 'y'"
-    assert dataclasses.replace(found, megatron=True, error=None).megatron_fault is None
-    half = by_name(used.section(dataclasses.replace(found, megatron=True), torch_works=True))
-    assert half["used.modules"].level == "warning" and "used.optimizer" not in half
+MEGATRONS = {
+    # how it breaks: what is in megatron/core, and what the doctor says of it
+    "raises": ("raise ImportError('cannot import name y')", "ImportError: cannot import name y"),
+    "segmentation fault": (SEGFAULTS, "its import ends the process (ended by SIGSEGV)"),
+}
+
+
+@pytest.mark.parametrize("kind", MEGATRONS)
+def test_a_megatron_that_does_not_load_is_blamed(site, kind):
+    """The functions that choose are asked in a real process, in which it is found first."""
+    text, says = MEGATRONS[kind]
+    package(site / "megatron", "core", text)
+    found = used.choices()
+    assert found.rows and found.megatron == "begun" and found.imported_megatron.error == says, found
+    assert by_name(used.section(found, torch_works=True)).keys() == {"used.spec", "used.fsdp"}
+    whole = dataclasses.replace(found, megatron="loads")
+    assert whole.imported_megatron.works
+    assert by_name(used.section(whole, torch_works=True))["used.modules"].level == "warning"
 
 
 def test_the_launchers_variables_are_read_by_the_run_s_own_function(monkeypatch):
