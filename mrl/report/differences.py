@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,9 @@ class Differences:
     versions: Mapping[str, Sequence[Any]]  # of packages; and git, command, algorithm, length
 
     def as_json(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
-        """Returns name -> run -> value, without runs that have none."""
+        """Returns name -> run -> value, without runs that have none; what JSON does not know (a date, NaN) as text."""
         return {
-            name: {run: value for run, value in zip(self.runs, values, strict=True) if value is not ABSENT}
+            name: {run: _plain(value) for run, value in zip(self.runs, values, strict=True) if value is not ABSENT}
             for name, values in rows.items()
         }
 
@@ -47,6 +48,15 @@ def _different(mappings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         if any(repr(value) != repr(values[0]) for value in values):  # 1 and true are not the same
             found[name] = values
     return dict(sorted(found.items(), key=lambda row: ABSENT in row[1]))  # what all of them have comes first
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):  # within a list: others are flattened
+        return {str(name): _plain(item) for name, item in value.items()}
+    is_json = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
 
 
 def value_text(value: Any) -> str:

@@ -86,9 +86,10 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     rows = {**found.versions, **found.keys}
     if not rows:
         return ["", "configs, versions and git state are the same"]
-    lines = ["", f"different ({' | '.join(found.runs)}):"]
+    lines = ["", summary.printable(f"different ({' | '.join(found.runs)}):")]
     for name, values in list(rows.items())[:DIFFERENCES]:
-        lines.append(f"  {name}: " + " | ".join(shortened(value_text(value), 60) for value in values))
+        line = f"  {name}: " + " | ".join(shortened(value_text(value), 60) for value in values)
+        lines.append(summary.printable(line))
     if len(rows) > DIFFERENCES:
         lines.append(f"  and {len(rows) - DIFFERENCES} more, on the page")
     return lines
@@ -113,7 +114,8 @@ def watch(
     """Writes the page anew whenever a metrics.jsonl has grown, and shows the table; returns when every run is finished.
 
     The page loads itself again until then. Pictures, which take longer than the page, are written at the end alone; so
-    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that).
+    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that). Raises UserError where the folder
+    of a run is removed.
     """
     grown: list[Run] | None = report.runs()
     try:
@@ -121,9 +123,11 @@ def watch(
             runs = grown
             show(runs, report.write(runs, reload_s=every_s, pictures=False))
             grown = _changed(report, readers, runs, every_s, sleep or time.sleep)
-    finally:
-        runs = report.runs()
-        report.write(runs)
+    except KeyboardInterrupt:
+        report.write(report.runs())
+        raise
+    runs = report.runs()
+    report.write(runs)
     return runs
 
 
@@ -133,6 +137,9 @@ def _changed(
     """Waits for a run that has grown, or has begun or ended. Returns the runs then, None where all are finished."""
     while any(run.state != "finished" for run in runs):
         sleep(every_s)
+        for reader in readers:
+            if not reader.path.is_dir():  # and a page in it would make it again
+                raise UserError(shortened(str(reader.path)), why="has been removed", fix="give --watch a run that is there")
         if any([reader.read() for reader in readers]):
             return report.runs()
         states = [state_of(run.path, run.last_step, run.settings.total_steps) for run in runs]

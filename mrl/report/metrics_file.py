@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy
 
+from mrl.errors import UserError, shortened
+
 STEP, TOKENS, STEP_S, EVAL_S = "step", "train/tokens", "perf/step_s", "perf/eval_s"
 TAIL = 200
 """Bytes before the place where reading goes on that must still be the same."""
@@ -114,6 +116,9 @@ class MetricsFile:
             was_there = self._inode is not None
             self._forget()
             return was_there
+        except OSError as error:
+            why = f"cannot be read ({error.strerror or error})"
+            raise UserError(shortened(str(self.path)), why=why, fix="make it a file that you may read") from None
         return again or len(self._steps) + len(self._broken) > before
 
     def _is_another(self, file: BinaryIO) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy
 
 from mrl.config.load import read_yaml
-from mrl.errors import UserError, shortened
+from mrl.errors import UserError, one_line, shortened
 from mrl.report.metrics_file import MetricsFile, Table
 
 METRICS, CONFIG, SAMPLES, LOCK, EXPORT = "metrics.jsonl", "config.yaml", "samples", ".lock", "hf"
@@ -121,8 +121,13 @@ def readers(paths: Sequence[str], *, may_be_empty: bool = False) -> list[RunRead
 
 def check_run(path: pathlib.Path, *, may_be_empty: bool = False) -> None:
     """Raises UserError, which says what to name instead, where `path` is not the directory of a run."""
-    name = shortened(str(path))
-    if not path.exists():
+    name = one_line(shortened(str(path)))
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # too long, a null byte, a folder that may not be entered
+        why = f"is no path that can be looked at ({getattr(error, 'strerror', None) or error})"
+        raise UserError(name, why=why, fix="give the output_dir of a run, as in runs/demo") from None
+    if not exists:
         raise UserError(name, why="there is no such folder", fix="give the output_dir of a run, as in runs/demo")
     above = next((folder for folder in path.resolve().parents if (folder / METRICS).exists()), None)
     if above is not None and not (path / METRICS).exists():

@@ -26,6 +26,9 @@ MOST_FILES = 12
 MOST_TOKENS, MOST_CHARACTERS = 4000, 20_000
 """Tokens of a sample with their numbers, and characters of a text, that a page has."""
 
+DEEPEST = 50
+"""Lists and objects in one another, as in the arguments of a tool, that a page has."""
+
 TOKENS_OF_PAGE = 600_000
 """Tokens of a run with their numbers that a page has: with long samples it has fewer of them. A token takes about 20
 bytes there."""
@@ -195,12 +198,14 @@ def _alike(*lists: Any) -> bool:
 
 def _rounded(value: Any) -> float | None:
     """Four digits are what a colour and a tooltip show."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and -1e300 < value < 1e300  # a whole number may be larger than any float
     return float(f"{value:.4g}") if is_number else None
 
 
-def _shortened(value: Any) -> Any:
-    """Texts of any length inside a value lose their middle."""
+def _shortened(value: Any, depth: int = 0) -> Any:
+    """Texts of any length inside a value lose their middle, and what lies too deep in it is left out."""
+    if depth > DEEPEST:
+        return "[... more is inside of this, and left out ...]"
     if isinstance(value, str):
         left = len(value) - MOST_CHARACTERS
         if left <= 0:
@@ -208,9 +213,9 @@ def _shortened(value: Any) -> Any:
         half = MOST_CHARACTERS // 2
         return f"{value[:half]}\n[... {left:,} characters left out ...]\n{value[-half:]}"
     if isinstance(value, list):
-        return [_shortened(item) for item in value]
+        return [_shortened(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {name: _shortened(item) for name, item in value.items()}
+        return {name: _shortened(item, depth + 1) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

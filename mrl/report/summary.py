@@ -92,24 +92,31 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def printable(text: str) -> str:
+    """Returns a name or a line with what cannot be printed escaped: colours and marks of direction, half characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str = BLOCKS) -> str:
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
     of_runs = [figures_of(run) for run in runs]
     names = sorted({figure.metric for figures in of_runs for figure in figures}, key=order_of)
     shown = [name for name in names if every_metric or is_main(name)] or names
     by_place = {(i, figure.metric): figure for i, figures in enumerate(of_runs) for figure in figures}
-    name_width = min(NAME, max([len(name) for name in shown] + [len(run.name) + 2 for run in runs] * (len(runs) > 1)))
+    widths = [len(printable(name)) for name in shown] + [len(run.name) + 2 for run in runs] * (len(runs) > 1)
+    name_width = min(NAME, max(widths, default=NAME))
     lines = [f"{run.path}: {run.progress}" for run in runs]
     lines += [f"{run.name}: {note}" if len(runs) > 1 else f"note: {note}" for run in runs for note in run.notes]
+    lines = [printable(line) for line in lines]
     head = f"{'metric':<{name_width}} {'first':>10} {'last':>10} {'best':>10} {'at step':>8}"
     lines += ["", head, "-" * (len(head) + 2 + SPARKLINE)]
     for name in shown:
         here = [by_place[i, name] for i in range(len(runs)) if (i, name) in by_place]
         scale = _scale([_values(figure, smooth) for figure in here])
         if len(runs) > 1:
-            lines.append(name)
+            lines.append(printable(name))
         for figure in here:
-            title = shortened(f"  {figure.run.name}" if len(runs) > 1 else name, name_width)
+            title = shortened(printable(f"  {figure.run.name}" if len(runs) > 1 else name), name_width)
             spark = sparkline(_values(figure, smooth), *scale, blocks=blocks)
             lines.append(
                 f"{title:<{name_width}} {number(figure.first):>10} {number(figure.last):>10} "

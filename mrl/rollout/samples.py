@@ -22,7 +22,7 @@ from mrl.errors import DataError
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
 COMPRESSED = ".gz"
-TOKENS = ("tokens", "mask", "log_probs")
+TOKENS = ("tokens", "mask", "log_probs", "advantages")
 """Keys that `log.samples.tokens: false` leaves out."""
 
 _NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
@@ -50,6 +50,7 @@ class SavedSample:
     log_probs: list[float]
     conversation: Sequence[Mapping[str, Any]] | None = None  # older files have neither this
     cut_by: Limit | None = None  # nor this
+    advantages: Sequence[float] | None = None  # of tokens, 0 where mask is; null where each has `advantage`. Nor this
 
     @property
     def prompt_length(self) -> int:
@@ -72,13 +73,15 @@ def write_samples(
     rewards: Sequence[float] | None = None,
     parts: Mapping[str, Sequence[float]] | None = None,
     advantages: Sequence[float | None] | None = None,
+    token_advantages: Sequence[Sequence[float] | None] | None = None,
     tokens: bool = True,
     compress: bool = False,
 ) -> str:
     """Writes the file of a rollout, whole or not at all, and returns its path. Call it on one process.
 
     step: the one that is next; of an evaluation the one after which it was made. rewards, advantages: one per
-    trajectory. parts: the same by label of a reward function. tokens: False leaves out tokens, mask and log_probs.
+    trajectory. parts: the same by label of a reward function. token_advantages: of a trajectory those of its tokens,
+    None where each has that of the trajectory. tokens: False leaves out TOKENS.
     """
     plain = os.path.join(folder, f"{series}_{step:08d}.jsonl")
     path, other = (f"{plain}{COMPRESSED}", plain) if compress else (plain, f"{plain}{COMPRESSED}")
@@ -107,6 +110,7 @@ def write_samples(
                     log_probs=t.log_probs,
                     conversation=t.conversation,
                     cut_by=t.cut_by,
+                    advantages=None if token_advantages is None else token_advantages[i],
                 )
                 fields = {f.name: getattr(sample, f.name) for f in dataclasses.fields(sample)}
                 if not tokens:
@@ -216,8 +220,9 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a list of messages with a role, or null",
     ),
     "cut_by": (lambda v: v in (None, *get_args(Limit)), '"tokens", "turns" or null'),
+    "advantages": (lambda v: v is None or _list_of(_number)(v), "a list of finite numbers or null"),
 }
-OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None}
+OPTIONAL: dict[str, Any] = {"conversation": None, "cut_by": None, "advantages": None}
 """What a file that was written before these keys is read as."""
 
 
@@ -230,7 +235,7 @@ def _sample(line: str) -> SavedSample:
     if not isinstance(fields, dict):
         raise ValueError(f"is a JSON {type(fields).__name__} and no object")
     fields = OPTIONAL | fields
-    if len(fields) > len(OPTIONAL) and not fields.keys() & set(TOKENS):
+    if len(fields) > len(OPTIONAL) and not fields.keys() & {"tokens", "mask", "log_probs"}:
         raise ValueError("has no tokens: log.samples.tokens was false, and a replay needs them")
     for name in (*_CHECKS, *fields):
         if name not in fields:

@@ -81,8 +81,9 @@ class Page:
             )
             time.sleep(0.05)
 
-    def screenshot(self, path: pathlib.Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+    def screenshot(self) -> bytes:
+        """PNG of what is seen."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
         self._browser.forget(self._session)

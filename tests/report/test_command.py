@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
 
 import numpy
 import pytest
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 from mrl import cli, metrics
 from mrl.commands import report as command
+from mrl.errors import UserError
 from mrl.report import make, summary
 from mrl.report.make import Report, Wanted, watch
 from mrl.report.page import Look
@@ -80,6 +82,33 @@ def test_lines_fit_a_terminal():
             json.dumps({"step": 1_234_567, "reward/" + "long" * 20 + "/mean": 123456789.0, "train/loss": 1e300}) + "\n"
         )
     assert max(map(len, mrl(str(run), "--no-page", "--all").splitlines()[2:])) <= 100
+
+
+def test_names_cannot_speak_to_the_terminal():
+    """Colours, marks of direction, half characters and ends of lines are escaped, as is anything that no terminal has."""
+    names = {"a\nb": 1.0, "\u202eb": 2.0, "\x1b[31mc": 3.0, "\ud800": 4.0, "": 5.0}
+    run = made_runs.make_run(pathlib.Path("\u202erun"), [])
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **names}) + "\n")
+    with open(run / "config.yaml", "a") as file:
+        file.write('data: {train: "\\u202e"}\n')
+    text = mrl(str(run), str(made_runs.make_sft(pathlib.Path("b"))), "--no-page", "--all")
+    assert all(line.isprintable() for line in text.splitlines())
+    assert {"a\\nb", "\\u202eb", "\\x1b[31mc", "\\ud800"} <= set(text.splitlines()) and "data.train: \\u202e | -" in text
+
+
+def test_a_run_of_steps_alone_has_an_empty_table():
+    run = made_runs.make_run(pathlib.Path("a"), [(1, {}), (2, {})])
+    assert mrl(str(run), "--no-page").splitlines()[0] == "a: step 2 of 20, not running"
+
+
+def test_differences_as_json_are_json():
+    """YAML has dates and numbers that JSON has not."""
+    for name, more in (("a", "x: {day: 2020-01-01, most: [.inf, {1: .nan}]}"), ("b", "x: {day: 1, most: [1]}")):
+        run = made_runs.make_sft(pathlib.Path(name))
+        with open(run / "config.yaml", "a") as file:
+            file.write(more + "\n")
+    found = json.loads(mrl("a", "b", "--json", "--no-page"), parse_constant=pytest.fail)["config_differences"]
+    assert found["x.day"] == {"a": "2020-01-01", "b": 1} and found["x.most"]["a"] == ["inf", {"1": "nan"}]
 
 
 def test_json():
@@ -205,6 +234,17 @@ def test_ctrl_c_ends_it_with_a_page_that_stays(monkeypatch, no_pictures):
     text = mrl("a", "--watch", "--every", "2")
     assert "a: step 5 of 20, not running" in text and "looking every 2 s, Ctrl-C ends it" in text
     assert '"reload_s":null' in pathlib.Path("a/report/index.html").read_text(encoding="utf-8")
+
+
+def test_a_watched_run_that_begins_anew_and_one_that_is_removed(tmp_path, no_pictures):
+    """Its metrics.jsonl goes with its folder, and no page makes that folder again."""
+    run = made_runs.make_sft(tmp_path / "run", steps=5)
+    found = readers([str(run)], may_be_empty=True)
+    report = Report(found, Wanted(run / "report", Look(), 10))
+    steps, waits = [], iter(((run / "metrics.jsonl").unlink, lambda: made_runs.make_sft(run, steps=2), lambda: shutil.rmtree(run)))
+    with pytest.raises(UserError, match="run: has been removed; give --watch a run that is there"):
+        watch(report, found, 7, lambda runs, written: steps.append(runs[0].last_step), lambda seconds: next(waits)())
+    assert steps == [5, 0, 2] and not run.exists()
 
 
 def test_watching_a_finished_run_is_a_report_of_it(no_pictures):

@@ -74,6 +74,14 @@ def test_folders_that_are_no_run():
     assert refusal("runs/a", "runs/b", "runs/../runs/a") == "runs/a: is named twice; name each run once"
 
 
+def test_paths_and_files_that_cannot_be_looked_at():
+    assert "is no path that can be looked at (File name too long); give the output_dir" in refusal("x" * 300)
+    run = made_runs.make_sft(pathlib.Path("a"))
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert refusal("a") == "a/metrics.jsonl: cannot be read (Is a directory); make it a file that you may read"
+
+
 def test_runs_without_a_step():
     run = made_runs.make_run(pathlib.Path("a"), [])
     assert refusal("a") == "a: metrics.jsonl has no step yet; wait for its first step, or give --watch"

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from mrl.report import samples
+from mrl.report.page import as_script_data
 from mrl.report.samples import SampleReader, evenly, first_groups, sample_files
 from mrl.report.token_text import TokenTexts
 from mrl.rollout.samples import write_samples
@@ -143,6 +144,16 @@ def test_what_is_no_sample_is_said(run):
     notes = "\n".join(found.notes)
     assert "step_00000009.jsonl: 2 lines are no sample and left out" in notes
     assert "step_00000011.jsonl.gz: cannot be read beyond 0 samples (" in notes
+
+
+def test_numbers_and_nesting_that_no_page_can_have(run):
+    """Python reads whole numbers and lists of any size from JSON."""
+    deep = json.loads("[" * 900 + "]" * 900)
+    changes = {"log_probs": [0.0, 0.0, -(10**400), float("nan"), True], "conversation": deep, "advantage": 10**400}
+    made_runs.write_samples(run, "step_00000005.jsonl", [sample(0, 0, **changes)])
+    [shown] = next(f for f in SampleReader(run).read(100).files if f["step"] == 5)["samples"]
+    assert shown["log_probs"] == [None, None, 1.0]
+    assert "more is inside of this" in as_script_data(shown)
 
 
 def test_samples_without_tokens(run):

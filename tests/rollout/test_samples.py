@@ -52,7 +52,7 @@ def test_a_line_is_what_a_person_wants_to_know_first(saved):
         ("step", 12), ("row", "train.jsonl:2"), ("index", 1), ("sample", 1), ("reward", 0.1 * 3), ("rewards", {"gsm8k": 1.0}),
         ("environment", None), ("prompt", ROWS[1]["prompt"]), ("completion", "lazy é dog"), ("finished", True), ("turns", 1),
         ("response_length", t.response_length), ("advantage", -0.1 * 3), ("tokens", t.tokens), ("mask", t.mask),
-        ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None),
+        ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None), ("advantages", None),
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_files_from_before_conversations_were_written_are_read(saved, prompts):
     folder, trajectories = saved
     file = Path(folder, "step_00000012.jsonl")
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
-    old = [{k: v for k, v in line.items() if k not in ("conversation", "cut_by")} for line in lines]
+    old = [{k: v for k, v in line.items() if k not in ("conversation", "cut_by", "advantages")} for line in lines]
     file.write_text("".join(json.dumps(line) + "\n" for line in old), encoding="utf-8")
     assert replayed(folder, prompts) == trajectories
 

@@ -31,11 +31,14 @@ def show_rollout(
     """Writes a rollout that `step` is the first to be trained on, and shows some of its samples."""
     config = trainer.config
     order = epoch_order(config.seed, experience.iteration, 0, len(collected.trajectories))
-    advantages_S = mean_advantages(experience)[torch.tensor(order).argsort()]  # back as they were sampled
+    as_sampled = torch.tensor(order).argsort().tolist()
+    advantages_S = mean_advantages(experience)[as_sampled]
     wanted = config.log.samples
     if wanted.every is not None and is_due(step, wanted.every, config.steps_per_iteration):
+        of_tokens = token_advantages(experience)
+        of_tokens = [of_tokens[i] for i in as_sampled]
         removed = trainer.dispatch.on_main(
-            lambda: write_rollout(trainer.directory, wanted, step, collected, advantages_S.tolist())
+            lambda: write_rollout(trainer.directory, wanted, step, collected, advantages_S.tolist(), of_tokens)
         )
         if removed and is_due(step, config.log.table_every, config.steps_per_iteration):
             trainer.console.say(
@@ -72,7 +75,12 @@ def histograms(collected: Collected, advantages: list[float]) -> dict[str, list[
 
 
 def write_rollout(
-    directory: RunDirectory, wanted: SamplesConfig, step: int, collected: Collected, advantages: list[float]
+    directory: RunDirectory,
+    wanted: SamplesConfig,
+    step: int,
+    collected: Collected,
+    advantages: list[float],
+    of_tokens: list[list[float] | None],
 ) -> int:
     """Writes the file of a rollout, in the order in which it was sampled, so that a replay of prompts that came twice
     is the same: what is trained on, and without an advantage the groups that gave way to others; and one of the greedy
@@ -81,6 +89,7 @@ def write_rollout(
     rejected, of_rejected = collected.rejected
     trajectories = [*collected.trajectories, *rejected]
     with_none: list[float | None] = [*advantages, *(None for _ in rejected)]
+    of_tokens = [*of_tokens, *(None for _ in rejected)]
     scores = scoring.joined([collected.scores, of_rejected]) if rejected else collected.scores
     scores = scoring.select(scores, collected.sampled)
     write_samples(
@@ -90,6 +99,7 @@ def write_rollout(
         rewards=scores.totals,
         parts=scores.parts,
         advantages=[with_none[i] for i in collected.sampled],
+        token_advantages=[of_tokens[i] for i in collected.sampled],
         tokens=wanted.tokens,
         compress=wanted.compress,
     )
@@ -139,6 +149,23 @@ def mean_advantages(experience: Experience) -> Tensor:
     batch = experience.batch
     counts_S = sum_per_sequence((batch.loss_mask != 0).double(), batch.lengths)
     return sum_per_sequence(batch.token_fields["advantages"].double(), batch.lengths) / counts_S.clamp(min=1)
+
+
+def token_advantages(experience: Experience) -> list[list[float] | None]:
+    """Returns for each sequence the advantages of its tokens, 0 where none was sampled; None where all that were have
+    the same one, as with a reward of the whole answer and no critic. Six digits: nobody computes with them."""
+    batch = experience.batch
+    lengths = batch.lengths.tolist()
+    parts = zip(batch.token_fields["advantages"].split(lengths), batch.loss_mask.split(lengths), strict=True)
+    found: list[list[float] | None] = []
+    for advantages_T, mask_T in parts:
+        trained_T = advantages_T[mask_T != 0]
+        if bool((trained_T == trained_T[:1]).all()):
+            found.append(None)
+            continue
+        # a batch has the advantage of a token where that is predicted, one place before the token
+        found.append([0.0, *(float(f"{x:.6g}") for x in advantages_T.tolist())])
+    return found
 
 
 def table(

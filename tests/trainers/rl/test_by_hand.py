@@ -191,6 +191,18 @@ def test_trap_19_and_21_log_probs_are_of_the_sampled_tokens_at_the_temperature(m
         assert row["log_probs"][start:] == pytest.approx(log_probs.tolist(), abs=1e-5)
 
 
+def test_samples_have_the_advantages_of_their_tokens(made):
+    """In the order of sampling, though they are trained on in another; one number where all tokens of an answer share it."""
+    for row, advantages in zip(made.rows, made.hand.advantages, strict=True):
+        assert row["advantage"] == pytest.approx(advantages.mean().item(), abs=1e-5)
+        if made.name == "grpo" or len(advantages) == 1:
+            assert row["advantages"] is None
+            continue
+        sampled = [x for x, m in zip(row["advantages"], row["mask"], strict=True) if m]
+        assert sampled == pytest.approx(advantages.tolist(), abs=1e-5)
+        assert {x for x, m in zip(row["advantages"], row["mask"], strict=True) if not m} == {0.0}
+
+
 def test_what_is_said_of_the_rollout_is_counted_from_its_samples(made):
     lengths, rewards = ([row[key] for row in made.rows] for key in ("response_length", "reward"))
     finished = [row["response_length"] for row in made.rows if row["finished"]]
