@@ -7,6 +7,7 @@ before it and one after it, so that whoever reads them knows which step the proc
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -46,7 +47,11 @@ def main(request: Mapping[str, Any]) -> None:
 
 
 def own_output() -> Callable[[Mapping[str, Any]], None]:
-    """Returns what writes a line to this process's output; what packages print goes to stderr from now on."""
+    """Returns what writes a line to this process's output; what packages print goes to stderr from now on.
+
+    Garbage is no longer looked for: that is a fifth of the time of imports as many as these.
+    """
+    gc.disable()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

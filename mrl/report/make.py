@@ -114,8 +114,8 @@ def watch(
     """Writes the page anew whenever a metrics.jsonl has grown, and shows the table; returns when every run is finished.
 
     The page loads itself again until then. Pictures, which take longer than the page, are written at the end alone; so
-    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that). Raises UserError where the folder
-    of a run is removed.
+    they are where Ctrl-C ends it (KeyboardInterrupt goes on to the caller after that). Raises UserError where the
+    folder of a run is removed.
     """
     grown: list[Run] | None = report.runs()
     try:
@@ -139,7 +139,7 @@ def _changed(
         sleep(every_s)
         for reader in readers:
             if not reader.path.is_dir():  # and a page in it would make it again
-                raise UserError(shortened(str(reader.path)), why="has been removed", fix="give --watch a run that is there")
+                raise UserError(shortened(str(reader.path)), why="has been removed", fix="give a run that is there")
         if any([reader.read() for reader in readers]):
             return report.runs()
         states = [state_of(run.path, run.last_step, run.settings.total_steps) for run in runs]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import datetime
+import functools
 import hashlib
 import html
 import importlib.resources
@@ -61,13 +62,8 @@ def page(runs: Sequence[Run], samples: Sequence[Samples], look: Look) -> bytes:
 
 
 def _html(title: str, data: Mapping[str, Any]) -> bytes:
-    from plotly.offline import get_plotlyjs
-
     files = importlib.resources.files("mrl.report")
-    own = "".join((files / name).read_text(encoding="utf-8") for name in ("samples.js", "page.js"))
-    scripts = [get_plotlyjs().replace("\r\n", "\n"), own]
-    assert not any("</script" in script.lower() for script in scripts)
-    hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
+    scripts, hashes = _scripts()
     parts = {
         "POLICY": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "font-src data:; base-uri 'none'; form-action 'none'",
@@ -85,6 +81,18 @@ def _html(title: str, data: Mapping[str, Any]) -> bytes:
         text += before + value
     # a name of a file that is no UTF-8 has halves of surrogate pairs, which JSON writes as \\udc80
     return (text + found).encode("utf-8", errors="backslashreplace")
+
+
+@functools.cache
+def _scripts() -> tuple[Sequence[str], str]:
+    """Returns plotly's and our own, and their hashes for the policy; 5 MB that are read once for all pages."""
+    from plotly.offline import get_plotlyjs
+
+    files = importlib.resources.files("mrl.report")
+    own = "".join((files / name).read_text(encoding="utf-8") for name in ("samples.js", "page.js"))
+    scripts = [get_plotlyjs().replace("\r\n", "\n"), own]
+    assert not any("</script" in script.lower() for script in scripts)
+    return scripts, " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
 
 
 def _sha256(script: str) -> str:

@@ -34,14 +34,20 @@ def test_none_stops_a_run_on_a_gpu_alone(programs):
 def test_one_without_pythons_headers(programs):
     program(programs, "clang", "echo 'x.c:1:10: fatal error: Python.h: No such file or directory' >&2; exit 1")
     found = look(gpu=True)["compiler.c"]
-    assert found.level == "fault" and found.what.startswith(f"{programs}/clang finds no headers of Python (Python.h, in /")
+    assert found.level == "fault" and found.what.startswith(
+        f"{programs}/clang finds no headers of Python (Python.h, in /"
+    )
     assert "-dev" in found.fix
 
 
 def test_one_that_breaks(programs, monkeypatch):
-    program(programs, "gcc", "echo 'gcc: fatal error: cannot execute cc1' >&2; echo 'compilation terminated.' >&2; exit 1")
+    program(
+        programs, "gcc", "echo 'gcc: fatal error: cannot execute cc1' >&2; echo 'compilation terminated.' >&2; exit 1"
+    )
     program(programs, "g++", "sleep 60")
     monkeypatch.setattr(compilers, "LIMIT_S", 0.3)
     found = look(gpu=True)
     assert "gcc does not work (gcc: fatal error: cannot execute cc1): kernels" in found["compiler.c"].what
-    assert found["compiler.c++"].what.endswith("g++ does not work (did not end within 0.3 s): engine.fsdp.compile does not work")
+    assert found["compiler.c++"].what.endswith(
+        "g++ does not work (did not end within 0.3 s): engine.fsdp.compile does not work"
+    )

@@ -38,7 +38,10 @@ def alone(monkeypatch, request):
         monkeypatch.setattr(packages, "_requires", lambda name: [])
 
 
-def said(megatron=Imported(), **changes):
+LOADS = Imported()
+
+
+def said(megatron=LOADS, **changes):
     return by_name(packages.section(imported(**changes), megatron))
 
 
@@ -92,7 +95,9 @@ def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
         absent = said(came_to)[name]
         assert absent.level == "fault"
         assert absent.what.startswith("megatron-core is not installed: engine.backend: megatron")
-    assert name not in said() and "megatron-core of an unknown version" in said()["packages"].what, "not by pip, but here"
+    assert name not in said() and "megatron-core of an unknown version" in said()["packages"].what, (
+        "not by pip, but here"
+    )
     monkeypatch.setattr(packages, "installed", lambda: HERE)
     found = said(Imported(error="ImportError: cannot import name 'x'"))
     assert found[name].level == "fault" and "megatron-core" not in found["packages"].what

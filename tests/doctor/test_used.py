@@ -42,7 +42,9 @@ def rows():
 
 
 def words(found):
-    return by_name(used.section(used.Choices(rows=tuple(found.values()), megatron="loads", error="x"), torch_works=True))
+    return by_name(
+        used.section(used.Choices(rows=tuple(found.values()), megatron="loads", error="x"), torch_works=True)
+    )
 
 
 def test_without_a_gpu_all_is_local(machine):

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import pathlib
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,3 +169,22 @@ def running() -> Iterator[Browser]:
                 process.kill()
                 process.wait()
             os.close(back_read)
+
+
+def main(page: str, picture: str) -> None:
+    """Makes docs/images/report.png: `python -m tests.report.browser runs/arithmetic-grpo/report/index.html PNG`."""
+    import PIL.Image
+
+    with running() as browser:
+        tab = browser.page(1180, 760)
+        tab.open(pathlib.Path(page), "#" + urllib.parse.quote(json.dumps({"smooth": 0.8})))
+        tab.js("[...document.querySelectorAll('h2')].find((h) => h.innerText === 'Reward').scrollIntoView()")
+        tab.js("window.scrollBy(0, -60)")
+        tab.wait("[...document.querySelectorAll('[data-chart^=reward] .js-line')].length >= 4")
+        assert not tab.errors, tab.errors
+        image = PIL.Image.open(io.BytesIO(tab.screenshot()))
+    image.quantize(64).save(picture, optimize=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

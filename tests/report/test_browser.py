@@ -41,7 +41,9 @@ def tab(browser):
     page.close()
 
 
-def write(folder: pathlib.Path, *runs: pathlib.Path, look: Look | None = None, reload_s: int | None = None) -> pathlib.Path:
+def write(
+    folder: pathlib.Path, *runs: pathlib.Path, look: Look | None = None, reload_s: int | None = None
+) -> pathlib.Path:
     report = Report(readers([str(run) for run in runs], may_be_empty=True), Wanted(folder, look or Look(), 100))
     return report.write(report.runs(), reload_s=reload_s, pictures=False)
 
@@ -51,7 +53,9 @@ def drawn(tab, chart: str) -> list[float]:
     box = f"document.querySelector('[data-chart={json.dumps(chart)}]')"
     tab.js(f"{box}.scrollIntoView({{block: 'center'}})")
     tab.wait(f"{box}.querySelector('.main-svg')")
-    return tab.js(f"[...{box}.querySelectorAll('.scatterlayer path.js-line, .scatterlayer path.point')].map((p) => p.getBoundingClientRect().width)")
+    return tab.js(
+        f"[...{box}.querySelectorAll('.scatterlayer path.js-line, .scatterlayer path.point')].map((p) => p.getBoundingClientRect().width)"
+    )
 
 
 def coloured(tab, chart: str, colour: tuple[int, int, int]) -> int:
@@ -80,12 +84,16 @@ def test_every_chart_of_a_run_is_drawn(tab, tmp_path):
 def test_runs_of_different_kinds_on_one_axis(tab, tmp_path):
     """The first has no rewards, the second no tokens; one is empty."""
     sft = made_runs.make_sft(tmp_path / "sft")
-    rl = made_runs.make_run(tmp_path / "rl", [(1, {"reward/mean": 0.1, "train/loss": 1.0}), (2, {"reward/mean": 0.2, "train/loss": 2.0})])
+    rl = made_runs.make_run(
+        tmp_path / "rl", [(1, {"reward/mean": 0.1, "train/loss": 1.0}), (2, {"reward/mean": 0.2, "train/loss": 2.0})]
+    )
     empty = made_runs.make_run(tmp_path / "empty", [])
     tab.open(write(tmp_path / "out", sft, rl, empty, look=Look(smooth=0.5)))
     assert coloured(tab, "loss", BLUE) > 100 and coloured(tab, "loss", ORANGE) > 50
     assert coloured(tab, "reward", BLUE) == 0 and coloured(tab, "reward", ORANGE) > 50
-    tab.js("(() => { const s = document.querySelector('#controls select'); s.value = 'tokens'; s.dispatchEvent(new Event('change')); })()")
+    tab.js(
+        "(() => { const s = document.querySelector('#controls select'); s.value = 'tokens'; s.dispatchEvent(new Event('change')); })()"
+    )
     tab.wait("document.querySelector('[data-chart=reward]').innerText.includes('rl has no tokens: not drawn')")
     assert coloured(tab, "loss", BLUE) > 100 and coloured(tab, "loss", ORANGE) == 0
     assert "Differences" in tab.js("document.querySelector('#main').innerText")
@@ -95,7 +103,10 @@ def test_what_a_model_wrote_is_text(tab, tmp_path):
     run = made_runs.make_rl(tmp_path / "<img src=x onerror=alert(1)>")
     hostile = made_runs.HOSTILE
     message = [{"role": hostile, "content": hostile}]
-    rows = [made_runs.sample(0, n, prompt=message, completion=hostile, rewards={hostile: 1.0}, row=hostile) for n in range(2)]
+    rows = [
+        made_runs.sample(0, n, prompt=message, completion=hostile, rewards={hostile: 1.0}, row=hostile)
+        for n in range(2)
+    ]
     made_runs.write_samples(run, "step_00000005.jsonl", rows)
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 13, hostile: 1.0, f"reward/{hostile}/mean": 2.0}) + "\n")

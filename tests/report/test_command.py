@@ -93,7 +93,9 @@ def test_names_cannot_speak_to_the_terminal():
         file.write('data: {train: "\\u202e"}\n')
     text = mrl(str(run), str(made_runs.make_sft(pathlib.Path("b"))), "--no-page", "--all")
     assert all(line.isprintable() for line in text.splitlines())
-    assert {"a\\nb", "\\u202eb", "\\x1b[31mc", "\\ud800"} <= set(text.splitlines()) and "data.train: \\u202e | -" in text
+    assert {"a\\nb", "\\u202eb", "\\x1b[31mc", "\\ud800"} <= set(
+        text.splitlines()
+    ) and "data.train: \\u202e | -" in text
 
 
 def test_a_run_of_steps_alone_has_an_empty_table():
@@ -241,8 +243,11 @@ def test_a_watched_run_that_begins_anew_and_one_that_is_removed(tmp_path, no_pic
     run = made_runs.make_sft(tmp_path / "run", steps=5)
     found = readers([str(run)], may_be_empty=True)
     report = Report(found, Wanted(run / "report", Look(), 10))
-    steps, waits = [], iter(((run / "metrics.jsonl").unlink, lambda: made_runs.make_sft(run, steps=2), lambda: shutil.rmtree(run)))
-    with pytest.raises(UserError, match="run: has been removed; give --watch a run that is there"):
+    steps, waits = (
+        [],
+        iter(((run / "metrics.jsonl").unlink, lambda: made_runs.make_sft(run, steps=2), lambda: shutil.rmtree(run))),
+    )
+    with pytest.raises(UserError, match="run: has been removed; give a run that is there"):
         watch(report, found, 7, lambda runs, written: steps.append(runs[0].last_step), lambda seconds: next(waits)())
     assert steps == [5, 0, 2] and not run.exists()
 
