@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
@@ -20,7 +21,6 @@ from mrl.doctor.probe import FACTS
 MEGATRON = known.Package(
     known.MEGATRON, ("megatron.core",), "engine.backend: megatron does not work, which is the default"
 )
-NO_MEGATRON = "No module named 'megatron'"
 
 MANY = 3
 """Packages that are not installed: of more, what each costs is not said."""
@@ -46,9 +46,10 @@ def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Fi
     yield _python()
     yield _mrl()
     have, wanted = installed(), known.versions(known.this_python())
-    if megatron.blocked_by is not None and known.MEGATRON not in have:
-        megatron = Imported(error=NO_MEGATRON)
     imported = {**imported, known.MEGATRON: megatron}
+    for package in (*known.NEEDED, MEGATRON):  # without torch some are not tried
+        if imported[package.name].blocked_by is not None and _is_nowhere(package, have):
+            imported[package.name] = Imported(error=f"No module named '{package.modules[0]}'")
     errors = {package.name: imported[package.name].error for package in (*known.NEEDED, MEGATRON)}
     absent = [name for name, error in errors.items() if error is not None and _is_absent(name, error, have)]
     if len(absent) > MANY:
@@ -67,6 +68,9 @@ def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Fi
             yield note(f"package.{name}", what, version=have[name])
         if name == "torch" and found.works:
             yield from _torch(imported[FACTS])
+    without_torch = [name for name, found in imported.items() if found.blocked_by == "torch" and name != FACTS]
+    if without_torch:
+        yield note("packages.without_torch", f"not looked at, as torch does not load: {', '.join(without_torch)}")
     yield from _slow(imported)
     yield from _versions(loaded, wanted)
     yield from _requirements(have)
@@ -119,6 +123,11 @@ def installed() -> dict[str, str]:
 
 def _is_absent(name: str, error: str, have: Mapping[str, str]) -> bool:
     return name not in have and "No module named" in error
+
+
+def _is_nowhere(package: known.Package, have: Mapping[str, str]) -> bool:
+    """Returns whether neither pip nor Python knows of it; nothing is imported for it."""
+    return package.name not in have and importlib.util.find_spec(package.modules[0].partition(".")[0]) is None
 
 
 def _nothing_installed(absent: Sequence[str]) -> Finding:
@@ -213,7 +222,8 @@ def _versions(loaded: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[
                 version=version,
             )
     if same:
-        of = f", in the versions of constraints-{known.this_python()}.txt" if wanted else ""
+        are_known = wanted and UNKNOWN not in loaded.values()
+        of = f", in the versions of constraints-{known.this_python()}.txt" if are_known else ""
         yield ok("packages", f"these load{of}: {', '.join(same)}", **loaded)
     if near:
         yield note(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mrl.commands.doctor import COMMAND
-from mrl.doctor import examine, show
+from mrl.doctor import examine, known, show
 from mrl.doctor.findings import LEVELS, Finding, Section, gib
 from tests.doctor.machines import BREAKS, package
 
@@ -127,8 +127,13 @@ def test_the_doctor_itself_imports_no_package():
     assert not foreign - {"sitecustomize", "usercustomize", "distutils"}, foreign
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("example", [line.split("   ")[0].strip() for line in COMMAND.examples.strip().splitlines()])
+EXAMPLES = [line.split("   ")[0].strip() for line in COMMAND.examples.strip().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(line, marks=pytest.mark.slow if "--json" in line else pytest.mark.nightly) for line in EXAMPLES],
+)
 def test_examples_of_the_help_on_this_machine(tmp_path, example):
     """The whole of it, with real packages: what torch, megatron-core and the functions that choose say here."""
     command = subprocess.list2cmdline([sys.executable, "-m", "mrl"])
@@ -172,7 +177,8 @@ def test_in_a_fresh_venv_without_torch(bare, tmp_path):
     found = findings(done.stdout)
     assert done.returncode == 2 and done.stderr == ""
     absent = found["packages.absent"]
-    assert absent["level"] == "fault" and {"torch", "transformers", "megatron-core"} <= set(absent["data"]["absent"])
+    all_but_click = {package.name for package in known.NEEDED} - {"click"} | {known.MEGATRON}
+    assert absent["level"] == "fault" and set(absent["data"]["absent"]) == all_but_click
     assert "pip install" in absent["fix"] and not [name for name in found if name.startswith("package.torch")]
     assert "click" in found["packages"]["data"], "it loads, though pip knows nothing of it"
     assert found["mrl"]["level"] == "note" and {"disk.here", "cpu", "network.interfaces"} <= found.keys()

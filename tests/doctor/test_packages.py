@@ -89,15 +89,18 @@ def test_absent_and_broken_ones_say_what_they_cost(monkeypatch):
 
 
 def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
-    monkeypatch.setattr(packages, "installed", lambda: {n: v for n, v in HERE.items() if n != known.MEGATRON})
     name = "package.megatron-core"
+    without = {n: v for n, v in HERE.items() if n != known.MEGATRON}
+    monkeypatch.setattr(packages, "installed", lambda: without)
+    assert name not in said() and "megatron-core of an unknown version" in said()["packages"].what, (
+        "not by pip, but here"
+    )
+    assert "constraints" not in said()["packages"].what, "what is not known is not the tried one"
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda module: None if module == "megatron" else module)
     for came_to in (Imported(error="ModuleNotFoundError: No module named 'megatron'"), Imported(blocked_by="torch")):
         absent = said(came_to)[name]
         assert absent.level == "fault"
         assert absent.what.startswith("megatron-core is not installed: engine.backend: megatron")
-    assert name not in said() and "megatron-core of an unknown version" in said()["packages"].what, (
-        "not by pip, but here"
-    )
     monkeypatch.setattr(packages, "installed", lambda: HERE)
     found = said(Imported(error="ImportError: cannot import name 'x'"))
     assert found[name].level == "fault" and "megatron-core" not in found["packages"].what
@@ -112,7 +115,7 @@ def test_megatron_core_that_was_not_come_to_is_not_listed_as_loading(monkeypatch
         f"megatron-core {HERE[known.MEGATRON]} was not looked at, as what a run will use cannot be told"
     )
     torch = said(Imported(blocked_by="torch"), torch=Imported(error="x"), torch_facts=Imported(blocked_by="torch"))
-    assert not [name for name in torch if name.startswith("package.megatron")], "the fault of torch says it"
+    assert torch["packages.without_torch"].what == "not looked at, as torch does not load: megatron-core"
 
 
 def test_other_versions_than_the_known(monkeypatch):

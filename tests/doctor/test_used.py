@@ -126,6 +126,7 @@ def test_the_local_attention_is_asked_with_tensors_of_the_model(machine, monkeyp
     ) in seen
 
 
+@pytest.mark.slow
 def test_modules_and_optimizer_are_megatrons():
     cpu_stand_in.prepare()
     from megatron.core.optimizer import Adam
@@ -150,6 +151,7 @@ def test_modules_and_optimizer_are_megatrons():
     assert table[3][-2:] == ["RMSNorm", "one after another"]
 
 
+@pytest.mark.slow
 def test_refused_rows_have_no_modules():
     cpu_stand_in.prepare()
     assert choices.modules([{"model": DENSE, "cp": 1, "error": "no"}]) == [None]
@@ -169,6 +171,17 @@ def test_a_process_that_breaks_says_how_far_it_came(site, torch_text, says):
     assert by_name(used.section(found, torch_works=False))["used"].level == "note"
 
 
+def test_how_far_the_process_came_with_megatron():
+    rows = ({"model": DENSE, "cp": 1, "spec": "local", "why": "x", "attention": ["sdpa"], "cp_communication": None},)
+    before = used.Choices(rows=rows, error="OSError: of the layer spec")
+    assert before.imported_megatron.blocked_by == used.UNTOLD, "not blamed, and not listed as loading"
+    begun = dataclasses.replace(before, megatron="begun")
+    assert begun.imported_megatron.error == begun.error and "used.modules" not in by_name(
+        used.section(begun, torch_works=True)
+    )
+    assert dataclasses.replace(before, megatron="loads").imported_megatron.works
+
+
 MEGATRONS = {
     # how it breaks: what is in megatron/core, and what the doctor says of it
     "raises": ("raise ImportError('cannot import name y')", "ImportError: cannot import name y"),
@@ -176,6 +189,7 @@ MEGATRONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MEGATRONS)
 def test_a_megatron_that_does_not_load_is_blamed(site, kind):
     """The functions that choose are asked in a real process, in which it is found first."""
