@@ -9,6 +9,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import mrl
@@ -89,7 +90,7 @@ def examine(*, with_collectives: bool = False) -> Report:
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
-            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c.result(), cpp.result(), gpu=gpu)),
+            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c, cpp, gpu=gpu)),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),
@@ -108,10 +109,10 @@ def _all(look: Callable[[], Iterable[Finding]]) -> Callable[[], list[Finding]]:
 
 
 def _for_gpus(
-    loaded: Mapping[str, Imported], c: compilers.Compiler, cpp: compilers.Compiler, *, gpu: bool
+    loaded: Mapping[str, Imported], c: Future[compilers.Compiler], cpp: Future[compilers.Compiler], *, gpu: bool
 ) -> Iterator[Finding]:
     yield from gpu_packages.section(loaded, gpu=gpu)
-    yield from compilers.section(c, cpp, gpu=gpu)
+    yield from compilers.section(c.result(), cpp.result(), gpu=gpu)
 
 
 def _collectives(facts: Imported, torch: bool) -> Iterable[Finding]:

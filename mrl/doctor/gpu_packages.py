@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import Imported, Step, hint
+from mrl.doctor.imports import Imported, Step, hint, is_found
 from mrl.mcore_models import optional
 
 
@@ -39,19 +39,12 @@ PACKAGES: Sequence[OptionalPackage] = (
 
 def present() -> list[OptionalPackage]:
     """Returns those of PACKAGES that Python finds; none is imported for it."""
-    return [package for package in PACKAGES if _is_found(package.module) and _folder(package.module) is None]
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):  # finders that packages install raise what they like
-        return False
+    return [package for package in PACKAGES if is_found(package.module) and _folder(package.module) is None]
 
 
 def _folder(module: str) -> pathlib.Path | None:
     """Returns the folder of that name on the import path that is no package."""
-    return optional.mere_folder(module) if _is_found(module) else None
+    return optional.mere_folder(module) if is_found(module) else None
 
 
 def steps(here: Sequence[OptionalPackage]) -> list[Step]:

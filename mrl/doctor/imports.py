@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import signal
@@ -45,6 +46,14 @@ class Imported:
         return self.error is None and self.blocked_by is None
 
 
+def is_found(module: str) -> bool:
+    """Returns whether Python finds a module of that name; it is not imported for it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):  # finders that packages install raise what they like
+        return False
+
+
 def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imported]:
     """Returns what became of each step. A process that a package ended is followed by one that goes on after it.
 
@@ -60,11 +69,12 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imp
             "limit_s": limit_s,
         }
         answer = python("-m", "mrl.doctor.probe", json.dumps(request), limit_s=START_S + limit_s * len(left))
-        begun = None
+        begun, names = None, [step.name for step in left]
         for entry in json_lines(answer.out):
-            begun = entry.pop("begun", None)
-            if begun is None:
-                name = entry.pop("name")
+            if entry.get("begun") in names:
+                begun = entry["begun"]
+            elif entry.get("name") in names:  # what runs as Python starts may print objects of its own
+                begun, name = None, entry.pop("name")
                 done[name] = Imported(**entry)
         if begun is not None:
             done[begun] = Imported(error=ended(answer, limit_s), ends_process=True)

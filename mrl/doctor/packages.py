@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import platform
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import mrl
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
-from mrl.doctor.imports import Imported, Step, hint
+from mrl.doctor.imports import Imported, Step, hint, is_found
 from mrl.doctor.probe import FACTS
 
 MEGATRON = known.Package(
@@ -127,7 +126,7 @@ def _is_absent(name: str, error: str, have: Mapping[str, str]) -> bool:
 
 def _is_nowhere(package: known.Package, have: Mapping[str, str]) -> bool:
     """Returns whether neither pip nor Python knows of it; nothing is imported for it."""
-    return package.name not in have and importlib.util.find_spec(package.modules[0].partition(".")[0]) is None
+    return package.name not in have and not is_found(package.modules[0].partition(".")[0])
 
 
 def _nothing_installed(absent: Sequence[str]) -> Finding:

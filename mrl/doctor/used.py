@@ -47,8 +47,9 @@ def choices(limit_s: float = START_S + LIMIT_S) -> Choices:
     """Asks choices.py."""
     answer = python("-m", "mrl.doctor.choices", limit_s=limit_s)
     found: dict[str, Any] = {}
+    names = {field.name for field in dataclasses.fields(Choices)}
     for entry in json_lines(answer.out):
-        found |= entry
+        found |= {name: value for name, value in entry.items() if name in names}
     if "optimizer" not in found and "error" not in found:
         begun = found.get("megatron") == "begun"
         found["error"] = ended(answer, limit_s) if begun else f"the process that looked {answer.said}"

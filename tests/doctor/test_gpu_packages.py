@@ -1,5 +1,6 @@
 """transformer-engine, apex, flash-attn, DeepEP, vLLM: absent, broken, whole, and PyPI's apex, which is another program."""
 
+import importlib.util
 import shutil
 
 import pytest
@@ -141,5 +142,5 @@ def test_finders_that_raise_hide_a_package(site, monkeypatch):
         if name == "vllm":
             raise AttributeError("a finder of an editable installation")
 
-    monkeypatch.setattr(gpu_packages.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert gpu_packages.present() == []

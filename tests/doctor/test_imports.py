@@ -76,8 +76,10 @@ def test_a_python_that_does_not_start(site):
 
 
 def test_what_prints_as_python_starts_is_not_taken_for_an_answer(site):
-    (site / "usercustomize.py").write_text("print('hello'); print('[1]'); print('{\"a\": ')")
-    (site / "sitecustomize.py").write_text("print('hello'); print('[1]'); print('{\"a\": ')")
+    for name in ("usercustomize.py", "sitecustomize.py"):
+        (site / name).write_text(
+            "print('hello'); print('[1]'); print('{\"a\": '); print('{\"name\": 1, \"device\": []}')"
+        )
     package(site, "mrl_good")
     assert imports([Step("a", ("mrl_good",))])["a"].works
 

@@ -96,7 +96,7 @@ def test_megatron_core_that_is_absent_or_does_not_load(monkeypatch):
         "not by pip, but here"
     )
     assert "constraints" not in said()["packages"].what, "what is not known is not the tried one"
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda module: None if module == "megatron" else module)
+    monkeypatch.setattr(packages, "is_found", lambda module: module != "megatron")
     for came_to in (Imported(error="ModuleNotFoundError: No module named 'megatron'"), Imported(blocked_by="torch")):
         absent = said(came_to)[name]
         assert absent.level == "fault"

@@ -1,6 +1,6 @@
 """Runs for the tests: directories as `mrl sft` and `mrl ppo` leave them, with numbers that are easily told apart.
 
-metrics.jsonl is written by the trainer's own MetricsLog; that a real run's directory is read is test_real.py's.
+metrics.jsonl is written by the trainer's own MetricsLog; a real run in a browser makes docs/images/report.png (browser.py).
 """
 
 from __future__ import annotations
