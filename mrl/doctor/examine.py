@@ -28,7 +28,7 @@ from mrl.doctor import (
     variables,
 )
 from mrl.doctor.findings import LEVELS, Finding, Level, Section, fault, warning, worst
-from mrl.doctor.imports import Imported, imports
+from mrl.doctor.imports import Imported, imports, with_causes
 from mrl.doctor.probe import FACTS
 from mrl.errors import one_line
 
@@ -86,6 +86,8 @@ def examine(*, with_collectives: bool = False) -> Report:
         imported, choices = asked_imports.result(), asked_choices.result()
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
+        broken = [package.module for package in optional if loaded[package.module].error is not None]
+        imported = with_causes(imported, packages.steps(), broken)
         gpu, megatron = gpus.has_gpu(found, facts), choices.imported_megatron if torch else Imported(blocked_by="torch")
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),

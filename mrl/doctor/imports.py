@@ -34,6 +34,7 @@ class Imported:
 
     error: str | None = None  # in words; None where it went well
     ends_process: bool = False  # with it the process that imports it, or it never comes back
+    because_of: Sequence[str] = ()  # broken packages without which it loads
     blocked_by: str | None = None  # the step that it needs, which went wrong; it was not tried
     version: str | None = None
     file: str | None = None
@@ -54,13 +55,13 @@ def is_found(module: str) -> bool:
         return False
 
 
-def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imported]:
+def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S, hidden: Sequence[str] = ()) -> dict[str, Imported]:
     """Returns what became of each step. A process that a package ended is followed by one that goes on after it.
 
-    limit_s: of one step.
+    limit_s: of one step. hidden: packages that are to be taken for absent.
     """
     done: dict[str, Imported] = {}
-    hidden: list[str] = []  # packages that ended a process: who imports them next would end, too
+    hidden = [*hidden]  # and those that ended a process: who imports them next would end, too
     while left := [step for step in steps if step.name not in done]:
         request = {
             "steps": [dataclasses.asdict(step) for step in left],
@@ -83,6 +84,18 @@ def imports(steps: Sequence[Step], *, limit_s: float = LIMIT_S) -> dict[str, Imp
             error = f"Python does not start for it ({answer.said})"
             done |= {step.name: Imported(error=error) for step in left if step.name not in done}
     return done
+
+
+def with_causes(imported: Mapping[str, Imported], steps: Sequence[Step], broken: Sequence[str]) -> dict[str, Imported]:
+    """Returns `imported`, of `steps`, with `because_of` where one that does not load does without packages `broken`:
+    peft imports a transformer-engine that it finds, and fails as that one does."""
+    failed = [step for step in steps if imported[step.name].error is not None and step.modules]
+    failed = [step for step in failed if "No module named" not in (imported[step.name].error or "")]
+    if not failed or not broken:
+        return dict(imported)
+    again = imports(failed, hidden=broken)
+    causes = {name: dataclasses.replace(imported[name], because_of=broken) for name, one in again.items() if one.works}
+    return {**imported, **causes}
 
 
 def ended(answer: Answer, limit_s: float) -> str:

@@ -77,7 +77,8 @@ def _imported(name: str, modules: Sequence[str]) -> Mapping[str, Any]:
 
 def _about(module: Any) -> Mapping[str, Any]:
     try:
-        version = getattr(module, "__version__", None)
+        with warnings.catch_warnings(action="ignore"):  # else it would be taken for the last words of what comes next
+            version = getattr(module, "__version__", None)
     except Exception:  # click and others look it up among installed packages, where they may not be
         version = None
     return {
