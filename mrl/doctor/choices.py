@@ -1,4 +1,5 @@
 """What a run on this machine will be made of, asked from the functions that choose it: `python -m mrl.doctor.choices`.
+Names behind that are of packages that are to be taken for absent.
 
 It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Each
 answer is a line of JSON, so that what was known before the process ended is not lost; `used.py` reads them.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,6 +160,8 @@ def main() -> None:
     from mrl.doctor.probe import own_output
 
     say = own_output()
+    for package in sys.argv[1:]:
+        sys.modules[package] = None  # type: ignore[assignment]  # to Python's import: there is no such package
     try:
         for answer in answers():
             say(answer)

@@ -87,8 +87,12 @@ def examine(*, with_collectives: bool = False) -> Report:
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
         broken = [package.module for package in optional if loaded[package.module].error is not None]
+        broken = [module for module in broken if loaded[module].ends_process] or broken  # the likelier causes
         imported = with_causes(imported, packages.steps(), broken)
-        gpu, megatron = gpus.has_gpu(found, facts), choices.imported_megatron if torch else Imported(blocked_by="torch")
+        gpu, megatron = (
+            gpus.has_gpu(found, facts),
+            choices.with_cause(broken) if torch else Imported(blocked_by="torch"),
+        )
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),

