@@ -79,7 +79,8 @@ def examine(*, with_collectives: bool = False) -> Report:
         asked_imports, asked_choices = pool.submit(imports, packages.steps()), pool.submit(used.choices)
         optional = gpu_packages.present()
         asked_optional = pool.submit(imports, gpu_packages.steps(optional)) if optional else None
-        smi, c, cpp = map(pool.submit, (gpus.smi, compilers.c_compiler, compilers.cpp_compiler))
+        smi = pool.submit(gpus.smi)
+        c, cpp = pool.submit(compilers.c_compiler), pool.submit(compilers.cpp_compiler)
         clock, slurm, containers = (
             pool.submit(_all(look)) for look in (clocks.section, cluster.slurm, cluster.containers)
         )
