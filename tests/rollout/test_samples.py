@@ -32,8 +32,9 @@ def saved(tmp_path, prompts):
     folder = str(tmp_path / "samples")
     numbers = [0.1 * i for i in range(4)]
     write_samples(
-        folder, 12, trajectories, rewards=numbers, parts={"gsm8k": [1.0] * 4}, advantages=[-x for x in numbers]
-    )
+        folder, 12, trajectories, rewards=numbers, parts={"gsm8k": [1.0] * 4}, advantages=[-x for x in numbers],
+        token_advantages=[None, None, None, [0.5 * m for m in trajectories[3].mask]],
+    )  # fmt: skip
     return folder, trajectories
 
 
@@ -52,7 +53,8 @@ def test_a_line_is_what_a_person_wants_to_know_first(saved):
         ("step", 12), ("row", "train.jsonl:2"), ("index", 1), ("sample", 1), ("reward", 0.1 * 3), ("rewards", {"gsm8k": 1.0}),
         ("environment", None), ("prompt", ROWS[1]["prompt"]), ("completion", "lazy é dog"), ("finished", True), ("turns", 1),
         ("response_length", t.response_length), ("advantage", -0.1 * 3), ("tokens", t.tokens), ("mask", t.mask),
-        ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None), ("advantages", None),
+        ("log_probs", t.log_probs), ("conversation", None), ("cut_by", None),
+        ("advantages", [0.5 * m for m in t.mask]),
     ]  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def test_compressed_and_without_tokens(saved, prompts):
     write_samples(folder, 12, trajectories, tokens=False)
     assert os.listdir(folder) == ["step_00000012.jsonl"]
     assert (
-        not {"tokens", "mask", "log_probs"}
+        not {"tokens", "mask", "log_probs", "advantages"}
         & json.loads(Path(folder, "step_00000012.jsonl").read_text().split("\n")[0]).keys()
     )
     with pytest.raises(
