@@ -172,8 +172,10 @@ def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bo
             what += f"; mrl was tried with {known.VLLM}, and older ones cannot take new weights"
             return note(name, what, version=version)
     elif module == "flash_attn" and te:
-        bounds = optional.flash_attn_bounds(optional.version_of("transformer-engine"), blackwell=False)
-        if not bounds.take(optional.version_of("flash-attn")):
+        from mrl.mcore_models import versions  # needs packaging, as transformer-engine does, which loads here
+
+        bounds = versions.flash_attn_bounds(versions.version_of("transformer-engine"), blackwell=False)
+        if not bounds.take(versions.version_of("flash-attn")):
             what += f", and this transformer-engine leaves it out: it takes {bounds}"
             return warning(name, what, "install one of these", version=version)
     elif not te:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from packaging.version import Version
 
-from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds, version_of
 from mrl.mcore_models.platform import has_gpu
+from mrl.mcore_models.versions import NOT_THERE, flash_attn_bounds, version_of
 from mrl.parallel import ParallelDims
 
 Kernel = Literal["flash", "fused", "unfused"]

@@ -10,8 +10,8 @@ from mrl.doctor import choices, used
 from mrl.doctor.choices import MODELS
 from mrl.errors import ConfigError
 from mrl.mcore_models import causal, cpu_stand_in, layer_spec, platform, te_limits
-from mrl.mcore_models.optional import NOT_THERE
 from mrl.mcore_models.te_limits import Gpu
+from mrl.mcore_models.versions import NOT_THERE
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import SEGFAULTS, package
 

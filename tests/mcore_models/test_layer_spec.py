@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from mrl.converters.hf_config import read_hf_config
 from mrl.errors import ConfigError
-from mrl.mcore_models import cpu_stand_in, layer_spec, optional, platform, te_limits
+from mrl.mcore_models import cpu_stand_in, layer_spec, platform, te_limits, versions
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
@@ -224,7 +224,7 @@ def test_without_a_gpu_broken_ones_are_not_looked_at(tmp_path):
 def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeypatch):
     """An A100 without flash-attn: scores of whole rows under te, a flash kernel under local. te stays te where asked."""
     machine(gpu=True, transformer_engine=WORKS)
-    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), optional.NOT_THERE))
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_THERE))
     chosen = spec_for("auto")
     assert chosen.name == "local" and "attention is the unfused one, whose memory grows" in chosen.why
     assert "under flash-attn 2" in chosen.why and spec_for("te").name == "te"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from mrl.mcore_models.optional import NOT_THERE, flash_attn_bounds
 from mrl.mcore_models.te_limits import Gpu, cp_comm_type, switched_off, te_refuses, te_slows
+from mrl.mcore_models.versions import NOT_THERE, flash_attn_bounds
 from mrl.parallel import ParallelDims
 
 DENSE = {"num_attention_heads": 32, "num_query_groups": 8, "hidden_size": 4096, "kv_channels": 128}

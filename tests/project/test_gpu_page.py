@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from mrl.mcore_models.optional import NOT_THERE
 from mrl.mcore_models.te_limits import GENERATIONS, Attention, Gpu, kernels
+from mrl.mcore_models.versions import NOT_THERE
 
 ROOT = Path(__file__).parents[2]
 SETUP, DOCKERFILE, PAGE = (
