@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from mrl.check.compare import TensorErrors
 from mrl.check.measure import Measured
 
-TURNED = 8
-"""How many times the rounding of other log-probs the change is that another choice of experts makes, at least."""
 UNDECIDED = (
     "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs; "
     "tokens before these are the same: take another batch with --tokens or seed, or other weights with --cut"
@@ -71,7 +69,8 @@ def is_undecided(found: Measured) -> bool:
     starts_right = not (found.start.over or found.start.missing or found.start.unexpected)
     if decided is None or decided > bound or not starts_right:
         return False
-    return found.log_probs > (TURNED * decided if decided else bound / 10)
+    turned = found.bounds.turned
+    return turned == 0 or found.log_probs > (turned * decided if decided else bound / 10)
 
 
 def _tensors(quantity: str, errors: TensorErrors, bound: float, what: str) -> Problem | None:

@@ -133,6 +133,8 @@ def test_json_has_a_word_for_each_number():
         ({"log_probs": 0.5, "decided_log_probs": 0.4}, False),  # no router is before what differs
         ({"log_probs": 0.5, "decided_log_probs": 0.0}, True),  # all of the batch comes after one
         ({"log_probs": 1e-6, "decided_log_probs": 0.0}, False),
+        ({"log_probs": 0.02, "decided_log_probs": 0.01, "bounds": BOUNDS["bfloat16"]}, True),  # as measured of gpt_oss
+        ({"log_probs": 2.0, "decided_log_probs": 1.5, "bounds": BOUNDS["bfloat16"]}, False),
         ({"log_probs": 0.5, "decided_log_probs": None}, False),  # no router is undecided
         ({"log_probs": 0.5, "decided_log_probs": 1e-6, "start": TensorErrors(2, (Off("a", 1.0),), 1)}, False),
     ],
