@@ -88,6 +88,7 @@ def test_a_cure_of_the_unfused_attention_is_one(fields, dtype, cure):
         (FLASH, ("NVTE_FLASH_ATTN",), {"cp": 2}, "GPUs of compute capability 8.0 with NVTE_FLASH_ATTN=0"),
         (FLASH, ("NVTE_FLASH_ATTN_V2", "NVTE_FUSED_ATTN"), {"cp": 2}, "8.0 with NVTE_FLASH_ATTN_V2=0"),
         (dataclasses.replace(FLASH, transformer_engine=Version("2.17")), ("NVTE_FLASH_ATTN_V2",), {"cp": 2}, None),
+        (dataclasses.replace(FLASH, transformer_engine=Version("2.18")), ("NVTE_FLASH_ATTN_V2",), {"cp": 2}, "_V2=0"),
         (A100, ("NVTE_UNFUSED_ATTN",), {}, "8.0 without flash-attn 2"),
         (FLASH, ("NVTE_UNFUSED_ATTN",), {}, None),
         (H100, ("NVTE_FUSED_ATTN",), {}, None),
