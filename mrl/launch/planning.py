@@ -20,6 +20,9 @@ if typing.TYPE_CHECKING:
     from mrl.plan.planner import Plan
 
 
+MOST_GPUS = 2**20
+
+
 def run(
     path: str, overrides: Sequence[str], *, world_size: int, gpu: str, efficiency: str | None, reserve: str | None,
     as_json: bool, suggest: bool, echo: Callable[[str], None],
@@ -29,7 +32,10 @@ def run(
     from mrl.plan.gpus import gpu_of
 
     card = gpu_of(gpu)
-    share, reserved = _number("--efficiency", efficiency, 0.5, 1), _number("--reserve", reserve, 4.0, 1000)
+    share = _number("--efficiency", efficiency, 0.5, 1)
+    reserved = _number("--reserve", reserve, 4.0, card.memory / 2**30, from_zero=True)
+    if world_size > MOST_GPUS:
+        raise ConfigError("--world-size", world_size, "is more than any cluster has", f"give at most {MOST_GPUS}")
     command = command_of_yaml(read_yaml(path))
 
     def plan_of(more: Sequence[str] = ()) -> Plan:
@@ -43,7 +49,8 @@ def run(
 
         planner.prepare()
     if suggest:
-        return _suggest(command, load_config(path, overrides, command.root), plan_of, world_size, card, reserved, echo)
+        config = load_config(path, overrides, command.root)
+        return _suggest(command, config, plan_of, world_size, card, reserved, as_json, echo)
     made = plan_of()
     for line in [json.dumps(planner.as_json(made), indent=1)] if as_json else show.lines(made):
         echo(line)
@@ -52,16 +59,26 @@ def run(
 
 def _suggest(
     command: TrainingCommand, config: Config, plan_of: Callable[[Sequence[str]], Plan], world_size: int, card: GPU,
-    reserved: float, echo: Callable[[str], None],
+    reserved: float, as_json: bool, echo: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    """Searches layouts for the first part that trains; parts without an engine of their own take the same."""
+    """Searches layouts for the first part that trains on megatron; parts without an engine of their own take it too."""
     from mrl.plan import suggesting
 
-    part = next(part for part in _with_config_json(command, config) if part.optimizer is not None)
+    parts = _with_config_json(command, config)
+    trained = [part for part in parts if part.optimizer is not None]
+    part = next((part for part in trained if part.engine.backend == "megatron"), None)
+    if part is None:
+        key = trained[0].key("engine.backend")
+        why = "has no layouts to search: it shards over all GPUs"
+        raise ConfigError(key, trained[0].engine.backend, why, "leave --suggest out")
     longest, _ = command.longest(config)
     tried = suggesting.candidates(part, world_size, longest, card, card.memory - int(reserved * 2**30))
-    found = list(suggesting.search(plan_of, part.key("engine"), tried))
-    for line in suggesting.lines(found, world_size, card, len(tried)):
+    found = list(suggesting.search(plan_of, part, tried))
+    own = [other.key("engine") for other in parts if other.engine != part.engine]
+    if as_json:
+        echo(json.dumps(suggesting.as_json(found, len(tried)), indent=1))
+        return bool(found)
+    for line in suggesting.lines(found, part.key("engine"), own, world_size, card, len(tried)):
         echo(line)
     return bool(found)
 
@@ -77,8 +94,10 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
     parts = []
     for part in command.parts(config):
         if part.role in needed:
-            shapes_alone = dataclasses.replace(part.model, init="random")  # nobody looks for weights then
-            parts.append(dataclasses.replace(part, hf=preflight.read_model_config(shapes_alone, part.key("model"))))
+            key, shapes_alone = part.key("model"), dataclasses.replace(part.model, init="random")  # without weights
+            hf = preflight.read_model_config(shapes_alone, key)
+            here = dataclasses.replace(part.model, path=preflight.config_folder(part.model, key))
+            parts.append(dataclasses.replace(part, model=here, hf=hf))
     return parts
 
 
@@ -113,11 +132,12 @@ def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU
         child.join()
 
 
-def _number(name: str, given: str | None, default: float, most: float) -> float:
+def _number(name: str, given: str | None, default: float, most: float, *, from_zero: bool = False) -> float:
     try:
         value = default if given is None else float(given)
     except ValueError:
         value = -1.0
-    if not 0 < value <= most:
-        raise ConfigError(name, given, "is no number in range", f"give one above 0 and up to {most:g}")
+    if not 0 <= value <= most or (value == 0 and not from_zero):
+        least = "from 0" if from_zero else "above 0"
+        raise ConfigError(name, given, "is no number in range", f"give one {least} up to {most:.4g}")
     return value

@@ -189,6 +189,13 @@ def read_model_config(model: ModelConfig, key: str = "model") -> dict[str, Any]:
     return _read_json(_from_hub(model.path, key))
 
 
+def config_folder(model: ModelConfig, key: str) -> str:
+    """Returns the folder of a model's config.json, which may be all that is there: of a hub id, that of its download.
+
+    For a model whose config.json has been read."""
+    return model.path if os.path.isdir(model.path) else str(_from_hub(model.path, key).parent)
+
+
 def _check_weights(model: ModelConfig, folder: pathlib.Path, key: str) -> None:
     imported = (folder / "mcore").is_dir() and (folder / "COMPLETE").is_file()  # by `mrl convert import`
     if model.init == "pretrained" and not imported and not any(folder.glob("*.safetensors")):

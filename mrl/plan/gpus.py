@@ -7,8 +7,6 @@ import re
 
 from mrl.errors import ConfigError
 
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
@@ -21,9 +19,6 @@ class GPU:
     link: float  # bytes/s to other GPUs of its node, over NVLink
     network: float  # bytes/s to GPUs of other nodes
     per_node: int  # GPUs that NVLink joins
-
-    def with_memory(self, gb: float) -> "GPU":
-        return dataclasses.replace(self, name=f"{gb:g} GB", memory=int(gb * 1e9))
 
 
 MIB = 2**20
@@ -51,11 +46,27 @@ def gpu_here(name: str, memory: int, flops: float | None) -> GPU:
     return dataclasses.replace(known, name=name, memory=memory, flops=flops or known.flops)
 
 
+_GIVEN = {  # what may follow --gpu -> field, in what unit
+    "GB": ("memory", 1e9), "TFLOPS": ("flops", 1e12), "HBM": ("memory_rate", 1e9), "LINK": ("link", 1e9),
+    "NETWORK": ("network", 1e9), "PER_NODE": ("per_node", 1),
+}  # fmt: skip
+
+
 def gpu_of(text: str, key: str = "--gpu") -> GPU:
-    """Returns the GPU of a name, or one of "GB=64" with 64 * 10^9 bytes and otherwise the default's figures."""
-    if text in GPUS:
-        return GPUS[text]
-    size = re.fullmatch(r"GB=(\d+(\.\d+)?)", text, re.IGNORECASE)
-    if size is None or not float(size[1]):
+    """Returns the GPU of a text: a name, figures of one's own, or both with the figures after the name.
+
+    "h200", "GB=64" (64 * 10^9 bytes, otherwise the default's figures), "h100-80gb,TFLOPS=650,NETWORK=25".
+    """
+    name, *figures = text.split(",") if "=" not in text.split(",")[0] else (DEFAULT, *text.split(","))
+    if name not in GPUS:
         raise ConfigError(key, text, "is not one of those known", f"give {', '.join(GPUS)}, or GB=64 for its memory")
-    return GPUS[DEFAULT].with_memory(float(size[1]))
+    gpu = GPUS[name]
+    for figure in figures:
+        found = re.fullmatch(r"(\w+)=(\d{1,9}(?:\.\d+)?)", figure.strip())
+        field, unit = _GIVEN.get(found[1].upper(), ("", 0)) if found else ("", 0)
+        value = float(found[2]) * unit if found else 0.0
+        if not field or not value or (field == "per_node" and value % 1):
+            wanted = "GB=64, TFLOPS=650, HBM=2000, LINK=300, NETWORK=25 (the last three in GB/s) or PER_NODE=4"
+            raise ConfigError(key, text, f"has no figure in {figure.strip()!r}", f"write {wanted}")
+        gpu = dataclasses.replace(gpu, **{field: int(value) if field in ("memory", "per_node") else value})
+    return dataclasses.replace(gpu, name=text) if figures else gpu

@@ -11,7 +11,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import RankFigures
 from mrl.parallel import ParallelDims
-from mrl.plan import schedule
+from mrl.plan import schedule, sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class RolePlan:
     """A role's model on its layout: the figures of one rank of each pipeline stage."""
 
     role: str
+    model: str  # its path, as the config has it
     config: RoleConfig
     dims: ParallelDims
     trains: tuple[RankFigures, ...]  # of each stage, with gradients and optimizer; empty where the role never trains
@@ -51,8 +52,13 @@ class RolePlan:
         return self.trains or self.forward
 
 
-def plan_role(role: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int) -> RolePlan:
-    """Builds and runs the role's model, once for each stage that differs from those before it."""
+def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int) -> RolePlan:
+    """Builds and runs the role's model, once for each stage that differs from those before it. On backend fsdp it is
+    built alone: what its passes take is not known."""
+    if config.engine.backend == "fsdp":
+        trains = config.optimizer is not None
+        forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
+        return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
     trained: tuple[RankFigures, ...] = ()
     only_forward: tuple[RankFigures, ...] = ()
     for phase in phases.phases:
@@ -67,7 +73,7 @@ def plan_role(role: str, config: RoleConfig, dims: ParallelDims, phases: Phases,
             only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, entropy="none")
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), entropy="none")
-    return RolePlan(role, config, dims, trained, only_forward)
+    return RolePlan(role, model, config, dims, trained, only_forward)
 
 
 def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, entropy: str) -> tuple[RankFigures, ...]:
@@ -87,20 +93,21 @@ def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, e
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """Bytes on a rank of one stage in one phase."""
+    """Bytes on a rank of one stage in one phase. What is None is not known, and in no sum."""
 
     phase: str
     stage: int
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
+    activations: int | None
     cache: int  # keys and values, or what an engine inside the trainer takes
     idle: int  # of roles that do not work
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.cache + self.idle
+        known = self.parameters + self.gradients + self.optimizer + self.cache + self.idle
+        return known + (self.activations or 0)
 
 
 def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory: int) -> list[Use]:
@@ -127,31 +134,39 @@ def _resident(plan: RolePlan) -> int:
 
 
 def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int) -> Use:
-    figures = plan.stages[stage]
+    figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights = figures.parameters + figures.buffers
     if phase.kind == "sample":
         if phase.engine_fraction:
             kept = weights if phase.handed_over else 0
             return Use(phase.name, stage, kept, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
+        if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
+            weights += sharded.gathered_bytes(plan.config)
         return Use(phase.name, stage, weights, 0, 0, 0, phase.cache_tokens * _cache_bytes(plan, stage), 0)
-    dims = plan.dims
+    activations = _activations(phase, plan, stage, longest)
+    if phase.kind == "forward":
+        return Use(phase.name, stage, weights, 0, 0, activations, 0, 0)
+    optimizer = figures.largest_optimizer
+    if "optimizer" in plan.config.engine.offload:  # on the host, until the step, when activations are gone
+        at_the_step = (activations or 0) < optimizer
+        optimizer, activations = (optimizer, 0) if at_the_step else (0, activations)
+    return Use(phase.name, stage, weights, figures.gradients, optimizer, activations, 0, 0)
+
+
+def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int | None:
+    """The most at once of a phase's passes; None of a part whose passes were not run."""
+    dims, figures = plan.dims, (plan.trains if phase.kind == "train" else plan.forward)[stage]
+    if not figures.chunks:
+        return None
     batches = micro_batches(plan.config, dims, phase.sequences // phase.steps, longest)
-    figures = (plan.trains if phase.kind == "train" else plan.forward)[stage]
     order = schedule.passes(
         stage, pp=dims.pp, vpp=dims.vpp, micro_batches=min(batches.count, 4 * dims.pp * dims.vpp),
         forward_only=phase.kind == "forward",
     )  # fmt: skip
-    activations = schedule.most_alive(
-        order, [c.saved for c in figures.chunks], [c.forward_peak for c in figures.chunks],
-        [c.backward_peak for c in figures.chunks],
-    )  # fmt: skip
-    if phase.kind == "forward":
-        return Use(phase.name, stage, weights, 0, 0, activations, 0, 0)
-    waits = "optimizer" in plan.config.engine.offload  # on the host, until the step
-    optimizer = figures.largest_optimizer
-    if waits and activations < optimizer:
-        return Use(phase.name, stage, weights, figures.gradients, optimizer, 0, 0, 0)
-    return Use(phase.name, stage, weights, figures.gradients, 0 if waits else optimizer, activations, 0, 0)
+    chunks = figures.chunks
+    return schedule.most_alive(
+        order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
+    )
 
 
 def _cache_bytes(plan: RolePlan, stage: int) -> int:

@@ -11,6 +11,7 @@ from mrl.config.command import Config, Part, TrainingCommand
 from mrl.config.phases import Phases
 from mrl.converters.families import FAMILIES
 from mrl.converters.hf_config import normalize
+from mrl.engine.lora.folder import adapters
 from mrl.engine.megatron import meta
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
@@ -18,7 +19,7 @@ from mrl.plan import memory
 from mrl.plan.cost import Cost, cost
 from mrl.plan.gpus import GPU
 from mrl.plan.memory import RolePlan, Use
-from mrl.trainers.throughput import training_flops
+from mrl.trainers.throughput import adapter_weights, training_flops
 
 RESERVED_GIB = 4.0
 """What a GPU needs beside tensors, an assumption: CUDA's context and kernels, NCCL's buffers, cuBLAS's workspace, and
@@ -40,10 +41,9 @@ class Plan:
     phases: Phases
     roles: dict[str, RolePlan]
     uses: list[Use]
-    costs: dict[str, Cost]  # by the name of the phase; none of sampling
+    costs: dict[str, Cost]  # by the name of the phase; none of sampling, nor of parts on backend fsdp
     model_flops: dict[str, float]  # of a token in an update, by role
     batches: dict[str, memory.MicroBatches]  # by the name of the phase
-    step_tokens: int  # of a global batch
 
     @property
     def fullest(self) -> Use:
@@ -56,11 +56,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether what is planned fits; `whole` says whether that is everything."""
         return self.fullest.total <= self.room
 
     @property
+    def whole(self) -> bool:
+        """Whether activations of all parts are planned."""
+        return all(use.activations is not None for use in self.uses)
+
+    @property
+    def untimed(self) -> list[str]:
+        """Phases whose time is not estimated."""
+        return [phase.name for phase in self.phases.phases if phase.name not in self.costs]
+
+    @property
     def seconds(self) -> float:
-        """Of a step without its sampling."""
+        """Of a step, `untimed` phases apart."""
         return sum(one.seconds for one in self.costs.values())
 
 
@@ -72,25 +83,26 @@ def plan(
     longest, _ = command.longest(config)
     phases = command.phases(config)
     roles, costs, batches, model_flops = {}, {}, {}, {}
+    names = {part.role: part.model.path for part in command.parts(config)}  # a hub id, where that is what was given
     for part, dims in zip(parts, layouts, strict=True):
         if not any(phase.role == part.role for phase in phases.phases):
             continue
-        if part.engine.backend != "megatron":
+        if part.engine.backend not in ("megatron", "fsdp"):
             raise ConfigError(
-                part.key("engine.backend"), part.engine.backend, "is not planned", "plan the parts on megatron"
+                part.key("engine.backend"), part.engine.backend, "is not planned", "plan megatron or fsdp"
             )
-        roles[part.role] = memory.plan_role(part.role, command.engine_config(config, part), dims, phases, longest)
+        role_config = command.engine_config(config, part)
+        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest)
         if part.optimizer is not None and part.hf.get("model_type") in FAMILIES:
-            lengths = torch.tensor([longest])
-            model_flops[part.role] = (
-                training_flops(normalize(dict(part.hf), where="config.json"), lengths, longest) / longest
-            )
+            model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:
         if phase.kind == "sample":
             continue
         role = roles[phase.role]
         found = memory.micro_batches(role.config, role.dims, phase.sequences // phase.steps, longest)
         batches[phase.name] = found
+        if role.config.engine.backend == "fsdp":
+            continue
         trains = phase.kind == "train"
         costs[phase.name] = cost(
             role, role.trains if trains else role.forward, found, gpu, steps=phase.steps, efficiency=efficiency,
@@ -100,8 +112,15 @@ def plan(
         command=command.name, world_size=layouts[0].world_size, gpu=gpu, reserved=int(reserved_gib * 2**30),
         longest=longest, phases=phases, roles=roles,
         uses=memory.uses(phases, roles, longest, gpu.memory), costs=costs, model_flops=model_flops, batches=batches,
-        step_tokens=config.train.global_batch_size * longest,
     )  # fmt: skip
+
+
+def _flops_of_a_token(part: Part, longest: int) -> float:
+    """As `perf/mfu` counts them, in an update on sequences of `longest` tokens that all train."""
+    hf = normalize(dict(part.hf), where="config.json")
+    lora = part.model.lora
+    of_adapters = None if lora is None else adapter_weights(adapters(part.model.path, lora, part.head).values(), hf)
+    return training_flops(hf, torch.tensor([longest]), longest, of_adapters) / longest
 
 
 def prepare() -> None:
@@ -140,6 +159,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "reserved_bytes": made.reserved, "fits": made.fits, "longest_sequence": made.longest, "roles": roles,
         "phases": [dataclasses.asdict(use) | {"total": use.total} for use in made.uses],
         "updates": {name: dataclasses.asdict(one) | {"seconds": one.seconds} for name, one in made.costs.items()},
+        "untimed_phases": made.untimed, "activations_planned": made.whole,
         "model_flops_per_token": {role or "model": flops for role, flops in made.model_flops.items()},
         "step_seconds": made.seconds,
     }  # fmt: skip

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from mrl.config.phases import Phase
+from mrl.plan import units
 from mrl.plan.memory import RolePlan, Use
 from mrl.plan.planner import Plan
 
-GIB = 2**30
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "cache", "idle")
 _MOST_STAGES = 16  # of which rows are shown; of more, those that differ
 
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the plan."""
-    yield f"mrl {plan.command} on {plan.world_size:,} x {plan.gpu.name} ({plan.gpu.memory / GIB:.1f} GiB each)"
+    yield f"mrl {plan.command} on {plan.world_size:,} x {plan.gpu.name} ({units.size(plan.gpu.memory)} each)"
     for role in plan.roles.values():
         yield ""
         yield from _picture(role)
@@ -23,9 +24,11 @@ def lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield verdict(plan)
     for phase in plan.phases.phases:
-        if phase.kind == "train":
+        if phase.kind == "train" and phase.name in plan.costs:
             yield ""
-            yield from _update(plan, phase.name, phase.role)
+            yield from _update(plan, phase)
+    yield ""
+    yield from _step(plan)
     yield ""
     yield from _notes(plan)
 
@@ -33,12 +36,18 @@ def lines(plan: Plan) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """Returns whether it fits, in a line."""
     use = plan.fullest
-    where = f"stage {use.stage} in the {use.phase}"
-    need, room, reserved = use.total / GIB, plan.room / GIB, plan.reserved / GIB
-    kept = f"{plan.gpu.memory / GIB:.1f} GiB less {reserved:g} for CUDA, NCCL and the allocator"
-    if plan.fits:
-        return f"fits: {need:.1f} of {room:.1f} GiB on the fullest GPU ({where}; {kept})"
-    return f"does not fit: {need:.1f} GiB on the fullest GPU ({where}), and there are {room:.1f} ({kept})"
+    where = f"stage {use.stage} in {_in_words(use.phase)}"
+    need, room = units.size(use.total), units.size(plan.room)
+    kept = f"{units.size(plan.gpu.memory)} less {units.size(plan.reserved)} for CUDA, NCCL and the allocator"
+    if not plan.fits:
+        return f"does not fit: {need} on the fullest GPU ({where}), and there are {room} ({kept})"
+    if not plan.whole:
+        return f"may fit: {need} of {room} on the fullest GPU before activations of backend fsdp ({where}; {kept})"
+    return f"fits: {need} of {room} on the fullest GPU ({where}; {kept})"
+
+
+def _in_words(phase: str) -> str:
+    return phase if phase.startswith(("sampling", "new ")) else f"the {phase}"
 
 
 def _picture(role: RolePlan) -> Iterator[str]:
@@ -50,7 +59,12 @@ def _picture(role: RolePlan) -> Iterator[str]:
         for axis, size in (("tp", dims.tp), ("cp", dims.cp), ("dp", dims.dp), ("ep", dims.ep), ("etp", dims.etp))
         if size > 1 and not (axis == "etp" and dims.etp == dims.tp)
     )
-    yield f"{name}{dims.describe()}, {role.config.model.path}"
+    backend = " on backend fsdp" if role.config.engine.backend == "fsdp" else ""
+    yield f"{name}{dims.describe()}, {role.model}" + backend
+    if backend:
+        copies = role.config.engine.fsdp.replicate
+        yield f"  every tensor in {dims.world_size // copies} shards, {units.counted(copies, 'copy', 'copies')}"
+        return
     ranks = dims.world_size // dims.pp
     rows = [(f"stage {i}", f"ranks {i * ranks}-{(i + 1) * ranks - 1}", _held(role, i)) for i in range(dims.pp)]
     shown = rows if len(rows) <= _MOST_STAGES else [*rows[:3], ("...", "", ""), *rows[-2:]]
@@ -71,19 +85,20 @@ def _held(role: RolePlan, stage: int) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    columns = [name for name in _COLUMNS if any(getattr(use, name) for use in plan.uses)]
-    head = ["GiB on the fullest rank", *columns, "total"]
+    columns = [name for name in _COLUMNS if any(getattr(use, name) != 0 for use in plan.uses)]
+    scale, unit = units.byte_unit(max(use.total for use in plan.uses))
+    head = [f"{unit} on the fullest rank", *columns, "total"]
     rows = []
     for phase in dict.fromkeys(use.phase for use in plan.uses):
         of_phase = [use for use in plan.uses if use.phase == phase]
         for use in _differing(of_phase):
             name = phase if len(of_phase) == 1 else f"{phase}, {_stages_like(use, of_phase)}"
-            values = [f"{getattr(use, column) / GIB:.2f}" for column in columns]
-            rows.append([name, *values, f"{use.total / GIB:.2f}"])
+            values = [getattr(use, column) for column in columns] + [use.total]
+            rows.append([name, *("unknown" if value is None else f"{value / scale:.2f}" for value in values)])
     yield from table([head, *rows])
 
 
-def _figures(use: Use) -> tuple[int, ...]:
+def _figures(use: Use) -> tuple[int | None, ...]:
     return tuple(getattr(use, name) for name in _COLUMNS)
 
 
@@ -99,27 +114,47 @@ def _stages_like(use: Use, uses: Sequence[Use]) -> str:
     return f"stage {use.stage}" if last == use.stage else f"stages {use.stage}-{last}"
 
 
-def _update(plan: Plan, name: str, role: str) -> Iterator[str]:
-    cost, batches = plan.costs[name], plan.batches[name]
-    flops = plan.model_flops.get(role)
-    yield f"{name}: {batches.count} micro-batches of {batches.tokens:,} tokens on each replica"
+def _update(plan: Plan, phase: Phase) -> Iterator[str]:
+    cost, batches = plan.costs[phase.name], plan.batches[phase.name]
+    flops = plan.model_flops.get(phase.role)
+    steps = f"{phase.steps} optimizer steps of " if phase.steps > 1 else ""
+    count = units.counted(batches.count, "micro-batch", "micro-batches")
+    yield f"{phase.name}: {steps}{count} of {units.counted(batches.tokens, 'token')} on each replica"
     yield f"  pipeline bubble {cost.bubble:.1%} (of the schedule alone {cost.even_bubble:.1%})"
     for moved in cost.moved:
         words = moved.op.replace("_", "-")
         where = "inside a node" if moved.link == "node" else "between nodes"
-        yield f"  {moved.group} {words} over {moved.ranks} ranks: {moved.bytes / GIB:.2f} GiB sent a rank, {where}"
-    parts = f"pipeline {cost.pipeline_s:.2f}, gradients and parameters {cost.gradients_s:.2f}"
-    yield f"  about {cost.seconds:.2f} s ({parts}, optimizer {cost.optimizer_s:.2f})"
+        ranks = units.counted(moved.ranks, "rank")
+        yield f"  {moved.group} {words} over {ranks}: {units.size(moved.bytes)} sent a rank, {where}"
+    parts = (
+        f"pipeline {units.duration(cost.pipeline_s)}, gradients and parameters {units.duration(cost.gradients_s)}, "
+        f"optimizer {units.duration(cost.optimizer_s)}"
+    )
+    yield f"  about {units.duration(cost.seconds)} ({parts})"
     if flops is not None and cost.seconds:
-        tokens = plan.step_tokens / cost.seconds / plan.world_size
+        tokens = phase.sequences * plan.longest / cost.seconds / plan.world_size
         mfu = flops * tokens / plan.gpu.flops
-        yield f"  {flops / 1e9:.2f} GFLOPs a token, {tokens:,.0f} tokens/s a GPU, MFU {mfu:.0%}"
+        yield f"  {units.flops(flops)} a token (causal attention at half the square, nothing that is computed again)"
+        yield f"  {tokens:,.0f} tokens/s a GPU, MFU {mfu:.1%}"
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    """How long a step lasts, and what is not in that."""
+    if plan.costs:
+        timed = [f"{name} {units.duration(cost.seconds)}" for name, cost in plan.costs.items()]
+        of = f" ({', '.join(timed)})" if len(timed) > 1 else ""
+        yield f"a step: about {units.duration(plan.seconds)}{of}"
+    if plan.untimed:
+        yield f"  not in it, as its time is not estimated: {', '.join(plan.untimed)}"
 
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield "Parameters, gradients and optimizer are exact. Activations are of a real forward and backward pass of"
     yield "every stage on shapes alone, with the longest sequences and tokens spread evenly over experts. Times are"
     yield "estimates: give --efficiency what you measured (docs/plan.md)."
+    if not plan.whole:
+        yield "Of parts on backend fsdp neither activations are planned, nor the weights that are gathered for a"
+        yield "block at a time, nor what they send, nor their time: these are in no sum above."
 
 
 def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:

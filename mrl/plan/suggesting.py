@@ -13,8 +13,10 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import normalize
 from mrl.converters.rules import expected_hf_names
 from mrl.errors import UserError
+from mrl.plan import units
 from mrl.plan.gpus import GPU
 from mrl.plan.planner import Plan
+from mrl.plan.show import table
 
 MOST = 48  # layouts that are built and run, a second or less each
 LONG = 16384  # tokens from which context parallelism is tried
@@ -24,6 +26,7 @@ LONG = 16384  # tokens from which context parallelism is tried
 class Suggestion:
     """A layout that fits."""
 
+    role: str  # whose layout it is
     overrides: tuple[str, ...]
     plan: Plan
 
@@ -76,11 +79,12 @@ def _parameters(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
 
 
 def search(
-    plan_of: Callable[[Sequence[str]], Plan], key: str, layouts: Sequence[Mapping[str, Any]]
+    plan_of: Callable[[Sequence[str]], Plan], part: Part, layouts: Sequence[Mapping[str, Any]]
 ) -> Iterator[Suggestion]:
     """Yields the layouts that are taken and fit; with full recomputation where they fit with it alone.
 
-    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. key: of the engine."""
+    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. part: whose they are."""
+    key = part.key("engine")
     for degrees in layouts:
         text = ", ".join(f"{name}: {value}" for name, value in degrees.items())
         override = f"{key}.parallel={{{text}}}"
@@ -90,29 +94,54 @@ def search(
             except UserError:
                 break
             if made.fits:
-                yield Suggestion((override, *more[:1]), made)
+                yield Suggestion(part.role, (override, *more), made)
                 break
 
 
-def lines(found: Sequence[Suggestion], world_size: int, gpu: GPU, tried: int) -> Iterator[str]:
-    """Yields the table, the fastest first."""
-    from mrl.plan.show import GIB, table
-
+def lines(
+    found: Sequence[Suggestion], key: str, own: Sequence[str], world_size: int, gpu: GPU, tried: int
+) -> Iterator[str]:
+    """Yields the table, the fastest first. key: of the engine whose layouts were searched. own: of those that have one
+    of their own, which stays."""
+    where = f"{units.counted(world_size, 'GPU')} ({gpu.name})"
     if not found:
-        yield f"none of {tried} layouts on {world_size:,} x {gpu.name} fits"
+        yield f"none of {units.counted(tried, 'layout')} of {key} fits on {where}"
         yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"
         return
-    best = sorted(found, key=lambda one: one.plan.seconds)[:10]
-    rows = [["layout", "GiB", "of", "bubble", "s a step", "recompute"]]
+    best = _ranked(found)[:10]
+    rows = [["layout", "fullest GPU", "of", "bubble", "a step", "recompute"]]
     for one in best:
-        role = next(iter(one.plan.roles.values()))
-        bubble = max(cost.bubble for cost in one.plan.costs.values())
+        role = one.plan.roles[one.role]
+        bubble = max((cost.bubble for cost in one.plan.costs.values()), default=0.0)
         rows.append([
-            role.dims.describe(), f"{one.plan.fullest.total / GIB:.1f}", f"{one.plan.room / GIB:.1f}", f"{bubble:.1%}",
-            f"{one.plan.seconds:.2f}", role.config.engine.recompute,
+            role.dims.describe(), units.size(one.plan.fullest.total), units.size(one.plan.room), f"{bubble:.1%}",
+            units.duration(one.plan.seconds), role.config.engine.recompute,
         ])  # fmt: skip
-    yield f"{len(found)} of {tried} layouts on {world_size:,} x {gpu.name} fit; the fastest by estimate:"
+    yield f"{len(found)} of {units.counted(tried, 'layout')} of {key} fit on {where}; the fastest by estimate:"
     yield ""
     yield from table(rows)
     yield ""
     yield "the first one: " + " ".join(f"'{override}'" for override in best[0].overrides)
+    if own:
+        yield f"searched for {key} alone: {', '.join(own)} stayed as the config has it"
+    elif len(best[0].plan.roles) > 1:
+        yield f"searched for {key}, which all parts share: one layout for all"
+    if best[0].plan.untimed:
+        yield f"times are without: {', '.join(best[0].plan.untimed)}"
+
+
+def as_json(found: Sequence[Suggestion], tried: int) -> dict[str, Any]:
+    """Returns the layouts that fit as plain data, the fastest first, in bytes and seconds."""
+    layouts = [
+        {
+            "overrides": list(one.overrides), "layout": one.plan.roles[one.role].dims.describe(),
+            "bytes": one.plan.fullest.total, "room_bytes": one.plan.room, "step_seconds": one.plan.seconds,
+            "untimed_phases": one.plan.untimed,
+        }
+        for one in _ranked(found)
+    ]  # fmt: skip
+    return {"tried": tried, "layouts": layouts}
+
+
+def _ranked(found: Sequence[Suggestion]) -> list[Suggestion]:
+    return sorted(found, key=lambda one: one.plan.seconds)

@@ -50,8 +50,8 @@ class Done:
     stderr: str
 
 
-def command(words: list[str], folder: str) -> Done:
-    """Runs `mrl` with these words in a folder."""
+def command(words: list[str], folder: str, hub: str | None = None) -> Done:
+    """Runs `mrl` with these words in a folder. hub: the cache of Hugging Face's hub, which is not asked."""
     import os
 
     from click.testing import CliRunner
@@ -59,6 +59,10 @@ def command(words: list[str], folder: str) -> Done:
     from mrl.cli import main
 
     os.chdir(folder)
+    if hub is not None:
+        import huggingface_hub.constants as constants
+
+        constants.HF_HUB_OFFLINE, constants.HF_HUB_CACHE = True, hub
     result = CliRunner().invoke(main, words, prog_name="mrl", catch_exceptions=False)
     return Done(result.exit_code, result.stdout, result.stderr)
 
