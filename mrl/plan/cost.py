@@ -21,6 +21,9 @@ from mrl.plan.memory import MicroBatches, RolePlan
 
 Link = Literal["node", "network"]
 
+TIED = "tied embeddings"
+"""The first and the last stage, which each have the embedding of a model whose output layer is that too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
@@ -78,22 +81,22 @@ def cost(
     """Returns what `steps` mini-batches of a role take."""
     dims = plan.dims
 
+    def rate(group: str) -> float:
+        return gpu.link if link_of(dims, group, gpu) == "node" else gpu.network
+
     def seconds(flops: float, traffic: Iterable[Traffic]) -> float:
-        total = flops / (gpu.flops * efficiency)
-        for one in traffic:
-            rate = gpu.link if link_of(dims, one.group, gpu) == "node" else gpu.network
-            total += moved_bytes(one.op, one.ranks, one.bytes) / rate
-        return total
+        sent = sum(moved_bytes(one.op, one.ranks, one.bytes) / rate(one.group) for one in traffic)
+        return flops / (gpu.flops * efficiency) + sent
 
     forward = [[seconds(c.forward_flops, c.forward_traffic) for c in stage.chunks] for stage in stages]
     backward = [[seconds(c.backward_flops, c.backward_traffic) for c in stage.chunks] for stage in stages]
-    line = schedule.timeline(forward, backward, micro_batches=batches.count, forward_only=forward_only)
+    send = [[c.sent / rate("pp") for c in stage.chunks] for stage in stages]
+    line = schedule.timeline(forward, backward, micro_batches=batches.count, forward_only=forward_only, send=send)
     even = [[1.0] * dims.vpp for _ in stages]
     twice = [[2.0] * dims.vpp for _ in stages]
     plain = schedule.timeline(even, twice, micro_batches=batches.count, forward_only=forward_only)
     moved = _moved(dims, stages, batches.count, steps, gpu, forward_only)
-    after = [m for m in moved if m.group in ("dp", "edp")]
-    gradients_s = sum(m.bytes / (gpu.link if m.link == "node" else gpu.network) for m in after)
+    gradients_s = sum(m.bytes / rate(m.group) for m in moved if m.group in ("dp", "edp", TIED))
     busiest = max(stages, key=lambda s: sum(c.forward_flops + c.backward_flops for c in s.chunks))
     flops = sum(c.forward_flops + (0 if forward_only else c.backward_flops) for c in busiest.chunks)
     # gradient, master and both moments are read, the latter three and the parameter written: 30 bytes of a bf16 one
@@ -127,6 +130,8 @@ def _moved(
             add(kind, "reduce_scatter", buffer.ranks, moved_bytes("reduce_scatter", buffer.ranks, 4 * buffer.elements))
             whole = buffer.parameter_bytes * buffer.elements
             add(kind, "all_gather", buffer.ranks, moved_bytes("all_gather", buffer.ranks, whole))
+        if not forward_only:
+            add(TIED, "all_reduce", 2, moved_bytes("all_reduce", 2, stage.tied_gradient))
         for key, size in here.items():
             most[key] = max(most.get(key, 0.0), size)
     return [

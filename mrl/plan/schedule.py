@@ -57,9 +57,10 @@ class Timeline:
 
 def timeline(
     forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], *, micro_batches: int,
-    forward_only: bool = False,
+    forward_only: bool = False, send: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:  # fmt: skip
-    """Returns when stages are busy. forward, backward: [stage][chunk] the time of one micro-batch."""
+    """Returns when stages are busy. forward, backward: [stage][chunk] the time of one micro-batch. send: that of its
+    hidden states' way to the next chunk, and of their gradients' way back; None for no time."""
     pp, vpp = len(forward), len(forward[0])
     orders = [passes(s, pp=pp, vpp=vpp, micro_batches=micro_batches, forward_only=forward_only) for s in range(pp)]
     done: dict[tuple[bool, int, int], float] = {}  # (forward, virtual stage, micro-batch) -> when it ended
@@ -77,7 +78,11 @@ def timeline(
                     before = (False, place + 1, one.micro_batch) if place < last else (True, place, one.micro_batch)
                 if before is not None and before not in done:
                     break
-                start = max(clock[stage], 0.0 if before is None else done[before])
+                arrived = 0.0 if before is None else done[before]
+                source = place - 1 if one.forward else place  # whose hidden states, or whose gradients, came
+                if before is not None and before[1] != place and send is not None:
+                    arrived += send[source % pp][source // pp]
+                start = max(clock[stage], arrived)
                 took = (forward if one.forward else backward)[stage][one.chunk]
                 clock[stage] = done[one.forward, place, one.micro_batch] = start + took
                 at[stage] += 1

@@ -6,9 +6,11 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
+from mrl.plan.sharded import figures
 from tests.cuda import models, update
 from tests.cuda.cases import Case
 
@@ -39,6 +41,21 @@ def held(case: Case) -> list[dict[str, int]]:
             ),
         })  # fmt: skip
     return found
+
+
+def sharded(config: RoleConfig, world: int) -> list[dict[str, int]]:
+    """As `held`, of a part on backend fsdp."""
+    found = figures(config, ParallelDims(world))
+    return [
+        {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer(rank, 0)}
+        for rank in range(world)
+    ]
+
+
+def tied_gradients(config: RoleConfig, dims: ParallelDims) -> list[int]:
+    """Bytes of the gradient that each stage sums with the other end's."""
+    ranks = range(0, dims.world_size, dims.world_size // dims.pp)
+    return [meta.measure(config, dims, rank, ()).tied_gradient for rank in ranks]
 
 
 @dataclasses.dataclass(frozen=True)

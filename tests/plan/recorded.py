@@ -47,3 +47,22 @@ def order(case: Case) -> list[list[tuple[bool, int]]]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return everyone
+
+
+def sharded(config: Any) -> list[dict[str, int]]:
+    """Bytes of the weights, gradients and moments that an FSDP engine holds after a backward pass, of every rank."""
+    from tests.engine import tiny
+    from tests.engine.contract import make_engine
+
+    engine = make_engine(config)
+    share = engine.shard_data(tiny.uneven_batch())
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_step(share)
+    found = {}
+    for kind, tensors in engine._state().items():
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors()}
+        found[kind] = sum(storages.values())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return everyone

@@ -12,7 +12,6 @@ import pytest
 from mrl.commands.plan import EXAMPLES
 from tests.cuda import models
 
-
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "vocab_size": 512,
@@ -65,12 +64,15 @@ def test_what_does_not_fit_is_said_and_exits_with_2(plan):
         (["sft.yaml", "engine.parallel.tp=3", "-n", "6"], "engine.parallel.tp: value 3 does not divide the model's 32"),
         (["sft.yaml", "-n", "3"], "tp*pp*cp (2*1*1 = 2) does not divide the 3 processes; use 2 or 4 processes"),
         (["sft.yaml", "--gpu", "h1000"], '--gpu: value "h1000" is not one of those known; give a100-40gb'),
-        (["sft.yaml", "--efficiency", "2"], "--efficiency: value \"2\" is no number in range; give one above 0 up to 1"),
+        (["sft.yaml", "--efficiency", "2"], '--efficiency: value "2" is no number in range; give one above 0 up to 1'),
         (["sft.yaml", "--efficiency", "nan"], "--efficiency"),
-        (["sft.yaml", "--reserve", "80"], "--reserve: value \"80\" is no number in range; give one from 0 up to 79.65"),
+        (["sft.yaml", "--reserve", "80"], '--reserve: value "80" is no number in range; give one from 0 up to 79.65'),
         (["sft.yaml", "--reserve=-1"], "--reserve"),
         (["sft.yaml", "-n", "0"], "--world-size"),
-        (["sft.yaml", "-n", "2000000"], "--world-size: value 2000000 is more than any cluster has; give at most 1048576"),
+        (
+            ["sft.yaml", "-n", "2000000"],
+            "--world-size: value 2000000 is more than any cluster has; give at most 1048576",
+        ),
         (["none.yaml"], "the config file does not exist"),
         (["sft.yaml", "model.path=nowhere/x/y"], "model.path"),
         (["sft.yaml", "engine.backend=fsdp", "engine.parallel={}", "--suggest"], "has no layouts to search"),
@@ -132,13 +134,22 @@ def test_small_models_are_shown_in_small_units(plan):
 
 
 def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
-    words = ("grpo.yaml", "actor.model.path=tiny", "actor.engine.parallel={}", "critic.engine={backend: fsdp}", "-n", "4")
+    words = (
+        "grpo.yaml",
+        "actor.model.path=tiny",
+        "actor.engine.parallel={}",
+        "critic.engine={backend: fsdp}",
+        "-n",
+        "4",
+    )
     told, done = json.loads(plan(*words, "--json").stdout), plan(*words)
     update = next(one for one in told["phases"] if one["phase"] == "update of the critic")
     assert update["activations"] is None and update["optimizer"] == 2 * update["gradients"] > 0
     assert not told["activations_planned"] and "sampling" in told["untimed_phases"]
     assert re.search(r"update of the critic .* unknown ", done.stdout) and "may fit: " in done.stdout
-    assert "not in it, as its time is not estimated: sampling, forward of the critic, update of the critic" in done.stdout
+    assert (
+        "not in it, as its time is not estimated: sampling, forward of the critic, update of the critic" in done.stdout
+    )
     assert "backend fsdp neither activations are planned" in done.stdout
 
 
@@ -166,7 +177,9 @@ def test_a_model_of_the_hub_needs_only_its_config(planner, folder, tmp_path):
 def test_rates_of_epochs_count_all_sequences(plan):
     """Twice the epochs are twice the time and twice the tokens: the rate stays."""
     once, twice = (
-        plan("grpo.yaml", "actor.model.path=tiny", "-n", "4", f"algorithm.epochs={n}", "algorithm.mini_batch_size=32").stdout
+        plan(
+            "grpo.yaml", "actor.model.path=tiny", "-n", "4", f"algorithm.epochs={n}", "algorithm.mini_batch_size=32"
+        ).stdout
         for n in (1, 2)
     )
     rates = [re.search(r"update of the actor:.*?([\d,]+) tokens/s", text, re.DOTALL)[1] for text in (once, twice)]

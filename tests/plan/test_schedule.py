@@ -94,3 +94,11 @@ def test_activations_of_1f1b_are_of_as_many_micro_batches_as_stages_follow():
     assert (
         schedule.most_alive(schedule.passes(0, pp=4, vpp=1, micro_batches=9, forward_only=True), [10], [15], [0]) == 15
     )
+
+
+def test_what_is_sent_is_waited_for():
+    """Two stages, one micro-batch: forward, its hidden states' way, forward, backward, the gradients' way, backward."""
+    ones, twos = [[1.0], [1.0]], [[2.0], [2.0]]
+    line = schedule.timeline(ones, twos, micro_batches=1, send=[[0.25], [0.0]])
+    assert line.makespan == 1 + 0.25 + 1 + 2 + 0.25 + 2 and line.busy == (3, 3)
+    assert schedule.timeline(ones, twos, micro_batches=1, send=[[0.25], [0.0]], forward_only=True).makespan == 2.25

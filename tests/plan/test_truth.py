@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from mrl.config.schema import FSDPConfig, LoraConfig
+from mrl.parallel import ParallelDims
 from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
-from tests.engine import harness
+from tests.engine import harness, tiny
 from tests.tiers import slow_but
 
 FEW = NARROW | {"num_experts": 8, "num_experts_per_tok": 2}
@@ -48,3 +52,24 @@ def test_a_plan_is_what_a_run_takes(planner, case):
     # an untrained router gives experts unequal numbers of tokens: together they are those of the plan
     totals = [sum(one.activations for one in measured), sum(one["activations"] for one in planned)]
     assert totals[0] == pytest.approx(totals[1], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(3, {}), (4, {"fsdp": FSDPConfig(replicate=2), "dtype": "bfloat16", "model": {"lora": LoraConfig(rank=3)}})],
+    ids=["uneven shards", "two copies, adapters"],
+)
+def test_what_backend_fsdp_holds(planner, tmp_path, world, options):
+    """Weights with their padding, gradients and both moments of every rank, to the byte."""
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama"), **options)
+    found = planner.call("tests.plan.planned:sharded", config, world)
+    [real] = harness.run_world(world, [harness.Case("tests.plan.recorded:sharded", {"config": config})])
+    assert found == real.get()
+
+
+def test_ends_of_a_pipeline_sum_the_gradient_of_a_tied_embedding(planner, tmp_path):
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama", tied=True), backend="megatron")
+    found = planner.call("tests.plan.planned:tied_gradients", config, ParallelDims(4, tp=2, pp=2))
+    hf = json.loads((tmp_path / "config.json").read_text())
+    assert found == [4 * hf["vocab_size"] // 2 * hf["hidden_size"]] * 2

@@ -35,7 +35,9 @@ def test_a_gpu_by_its_figures():
     assert mine.memory == GPUS["h200"].memory and mine.name.startswith("h200")
 
 
-@pytest.mark.parametrize("text", ["", "h1000", "GB=0", "GB=", "GB=1e9", "h200,", "h200,TFLOPS", "h200,FAST=1", "PER_NODE=1.5"])
+@pytest.mark.parametrize(
+    "text", ["", "h1000", "GB=0", "GB=", "GB=1e9", "h200,", "h200,TFLOPS", "h200,FAST=1", "PER_NODE=1.5"]
+)
 def test_no_gpu(text):
     with pytest.raises(ConfigError, match=r"--gpu: .*; (give|write) "):
         gpu_of(text)

@@ -67,6 +67,7 @@ class RankFigures:
     chunks: tuple[ChunkFigures, ...]
     layers: tuple[tuple[int, ...], ...]  # of each chunk, by their numbers in the model
     dtype_bytes: int
+    tied_gradient: int = 0  # bytes of the embedding's gradient that this stage sums with the other end's
 
     @property
     def gradients(self) -> int:
@@ -199,8 +200,15 @@ def measure(
                 trained_parameters=sum(p.numel() for p in parameters if trained and p.requires_grad),
                 buffers=sum(b.numel() * b.element_size() for chunk in chunks for b in chunk.buffers()),
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
-                dtype_bytes=model.dtype.itemsize,
+                dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
+
+
+def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
+    """Bytes of the fp32 gradient of an embedding that the last stage has, too, as its output layer."""
+    ends = [chunk for chunk in chunks if chunk.share_embeddings_and_output_weights and dims.pp > 1]
+    ends = [chunk for chunk in ends if chunk.pre_process or chunk.post_process]
+    return sum(4 * chunk.shared_embedding_or_output_weight().numel() for chunk in ends)
 
 
 def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims) -> Literal["te", "local"]:
