@@ -406,6 +406,48 @@ ON_GPUS = (
     ),
 )  # fmt: skip
 
+PLANS = (
+    *_of(
+        "plan/schedule.py",
+        ("plan/test_schedule.py::test_the_bubble_is_the_known_formula",
+         "plan/test_schedule.py::test_activations_of_1f1b_are_of_as_many_micro_batches_as_stages_follow",
+         "plan/test_schedule.py::test_what_is_sent_is_waited_for"),
+        ("(len(self.busy) * self.makespan)", "self.makespan"),
+        ("(pp - stage - 1) * 2 + (vpp - 1) * pp", "(pp - stage - 1) + (vpp - 1) * pp"),
+        ("alive += saved[one.chunk] if keeps else 0", "alive += saved[one.chunk]"),
+        ("place - 1 if one.forward else place  #", "place - 1  #"),
+    ),
+    *_of(
+        "plan/memory.py",
+        "plan/test_memory.py",
+        ("weights = figures.parameters + figures.buffers", "weights = figures.parameters"),
+        ("math.ceil(math.ceil(mine / each) / multiple) * multiple", "math.ceil(mine / each)"),
+        ("at_the_step = (activations or 0) < optimizer", "at_the_step = False"),
+        ("0 if phases.offload_idle else sum", "sum"),
+    ),
+    *_of(
+        "plan/cost.py",
+        "plan/test_cost.py",
+        ("size * (2 * share if op", "size * (share if op"),
+        ("chunk.sent * micro_batches * (1 if forward_only else 2)", "chunk.sent * micro_batches"),
+        ("4 * buffer.elements", "2 * buffer.elements"),
+        ("gpu.per_node % reach == 0", "True"),
+    ),
+    *_of(
+        "engine/megatron/meta.py",
+        "plan/test_memory.py",
+        ("return 8 if self.parameter_bytes == 4 else 12", "return 12"),
+        ("* 2 * fields[\"kv_channels\"] * item", "* 2 * fields[\"kv_channels\"] * 2"),
+        ("max(1, fields[\"num_query_groups\"] // dims.tp)", "fields[\"num_query_groups\"]"),
+        ("return sum(4 * buffer.elements for", "return sum(buffer.parameter_bytes * buffer.elements for"),
+    ),
+    *_of(
+        "engine/fsdp/shapes.py",
+        "plan/test_memory.py::test_shards_of_a_tensor_are_padded_to_the_same_rows",
+        ("return -(-self.rows // ranks) * self.row", "return self.rows * self.row // ranks"),
+    ),
+)  # fmt: skip
+
 MUTANTS = (
-    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS
+    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS
 )  # fmt: skip

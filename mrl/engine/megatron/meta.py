@@ -54,6 +54,11 @@ class Buffer:
     parameter_bytes: int  # of an element
     masters: tuple[int, ...]  # elements that each of these ranks updates
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of an element's master weight and both moments. What is fp32 itself is its own master."""
+        return 8 if self.parameter_bytes == 4 else 12
+
 
 @dataclasses.dataclass(frozen=True)
 class RankFigures:
@@ -75,18 +80,15 @@ class RankFigures:
         return sum(4 * buffer.elements for buffer in self.grad_buffers)
 
     def optimizer(self, dense_rank: int, expert_rank: int) -> int:
-        """Bytes of master weights and both moments on a rank by its places among dp * cp and among edp. Parameters that
-        are fp32 themselves are their own masters."""
-        total = 0
-        for buffer in self.grad_buffers:
-            each = 8 if buffer.parameter_bytes == 4 else 12
-            total += each * buffer.masters[expert_rank if buffer.of_experts else dense_rank]
-        return total
+        """Bytes of master weights and both moments on a rank by its places among dp * cp and among edp."""
+        return sum(
+            b.optimizer_bytes * b.masters[expert_rank if b.of_experts else dense_rank] for b in self.grad_buffers
+        )
 
     @property
     def largest_optimizer(self) -> int:
         """As `optimizer`, on the rank of the stage that has most."""
-        return sum((8 if b.parameter_bytes == 4 else 12) * max(b.masters) for b in self.grad_buffers)
+        return sum(b.optimizer_bytes * max(b.masters) for b in self.grad_buffers)
 
 
 def prepare() -> None:

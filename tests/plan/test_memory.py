@@ -1,0 +1,117 @@
+"""What a rank holds in each phase, by hand, from figures that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mrl.config.phases import Phase, Phases
+from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RoleConfig
+from mrl.engine.fsdp.shapes import Shape
+from mrl.engine.megatron import meta
+from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
+from mrl.parallel import ParallelDims
+from mrl.plan.memory import RolePlan, micro_batches, uses
+from tests.cuda import models
+
+CONFIG = RoleConfig(
+    model=ModelConfig(path="none", dtype="bfloat16"), engine=EngineConfig(micro_batch=MicroBatchConfig(size=2)),
+    optimizer=OptimizerConfig(lr=1e-3),
+)  # fmt: skip
+UPDATE = Phase("update of the actor", "actor", "train", 32, steps=2)
+CHUNK = ChunkFigures(
+    saved=10, forward_peak=15, backward_peak=18, forward_flops=1, backward_flops=2, forward_traffic=(),
+    backward_traffic=(), sent=0,
+)  # fmt: skip
+
+
+def role(config: RoleConfig = CONFIG, name: str = "actor", pp: int = 2) -> RolePlan:
+    dims = ParallelDims(4, pp=pp)
+    trained = RankFigures(
+        coords=dims.coordinates(0), parameters=2000, trained_parameters=1000, buffers=7,
+        grad_buffers=(Buffer(False, 2, 1000, 2, (600, 400)), Buffer(True, 2, 10, 4, (5, 5))), chunks=(CHUNK,),
+        layers=((0,),), dtype_bytes=2,
+    )  # fmt: skip
+    forward = dataclasses.replace(trained, grad_buffers=(), chunks=(dataclasses.replace(CHUNK, forward_peak=12),))
+    return RolePlan(name, "none", config, dims, (trained,) * pp, (forward,) * pp)
+
+
+def offloading(*kinds: str) -> RoleConfig:
+    return dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, offload=kinds))
+
+
+def test_an_update():
+    first, last = uses(Phases((UPDATE,)), {"actor": role()}, 8, 0)
+    assert (first.parameters, first.gradients) == (2007, 4 * 1010)
+    assert first.optimizer == 12 * 600 + 8 * 5  # of the fullest rank; fp32 parameters are their own masters
+    # 16 sequences over dp 2 in micro-batches of 2: one in flight before the first stage's own, none on the last
+    assert (first.activations, last.activations) == (10 + 18, 18)
+    assert first.total == 2007 + 4040 + 7240 + 28
+
+
+def test_an_optimizer_that_waits_on_the_host_comes_when_activations_are_gone():
+    [use, _] = uses(Phases((UPDATE,)), {"actor": role(offloading("optimizer"))}, 8, 0)
+    assert (use.optimizer, use.activations) == (7240, 0)
+    plan = role(offloading("optimizer"))
+    large = dataclasses.replace(plan.trains[0], chunks=(dataclasses.replace(CHUNK, saved=9000, backward_peak=9000),))
+    [use, _] = uses(Phases((UPDATE,)), {"actor": dataclasses.replace(plan, trains=(large,) * 2)}, 8, 0)
+    assert (use.optimizer, use.activations) == (0, 18000)
+
+
+def test_forward_passes_hold_weights_alone():
+    use = uses(Phases((Phase("forward of the actor", "actor", "forward", 32),)), {"actor": role()}, 8, 0)[0]
+    assert (use.parameters, use.gradients, use.optimizer, use.activations) == (2007, 0, 0, 12)
+
+
+def test_roles_that_wait():
+    roles = {"actor": role(), "critic": role(offloading("optimizer", "gradients"), "critic")}
+    stay = Phases((UPDATE,), offload_idle=False)
+    assert {use.idle for use in uses(stay, roles, 8, 0)} == {2007}
+    assert {use.idle for use in uses(Phases((UPDATE,)), roles, 8, 0)} == {0}
+    assert {use.idle for use in uses(stay, {"actor": role(), "critic": role(name="critic")}, 8, 0)} == {
+        2007 + 4040 + 7240
+    }
+
+
+def test_an_engine_inside_the_trainer_takes_its_share():
+    inside = Phase("sampling by vLLM", "actor", "sample", 32, engine_fraction=0.5)
+    handed = dataclasses.replace(inside, name="new weights to vLLM", handed_over=True)
+    found = uses(Phases((handed, inside)), {"actor": role(pp=1)}, 8, 8000)
+    assert [(use.parameters, use.cache) for use in found] == [(2007, 4000), (0, 4000)]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "tp", "bytes_"),
+    [
+        ("Qwen/Qwen3-8B", "bfloat16", 2, (8 // 2) * 2 * 128 * 2), ("Qwen/Qwen3-8B", "float32", 1, 8 * 2 * 128 * 4),
+        ("Qwen/Qwen3-8B", "bfloat16", 16, 2 * 128 * 2),  # shared by two ranks
+        ("deepseek-ai/DeepSeek-V3", "bfloat16", 4, (128 // 4) * (128 + 64 + 128) * 2),
+    ],
+)  # fmt: skip
+def test_keys_and_values_of_a_token(tmp_path, model, dtype, tp, bytes_):
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=str(models.write(model, tmp_path)), dtype=dtype))
+    assert meta.cache_bytes(config, ParallelDims(16, tp=tp)) == bytes_
+
+
+@pytest.mark.parametrize(
+    ("limit", "sequences", "dims", "expected"),
+    [
+        (MicroBatchConfig(size=2), 16, ParallelDims(4), ((8, 8), 2)),
+        (MicroBatchConfig(size=8), 16, ParallelDims(4), ((8,) * 4, 1)),  # it has no more
+        (MicroBatchConfig(tokens=20), 20, ParallelDims(4), ((8, 8), 3)),
+        (MicroBatchConfig(size=1), 20, ParallelDims(4, pp=4, vpp=2), ((8,), 20)),
+        (MicroBatchConfig(size=1), 18, ParallelDims(4, pp=4, vpp=2), ((8,), 20)),  # a multiple of pp
+    ],
+)
+def test_micro_batches(limit, sequences, dims, expected):
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(micro_batch=limit))
+    found = micro_batches(config, dims, sequences, 8)
+    assert (found.lengths, found.count) == expected
+
+
+def test_shards_of_a_tensor_are_padded_to_the_same_rows():
+    shape = Shape(rows=10, row=3, itemsize=4, trains=True)
+    assert shape.held(4) == 9
+    assert [shape.updated(4, rank) for rank in range(4)] == [9, 9, 9, 3]
+    assert [Shape(4, 1, 4, True).updated(3, rank) for rank in range(3)] == [2, 2, 0]
