@@ -153,6 +153,7 @@ def test_what_backend_fsdp_takes_beside_its_state_is_said_to_be_unknown(plan):
     assert "backend fsdp neither activations are planned" in done.stdout
 
 
+@pytest.mark.slow
 def test_layouts_are_those_of_the_actor_and_of_who_shares_its_engine(plan):
     words = ("grpo.yaml", "actor.model.path=tiny", "-n", "2", "--suggest")
     assert "searched for actor.engine, which all parts share" in plan(*words).stdout
@@ -174,6 +175,7 @@ def test_a_model_of_the_hub_needs_only_its_config(planner, folder, tmp_path):
     assert done.exit_code == 0 and "dp2, Some/Model" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_rates_of_epochs_count_all_sequences(plan):
     """Twice the epochs are twice the time and twice the tokens: the rate stays."""
     once, twice = (

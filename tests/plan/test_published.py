@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cuda.models import MODELS, _sizes
+from tests.tiers import nightly_but
 
 LLAMA_8B = {"model_type": "llama", **_sizes(4096, 14336, 32, 32, 8, 128256)}
 LLAMA_70B = {"model_type": "llama", **_sizes(8192, 28672, 80, 64, 8, 128256)}
@@ -37,9 +38,11 @@ TOO_MUCH = {
         DEEPSEEK, 96, 6144, 96, "{pp: 12, ep: 8}", "full"),
 }  # fmt: skip
 
+IN_CI = [next(iter(FITS)), next(iter(TOO_MUCH))]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FITS, *TOO_MUCH])
+@pytest.mark.parametrize("name", nightly_but(IN_CI, [*FITS, *TOO_MUCH]))
 def test_what_others_published(planner, name, tmp_path):
     model, gpus, length, batch, parallel, recompute = (FITS | TOO_MUCH)[name]
     words = [f"data.max_length={length}", f"train.global_batch_size={batch}", f"engine.parallel={parallel}",

@@ -8,7 +8,7 @@ from mrl.plan import schedule
 from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, NARROW
 from tests.engine import harness
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 TINY = NARROW | {
     "hidden_size": 64,
@@ -25,7 +25,8 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(RUNS[:1], RUNS), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", nightly_but(RUNS[:2], RUNS), ids=str)
 def test_passes_are_those_of_megatron(case):
     [found] = harness.run_world(case.world, [harness.Case("tests.plan.recorded:order", {"case": case})])
     for stage, seen in enumerate(found.get()):

@@ -11,7 +11,7 @@ from mrl.parallel import ParallelDims
 from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
 from tests.engine import harness, tiny
-from tests.tiers import slow_but
+from tests.tiers import nightly_but
 
 FEW = NARROW | {"num_experts": 8, "num_experts_per_tok": 2}
 LATENT = {
@@ -38,7 +38,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=str)
+LORA = {"lora": LoraConfig(rank=3)}
+IN_CI = [CASES[0], CASES[2], CASES[9], CASES[10]]  # of two ranks; `make test-nightly` runs them all
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", nightly_but(IN_CI, CASES), ids=str)
 def test_a_plan_is_what_a_run_takes(planner, case):
     [real] = harness.run_world(case.world, [harness.Case("tests.cuda.update:on_cpu", {"case": case})])
     planned, measured = planner.call("tests.plan.planned:held", case), real.get()
@@ -57,12 +62,12 @@ def test_a_plan_is_what_a_run_takes(planner, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(3, {}), (4, {"fsdp": FSDPConfig(replicate=2), "dtype": "bfloat16", "model": {"lora": LoraConfig(rank=3)}})],
+    nightly_but([(2, {})], [(2, {}), (4, {"fsdp": FSDPConfig(replicate=2), "dtype": "bfloat16", "model": LORA})]),
     ids=["uneven shards", "two copies, adapters"],
 )
 def test_what_backend_fsdp_holds(planner, tmp_path, world, options):
     """Weights with their padding, gradients and both moments of every rank, to the byte."""
-    config = tiny.role(tiny.make_model(str(tmp_path), "llama"), **options)
+    config = tiny.role(tiny.make_model(str(tmp_path), "llama", vocab=257), **options)
     found = planner.call("tests.plan.planned:sharded", config, world)
     [real] = harness.run_world(world, [harness.Case("tests.plan.recorded:sharded", {"config": config})])
     assert found == real.get()
