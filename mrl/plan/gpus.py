@@ -66,7 +66,7 @@ def gpu_of(text: str, key: str = "--gpu") -> GPU:
         field, unit = _GIVEN.get(found[1].upper(), ("", 0)) if found else ("", 0)
         value = float(found[2]) * unit if found else 0.0
         if not field or not value or (field == "per_node" and value % 1):
-            wanted = "GB=64, TFLOPS=650, HBM=2000, LINK=300, NETWORK=25 (the last three in GB/s) or PER_NODE=4"
+            wanted = "GB=64, TFLOPS=650, PER_NODE=4, or in GB/s HBM=2000, LINK=300, NETWORK=25"
             raise ConfigError(key, text, f"has no figure in {figure.strip()!r}", f"write {wanted}")
         gpu = dataclasses.replace(gpu, **{field: int(value) if field in ("memory", "per_node") else value})
     return dataclasses.replace(gpu, name=text) if figures else gpu

@@ -68,7 +68,6 @@ def test_what_does_not_fit_is_said_and_exits_with_2(plan):
         (["sft.yaml", "--efficiency", "nan"], "--efficiency"),
         (["sft.yaml", "--reserve", "80"], '--reserve: value "80" is no number in range; give one from 0 up to 79.65'),
         (["sft.yaml", "--reserve=-1"], "--reserve"),
-        (["sft.yaml", "-n", "0"], "--world-size"),
         (
             ["sft.yaml", "-n", "2000000"],
             "--world-size: value 2000000 is more than any cluster has; give at most 1048576",
