@@ -33,7 +33,7 @@ class Suggestion:
 
 def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -> list[dict[str, Any]]:
     """Returns engine.parallel of layouts that may fit, those that divide the model least first."""
-    hf = part.hf
+    hf = normalize(dict(part.hf), where="config.json")
     dense, experts, count = _parameters(hf, part.head)
     layers = hf["num_hidden_layers"]
     tps = [n for n in _powers(gpu.per_node) if n <= world_size]
@@ -70,12 +70,11 @@ def _powers(most: int) -> list[int]:
 
 
 def _parameters(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
-    """Returns a model's dense parameters, those of its experts, and how many experts a layer has."""
-    normal = normalize(dict(hf), where="config.json")
-    shapes = expected_hf_names(family_for(normal), normal, head="value" if head == "value" else "lm")
+    """Returns a model's dense parameters, those of its experts, and how many experts a layer has. hf: normalised."""
+    shapes = expected_hf_names(family_for(hf), hf, head="value" if head == "value" else "lm")
     experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
     total = sum(math.prod(shape) for shape in shapes.values())
-    return total - experts, experts, int(normal.get("num_experts") or 0) if experts else 0
+    return total - experts, experts, int(hf.get("num_experts") or 0) if experts else 0
 
 
 def search(
