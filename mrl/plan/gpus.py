@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from mrl.errors import ConfigError
 
@@ -68,5 +69,6 @@ def gpu_of(text: str, key: str = "--gpu") -> GPU:
         if not field or not value or (field == "per_node" and value % 1):
             wanted = "GB=64, TFLOPS=650, PER_NODE=4, or in GB/s HBM=2000, LINK=300, NETWORK=25"
             raise ConfigError(key, text, f"has no figure in {figure.strip()!r}", f"write {wanted}")
-        gpu = dataclasses.replace(gpu, **{field: int(value) if field in ("memory", "per_node") else value})
+        change: dict[str, Any] = {field: int(value) if field in ("memory", "per_node") else value}
+        gpu = dataclasses.replace(gpu, **change)
     return dataclasses.replace(gpu, name=text) if figures else gpu
