@@ -40,7 +40,7 @@ COMMAND = Command(
         Option(names="--world-size -n", into="world_size", kind="number", minimum=1, default=8, help="GPUs."),
         Option(
             names="--gpu", metavar="NAME", default="h100-80gb",
-            help="a100-40gb, a100-80gb, h100-80gb, h200, b200, gb300, or GB=64; figures of yours as in h200,TFLOPS=650.",
+            help="a100-40gb, a100-80gb, h100-80gb, h200, b200, gb300, or GB=64; your figures as in h200,TFLOPS=650.",
         ),
         Option(names="--efficiency", metavar="SHARE", help="Share of the GPU's peak that products reach; else 0.5."),
         Option(names="--reserve", metavar="GIB", help="Memory for CUDA, NCCL and the allocator; 4 if not given."),
