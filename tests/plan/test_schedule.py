@@ -103,3 +103,10 @@ def test_what_is_sent_is_waited_for():
     line = schedule.timeline(ones, twos, micro_batches=1, send=[[0.25], [0.0]])
     assert line.makespan == 1 + 0.25 + 1 + 2 + 0.25 + 2 and line.busy == (3, 3)
     assert schedule.timeline(ones, twos, micro_batches=1, send=[[0.25], [0.0]], forward_only=True).makespan == 2.25
+
+
+@pytest.mark.parametrize(("stage", "pp", "vpp", "leading"), [(0, 4, 1, 4), (3, 4, 1, 1), (0, 4, 2, 11), (3, 4, 2, 5)])
+def test_forward_passes_before_the_first_backward_pass(stage, pp, vpp, leading):
+    """Those of the warm-up, and one: pp - stage - 1, with virtual stages 2 (pp - stage - 1) + (vpp - 1) pp."""
+    order = schedule.passes(stage, pp=pp, vpp=vpp, micro_batches=16)
+    assert [one.forward for one in order].index(False) == leading
