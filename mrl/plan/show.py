@@ -145,7 +145,7 @@ def _step(plan: Plan) -> Iterator[str]:
         of = f" ({', '.join(timed)})" if len(timed) > 1 else ""
         yield f"a step: about {units.duration(plan.seconds)}{of}"
     if plan.untimed:
-        yield f"  not in it, as its time is not estimated: {', '.join(plan.untimed)}"
+        yield f"{'  not in it, as' if plan.costs else 'a step:'} its time is not estimated: {', '.join(plan.untimed)}"
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -179,7 +179,13 @@ def test_rates_of_epochs_count_all_sequences(plan):
     """Twice the epochs are twice the time and twice the tokens: the rate stays."""
     once, twice = (
         plan(
-            "grpo.yaml", "actor.model.path=tiny", "-n", "4", f"algorithm.epochs={n}", "algorithm.mini_batch_size=32"
+            "grpo.yaml",
+            "actor.model.path=tiny",
+            "-n",
+            "4",
+            f"algorithm.epochs={n}",
+            "algorithm.mini_batch_size=32",
+            "train.steps=8",
         ).stdout
         for n in (1, 2)
     )
