@@ -38,7 +38,7 @@ def verdict(plan: Plan) -> str:
     use = plan.fullest
     where = f"stage {use.stage} in {_in_words(use.phase)}"
     need, room = units.size(use.total), units.size(plan.room)
-    kept = f"{units.size(plan.gpu.memory)} less {units.size(plan.reserved)} for CUDA, NCCL and the allocator"
+    kept = f"{units.size(plan.gpu.memory)} less {units.size(plan.reserved)} for CUDA, NCCL, allocator"
     if not plan.fits:
         return f"does not fit: {need} on the fullest GPU ({where}), and there are {room} ({kept})"
     if not plan.whole:

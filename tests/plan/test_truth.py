@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mrl.config.schema import FSDPConfig, LoraConfig
+from mrl.converters.rules import padded_vocab
 from mrl.parallel import ParallelDims
 from tests.cuda.cases import Case
 from tests.cuda.test_engine import DENSE, MOE, NARROW
@@ -77,4 +78,4 @@ def test_ends_of_a_pipeline_sum_the_gradient_of_a_tied_embedding(planner, tmp_pa
     config = tiny.role(tiny.make_model(str(tmp_path), "llama", tied=True), backend="megatron")
     found = planner.call("tests.plan.planned:tied_gradients", config, ParallelDims(4, tp=2, pp=2))
     hf = json.loads((tmp_path / "config.json").read_text())
-    assert found == [4 * hf["vocab_size"] // 2 * hf["hidden_size"]] * 2
+    assert found == [4 * padded_vocab(hf["vocab_size"], 2) // 2 * hf["hidden_size"]] * 2
