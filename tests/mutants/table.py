@@ -345,7 +345,7 @@ ON_GPUS = (
         ("3 in gpu.newer_flash_attn and gpu.capability == (9, 0)", "3 in gpu.newer_flash_attn"),
     ),
     *_of(
-        "mcore_models/optional.py",
+        "mcore_models/versions.py",
         "mcore_models/test_te_limits.py::test_which_flash_attn_a_transformer_engine_takes",
         ('included=since != "2.19"', "included=True"),
         ('("2.10", "2.8.3")', '("2.10", "2.8.3.post1")'),
