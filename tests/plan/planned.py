@@ -58,6 +58,16 @@ def tied_gradients(config: RoleConfig, dims: ParallelDims) -> list[int]:
     return [meta.measure(config, dims, rank, ()).tied_gradient for rank in ranks]
 
 
+def tensor_parallel_bytes(config: RoleConfig, dims: ParallelDims, lengths: list[int]) -> dict[str, int]:
+    """Operation -> bytes of the whole tensors that tp's collectives of an update's micro-batch are about."""
+    [chunk] = meta.measure(config, dims, 0, lengths).chunks
+    found: dict[str, int] = {}
+    for one in (*chunk.forward_traffic, *chunk.backward_traffic):
+        if one.group == "tp":
+            found[one.op] = found.get(one.op, 0) + one.bytes
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Done:
     """A command that has ended."""

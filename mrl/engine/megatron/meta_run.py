@@ -71,7 +71,9 @@ class Watch(PeakBytes):
         group = CollectiveOp.get_process_group(func, args)
         kind = self.groups.get(group.group_name, group.group_name)
         key = (kind, _OPS[name], group.size())
-        size = _bytes_of((args[0], args[1]) if "all" in name and name != "allreduce_" else args[0])
+        # others are given outputs, then inputs: the whole tensor is the output of a gather, the input of a scatter
+        in_place = _OPS[name] in ("all_reduce", "broadcast")
+        size = _bytes_of(args[0] if in_place else (args[0], args[1]))
         self.traffic[key] = self.traffic.get(key, 0) + size
 
 
