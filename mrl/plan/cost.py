@@ -70,8 +70,20 @@ def span(dims: ParallelDims, group: str) -> int:
 
 
 def link_of(dims: ParallelDims, group: str, gpu: GPU) -> Link:
+    """Returns the slowest link between ranks of such a group that send to each other."""
+    if group == "pp":
+        hops = [hop_of(dims, stage, gpu) for stage in range(dims.pp if dims.vpp > 1 else dims.pp - 1)]
+        return "network" if "network" in hops else "node"
     reach = span(dims, group)
     return "node" if reach <= gpu.per_node and gpu.per_node % reach == 0 else "network"
+
+
+def hop_of(dims: ParallelDims, stage: int, gpu: GPU) -> Link:
+    """Returns the slowest link from ranks of a stage to their places in the next; after the last comes the first."""
+    each = dims.world_size // dims.pp
+    ranks = range(stage * each, stage * each + min(each, gpu.per_node))
+    away = any(rank // gpu.per_node != (rank + each) % dims.world_size // gpu.per_node for rank in ranks)
+    return "network" if away else "node"
 
 
 def cost(
@@ -81,8 +93,10 @@ def cost(
     """Returns what `steps` mini-batches of a role take."""
     dims = plan.dims
 
+    rates = {"node": gpu.link, "network": gpu.network}
+
     def rate(group: str) -> float:
-        return gpu.link if link_of(dims, group, gpu) == "node" else gpu.network
+        return rates[link_of(dims, group, gpu)]
 
     def seconds(flops: float, traffic: Iterable[Traffic]) -> float:
         sent = sum(moved_bytes(one.op, one.ranks, one.bytes) / rate(one.group) for one in traffic)
@@ -90,7 +104,7 @@ def cost(
 
     forward = [[seconds(c.forward_flops, c.forward_traffic) for c in stage.chunks] for stage in stages]
     backward = [[seconds(c.backward_flops, c.backward_traffic) for c in stage.chunks] for stage in stages]
-    send = [[c.sent / rate("pp") for c in stage.chunks] for stage in stages]
+    send = [[c.sent / rates[hop_of(dims, i, gpu)] for c in stage.chunks] for i, stage in enumerate(stages)]
     line = schedule.timeline(forward, backward, micro_batches=batches.count, forward_only=forward_only, send=send)
     even = [[1.0] * dims.vpp for _ in stages]
     twice = [[2.0] * dims.vpp for _ in stages]
@@ -99,13 +113,20 @@ def cost(
     gradients_s = sum(m.bytes / rate(m.group) for m in moved if m.group in ("dp", "edp", TIED))
     busiest = max(stages, key=lambda s: sum(c.forward_flops + c.backward_flops for c in s.chunks))
     flops = sum(c.forward_flops + (0 if forward_only else c.backward_flops) for c in busiest.chunks)
-    # gradient, master and both moments are read, the latter three and the parameter written: 30 bytes of a bf16 one
-    updated = max(stage.largest_optimizer for stage in stages) / 12 * 30
+    updated = max(map(_updated_bytes, stages))
     return Cost(
         moved=tuple(moved), bubble=line.bubble, even_bubble=plain.bubble, flops=flops * batches.count * steps,
         pipeline_s=line.makespan * steps, gradients_s=gradients_s,
         optimizer_s=0.0 if forward_only else updated / gpu.memory_rate * steps,
     )  # fmt: skip
+
+
+def _updated_bytes(stage: RankFigures) -> int:
+    """Bytes that the optimizer reads and writes on the rank of the stage that updates most.
+
+    Of an element gradient, master and both moments are read, the latter three and a bf16 parameter written: 30 bytes.
+    What is fp32 is its own master, written once: 28."""
+    return sum((30 if b.parameter_bytes != 4 else 28) * max(b.masters) for b in stage.grad_buffers)
 
 
 def _moved(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mrl.config.schema import RoleConfig
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.engine.megatron.meta_run import Traffic
 from mrl.parallel import ParallelDims
-from mrl.plan.cost import TIED, cost, link_of, moved_bytes
+from mrl.plan.cost import TIED, cost, hop_of, link_of, moved_bytes
 from mrl.plan.gpus import gpu_of
 from mrl.plan.memory import MicroBatches, RolePlan
 
 GPU = gpu_of("h100-80gb,TFLOPS=1,LINK=100,NETWORK=10,HBM=1000")  # round figures
 DIMS = ParallelDims(16, tp=2, pp=2)  # dp 4; stages of 8 ranks, a node each
+
+
+FREE = ChunkFigures(
+    saved=0, forward_peak=0, backward_peak=0, forward_flops=0, backward_flops=0, forward_traffic=(),
+    backward_traffic=(), sent=10**9,
+)  # fmt: skip
 
 
 def stage(number: int, flops: float = 1e12) -> RankFigures:
@@ -77,3 +85,27 @@ def test_a_ring_of_four(op, bytes_):
 def test_links(dims, group, link):
     """Ranks that are neighbours share a node of 8; a group of 3 does not divide it, and so some reach over its end."""
     assert link_of(dims, group, GPU) == link
+
+
+def test_stages_in_one_node_send_over_its_links():
+    dims = ParallelDims(16, pp=8)  # four stages a node
+    assert [hop_of(dims, stage, GPU) for stage in range(8)] == [*["node"] * 3, "network"] * 2  # the last to the first
+    assert link_of(dims, "pp", GPU) == "network"
+
+    def seconds(pp: int) -> float:
+        dims = ParallelDims(16, pp=pp)
+        stages = [dataclasses.replace(stage(i % 2), chunks=(FREE,), grad_buffers=()) for i in range(pp)]
+        return cost(RolePlan("", "m", RoleConfig, dims, (), ()), stages, MicroBatches((8,), 1), GPU, steps=1,
+                    efficiency=1, forward_only=True).pipeline_s  # fmt: skip
+
+    assert seconds(8) == pytest.approx(6 * 0.01 + 0.1)  # 1 GB by seven hops, one of them to the other node
+    assert seconds(2) == pytest.approx(0.1)
+
+
+def test_the_optimizer_writes_an_fp32_parameter_once():
+    stages = [
+        dataclasses.replace(stage(i), grad_buffers=(Buffer(False, 4, 10**9, 4, (250_000_000,) * 4),)) for i in range(2)
+    ]
+    plan = RolePlan("", "m", RoleConfig, DIMS, tuple(stages), ())
+    took = cost(plan, stages, MicroBatches((8,), 3), GPU, steps=2, efficiency=0.5).optimizer_s
+    assert took == pytest.approx(2 * 250e6 * 28 / 1e12)
