@@ -173,16 +173,17 @@ class PPO(TrainingCommand[PPOConfig]):
         inside = rollout.backend == "vllm" and not rollout.server.urls
         found = []
         if rollout.backend == "native":
-            found.append(Phase("sampling", "actor", "sample", size, cache_tokens=rollout.cache_tokens))
+            limits = {"cache_tokens": rollout.cache_tokens, "prefill_tokens": rollout.prefill_tokens}
+            found.append(Phase("sampling", "actor", "sample", size, **limits))
         elif inside:
             fraction = rollout.server.memory_fraction
-            found.append(
-                Phase("new weights to vLLM", "actor", "sample", size, engine_fraction=fraction, handed_over=True)
-            )
+            found.append(Phase("new weights to vLLM", "actor", "sample", size, handed_to_tp=rollout.server.tp))
             found.append(Phase("sampling by vLLM", "actor", "sample", size, engine_fraction=fraction))
         for role in self.needed(config):
             of = "actor" if role == "reference" and reference_is_base(config) else role
-            if role != "actor" or config.steps_per_iteration > 1 or recipe.kl_in == "reward":
+            # the first update's own forward gives old log-probs where guards have found that both agree to the bit
+            both = config.steps_per_iteration > 1 or not config.train.guards
+            if role != "actor" or both or recipe.kl_in == "reward":
                 found.append(Phase(f"forward of the {role}", of, "forward", size))
         entropy: Literal["detached", "differentiable"] = "differentiable" if recipe.entropy_coef else "detached"
         for role in ("actor", "critic") if recipe.needs_critic else ("actor",):

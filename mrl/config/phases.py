@@ -17,7 +17,8 @@ class Phase:
     steps: int = 1  # optimizer steps that they are divided over
     cache_tokens: int = 0  # of sampling: tokens whose keys and values a replica keeps
     engine_fraction: float = 0.0  # of sampling by an engine inside the trainer: its share of the GPU's memory
-    handed_over: bool = False  # whether that engine gets its weights from the role
+    handed_to_tp: int = 0  # ranks of that engine, where it gets its weights from the role in this phase
+    prefill_tokens: int = 0  # of sampling by the role itself: prompt tokens in one forward at most
 
 
 @dataclasses.dataclass(frozen=True)

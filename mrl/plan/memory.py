@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mrl.config.phases import Phase, Phases
 from mrl.config.schema import RoleConfig
+from mrl.converters.families import family_for
+from mrl.converters.hf_config import normalize, read_hf_config
+from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import RankFigures
+from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
 
@@ -46,6 +51,7 @@ class RolePlan:
     dims: ParallelDims
     trains: tuple[RankFigures, ...]  # of each stage, with gradients and optimizer; empty where the role never trains
     forward: tuple[RankFigures, ...]  # of each stage in forward passes without gradients
+    sampling: tuple[RankFigures, ...] = ()  # of each stage where it samples itself: its layers on as many prompt tokens
 
     @property
     def stages(self) -> tuple[RankFigures, ...]:
@@ -61,6 +67,7 @@ def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, pha
         return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
     trained: tuple[RankFigures, ...] = ()
     only_forward: tuple[RankFigures, ...] = ()
+    sampling: tuple[RankFigures, ...] = ()
     for phase in phases.phases:
         if phase.role != role:
             continue
@@ -71,9 +78,12 @@ def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, pha
         elif phase.kind == "forward":
             lengths = micro_batches(config, dims, sequences, longest).lengths
             only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, entropy="none")
+        elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
+            layers = dataclasses.replace(config, optimizer=None, head="value")
+            sampling = _stages(layers, dims, (phase.prefill_tokens,), entropy="none")
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), entropy="none")
-    return RolePlan(role, model, config, dims, trained, only_forward)
+    return RolePlan(role, model, config, dims, trained, only_forward, sampling)
 
 
 def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, entropy: str) -> tuple[RankFigures, ...]:
@@ -115,21 +125,26 @@ def uses(phases: Phases, roles: Mapping[str, RolePlan], longest: int, gpu_memory
     found = []
     for phase in phases.phases:
         plan = roles[phase.role]
+        others = [other for role, other in roles.items() if role != phase.role]
         for stage in range(plan.dims.pp):
             use = _use(phase, plan, stage, longest, gpu_memory)
-            others = [other for role, other in roles.items() if role != phase.role]
-            idle = 0 if phases.offload_idle else sum(_resident(other) for other in others)
-            found.append(dataclasses.replace(use, idle=idle))
+            if not phases.offload_idle:
+                kept = _resident(plan, plan.stages[stage])
+                idle = sum(max(sum(_resident(other, one)) for one in other.stages) for other in others)
+                use = dataclasses.replace(
+                    use, parameters=max(use.parameters, kept[0]), gradients=max(use.gradients, kept[1]),
+                    optimizer=max(use.optimizer, kept[2]), idle=idle,
+                )  # fmt: skip
+            found.append(use)
     return found
 
 
-def _resident(plan: RolePlan) -> int:
-    """The most that a role holds of its state while another one works and idle roles stay on the device."""
+def _resident(plan: RolePlan, stage: RankFigures) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer that a role always has on the device where no role is offloaded."""
     away = set(plan.config.engine.offload)
-    return max(
-        stage.parameters * ("parameters" not in away) + stage.gradients * ("gradients" not in away)
-        + stage.largest_optimizer * ("optimizer" not in away) + stage.buffers
-        for stage in plan.stages
+    return (
+        stage.parameters * ("parameters" not in away) + stage.buffers, stage.gradients * ("gradients" not in away),
+        stage.largest_optimizer * ("optimizer" not in away),
     )  # fmt: skip
 
 
@@ -137,12 +152,14 @@ def _use(phase: Phase, plan: RolePlan, stage: int, longest: int, gpu_memory: int
     figures = (plan.trains if phase.kind == "train" else plan.forward or plan.trains)[stage]
     weights = figures.parameters + figures.buffers
     if phase.kind == "sample":
+        if phase.handed_to_tp:  # the engine's weights are awake, its cache is not yet
+            return Use(phase.name, stage, weights, 0, 0, 0, _model_bytes(plan.config) // phase.handed_to_tp, 0)
         if phase.engine_fraction:
-            kept = weights if phase.handed_over else 0
-            return Use(phase.name, stage, kept, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
+            return Use(phase.name, stage, 0, 0, 0, 0, int(phase.engine_fraction * gpu_memory), 0)
         if plan.config.engine.backend == "fsdp" and plan.dims.world_size == 1:  # they stay gathered while it samples
             weights += sharded.gathered_bytes(plan.config)
-        return Use(phase.name, stage, weights, 0, 0, 0, phase.cache_tokens * _cache_bytes(plan, stage), 0)
+        cache = phase.cache_tokens * _cache_bytes(plan, stage)
+        return Use(phase.name, stage, weights, 0, 0, _sampling(phase, plan, stage), cache, 0)
     activations = _activations(phase, plan, stage, longest)
     if phase.kind == "forward":
         return Use(phase.name, stage, weights, 0, 0, activations, 0, 0)
@@ -167,6 +184,33 @@ def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int 
     return schedule.most_alive(
         order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
     )
+
+
+def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
+    """The most at once where the role samples itself: prompts through its layers, then logits in fp32 of every sequence
+    that is under way. None of a part whose passes were not run."""
+    if not plan.sampling:
+        return None
+    last = stage == plan.dims.pp - 1
+    rows = math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp)) if last else 0
+    logits = 4 * rows * math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
+    return max(chunk.forward_peak for chunk in plan.sampling[stage].chunks) + logits
+
+
+def _model_bytes(config: RoleConfig) -> int:
+    """Bytes of the whole model in the dtype that it computes in."""
+    if config.engine.backend == "fsdp":
+        return sharded.gathered_bytes(config)
+    dense, experts, _ = parameters_of(normalize(dict(read_hf_config(config.model.path)), where="config.json"), "lm")
+    return (dense + experts) * DTYPES[config.model.dtype].itemsize
+
+
+def parameters_of(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
+    """Returns a model's dense parameters, those of its experts, and how many experts a layer has. hf: normalised."""
+    shapes = expected_hf_names(family_for(hf), hf, head="value" if head == "value" else "lm")
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return total - experts, experts, int(hf.get("num_experts") or 0) if experts else 0
 
 
 def _cache_bytes(plan: RolePlan, stage: int) -> int:

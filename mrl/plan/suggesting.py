@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.config.command import Part
-from mrl.converters.families import family_for
 from mrl.converters.hf_config import normalize
-from mrl.converters.rules import expected_hf_names
 from mrl.errors import UserError
 from mrl.plan import units
 from mrl.plan.gpus import GPU
+from mrl.plan.memory import parameters_of
 from mrl.plan.planner import Plan
 from mrl.plan.show import table
 
@@ -34,7 +33,7 @@ class Suggestion:
 def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -> list[dict[str, Any]]:
     """Returns engine.parallel of layouts that may fit, those that divide the model least first."""
     hf = normalize(dict(part.hf), where="config.json")
-    dense, experts, count = _parameters(hf, part.head)
+    dense, experts, count = parameters_of(hf, part.head)
     layers = hf["num_hidden_layers"]
     tps = [n for n in _powers(gpu.per_node) if n <= world_size]
     pps = [n for n in _powers(world_size) if n <= layers]
@@ -67,14 +66,6 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
 
 def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
-def _parameters(hf: Mapping[str, Any], head: str) -> tuple[int, int, int]:
-    """Returns a model's dense parameters, those of its experts, and how many experts a layer has. hf: normalised."""
-    shapes = expected_hf_names(family_for(hf), hf, head="value" if head == "value" else "lm")
-    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
-    total = sum(math.prod(shape) for shape in shapes.values())
-    return total - experts, experts, int(hf.get("num_experts") or 0) if experts else 0
 
 
 def search(

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from mrl.commands.plan import EXAMPLES
+from mrl.commands.ppo import PPO
+from mrl.config.load import load_config
 from tests.cuda import models
 
 TINY = {
@@ -120,8 +122,24 @@ def test_ppo_has_its_phases(plan):
     ]  # fmt: skip
     heads, width, item = 8 // 4, 128, 2
     assert phases["sampling"]["cache"] == 65536 * 36 * heads * 2 * width * item
+    # 64 sequences on dp 2, vocabulary over tp 4; beside their logits some hidden states of 4,096 prompt tokens
+    logits = 4 * (64 // 2) * 151936 // 4
+    assert 4096 * 4096 * 2 < phases["sampling"]["activations"] - logits < 2**30
     assert phases["forward of the reference"]["gradients"] == 0
     assert phases["update of the actor"]["optimizer"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "forward"),
+    [
+        ([], False),  # the update's own forward is that of the old log-probs
+        (["train.guards=false"], True),  # nothing has found that both agree
+        (["algorithm.mini_batch_size=32", "train.steps=2"], True),
+    ],
+)
+def test_when_old_log_probs_have_a_forward_of_their_own(folder, words, forward):
+    config = load_config(folder / "grpo.yaml", ["algorithm={name: grpo}", *words], PPO.root)
+    assert ("forward of the actor" in [phase.name for phase in PPO().phases(config).phases]) is forward
 
 
 def test_small_models_are_shown_in_small_units(plan):

@@ -74,11 +74,34 @@ def test_roles_that_wait():
     }
 
 
-def test_an_engine_inside_the_trainer_takes_its_share():
+@pytest.mark.parametrize(("offload", "kept"), [((), (2007, 4040, 7240)), (("parameters", "optimizer"), (7, 4040, 0))])
+def test_a_role_that_stays_keeps_its_gradients_and_optimizer_in_all_phases(offload, kept):
+    forward, inside = Phase("f", "actor", "forward", 32), Phase("s", "actor", "sample", 32, engine_fraction=0.5)
+    found = uses(Phases((forward, inside), offload_idle=False), {"actor": role(offloading(*offload), pp=1)}, 8, 8000)
+    # a forward pass brings the parameters, a sampling engine has its own
+    assert [(use.parameters, use.gradients, use.optimizer) for use in found] == [(2007, *kept[1:]), kept]
+
+
+def test_an_engine_inside_the_trainer_takes_its_weights_then_its_share(tmp_path):
+    """Its cache wakes when the role has left the device (docs/rollout-servers.md)."""
+    path = str(models.write("Qwen/Qwen3-8B", tmp_path))
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16"))
+    handed = Phase("new weights to vLLM", "actor", "sample", 32, handed_to_tp=2)
     inside = Phase("sampling by vLLM", "actor", "sample", 32, engine_fraction=0.5)
-    handed = dataclasses.replace(inside, name="new weights to vLLM", handed_over=True)
-    found = uses(Phases((handed, inside)), {"actor": role(pp=1)}, 8, 8000)
-    assert [(use.parameters, use.cache) for use in found] == [(2007, 4000), (0, 4000)]
+    found = uses(Phases((handed, inside)), {"actor": role(config, pp=1)}, 8, 8000)
+    assert [(use.parameters, use.cache) for use in found] == [(2007, 2 * 8_190_735_360 // 2), (0, 4000)]
+
+
+def test_a_role_that_samples_has_prompts_in_its_layers_then_logits(tmp_path):
+    path = str(models.write("Qwen/Qwen3-8B", tmp_path))
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16"))
+    plan = role(config)
+    plan = dataclasses.replace(plan, sampling=(dataclasses.replace(plan.forward[0], chunks=(CHUNK, CHUNK)),) * 2)
+    sampling = Phase("sampling", "actor", "sample", 33, cache_tokens=0, prefill_tokens=8)
+    found = uses(Phases((sampling,)), {"actor": plan}, 8, 0)
+    assert [use.activations for use in found] == [15, 15 + 17 * 151936 * 4]  # 33 sequences on dp 2
+    [unknown, _] = uses(Phases((sampling,)), {"actor": role(config)}, 8, 0)
+    assert unknown.activations is None
 
 
 @pytest.mark.parametrize(
