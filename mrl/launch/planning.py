@@ -73,12 +73,15 @@ def _suggest(
         raise ConfigError(key, trained[0].engine.backend, why, "leave --suggest out")
     longest, _ = command.longest(config)
     tried = suggesting.candidates(part, world_size, longest, card, card.memory - int(reserved * 2**30))
-    found = list(suggesting.search(plan_of, part, tried))
+    refused: list[UserError] = []
+    found = list(suggesting.search(plan_of, part, tried, refused))
+    if tried and len(refused) == len(tried):
+        raise refused[-1]
     own = [other.key("engine") for other in parts if other.engine != part.engine]
     if as_json:
-        echo(json.dumps(suggesting.as_json(found, len(tried)), indent=1))
+        echo(json.dumps(suggesting.as_json(found, len(tried), len(refused)), indent=1))
         return bool(found)
-    for line in suggesting.lines(found, part.key("engine"), own, world_size, card, len(tried)):
+    for line in suggesting.lines(found, part.key("engine"), own, world_size, card, len(tried), len(refused)):
         echo(line)
     return bool(found)
 

@@ -11,6 +11,7 @@ from typing import Any
 from mrl.config.command import Part
 from mrl.converters.hf_config import normalize
 from mrl.errors import UserError
+from mrl.mcore_models.layer_spec import DTYPES
 from mrl.plan import units
 from mrl.plan.gpus import GPU
 from mrl.plan.memory import parameters_of
@@ -39,15 +40,13 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
     pps = [n for n in _powers(world_size) if n <= layers]
     cps = _powers(8) if longest >= LONG else [1]
     eps = [n for n in _powers(world_size) if count % n == 0] if count else [1]
-    trains = part.optimizer is not None and part.model.lora is None
     found = []
     for tp, pp, cp, ep in itertools.product(tps, pps, cps, eps):
-        if world_size % (tp * pp * cp) or (world_size // pp) % ep or (count and tp > 1 and ep * tp > world_size // pp):
+        per_stage = world_size // pp
+        if world_size % (tp * pp * cp) or per_stage % ep:  # etp is 1: ep may span tp, and replicas too
             continue
-        dp_cp, edp = world_size // (tp * pp), max(1, world_size // (pp * ep))
-        state = dense / (tp * pp) * (6 + 12 / dp_cp if trains else 2) + experts / (ep * pp) * (
-            6 + 12 / edp if trains else 2
-        )
+        state = dense / (tp * pp) * _bytes_of_a_parameter(part, per_stage // tp)
+        state += experts / (ep * pp) * _bytes_of_a_parameter(part, per_stage // ep)
         if state > room:
             continue
         for vpp in [1, 2] if pp > 1 and layers >= 2 * pp else [1]:
@@ -56,12 +55,31 @@ def candidates(part: Part, world_size: int, longest: int, gpu: GPU, room: int) -
                 (state / room, {k: v for k, v in degrees.items() if v not in (1, None) or k == "etp" and count})
             )
 
-    # layouts with much room take activations better, those with few model-parallel ranks are faster: some of each
-    def spread(entry: tuple[float, dict[str, Any]]) -> tuple[float, float]:
+    # layouts with few model-parallel ranks are faster, those with much room take activations better
+    def order(entry: tuple[float, dict[str, Any]]) -> tuple[float, float]:
         share, degrees = entry
         return (math.prod(v for k, v in degrees.items() if k in ("tp", "pp", "cp", "vpp")), share)
 
-    return [degrees for _, degrees in sorted(found, key=spread)][:MOST]
+    return spread([degrees for _, degrees in sorted(found, key=order)], MOST)
+
+
+def spread(entries: Sequence[Any], most: int) -> list[Any]:
+    """Returns at most so many entries, in their order: the first half of them, and others evenly up to the last."""
+    if len(entries) <= most:
+        return list(entries)
+    head, rest = list(entries[: most // 2]), entries[most // 2 :]
+    count = most - len(head)
+    return head + [rest[i * (len(rest) - 1) // (count - 1)] for i in range(count)]
+
+
+def _bytes_of_a_parameter(part: Part, ranks: int) -> float:
+    """Bytes of a parameter, its gradient, master and moments on a GPU, where so many ranks divide the optimizer.
+
+    State that engine.offload names counts too: in the optimizer's step all of it is on the GPU."""
+    item = DTYPES[part.model.dtype].itemsize
+    if part.optimizer is None or part.model.lora is not None:
+        return item
+    return item + 4 + (8 if item == 4 else 12) / ranks
 
 
 def _powers(most: int) -> list[int]:
@@ -69,11 +87,13 @@ def _powers(most: int) -> list[int]:
 
 
 def search(
-    plan_of: Callable[[Sequence[str]], Plan], part: Part, layouts: Sequence[Mapping[str, Any]]
-) -> Iterator[Suggestion]:
+    plan_of: Callable[[Sequence[str]], Plan], part: Part, layouts: Sequence[Mapping[str, Any]],
+    refused: list[UserError],
+) -> Iterator[Suggestion]:  # fmt: skip
     """Yields the layouts that are taken and fit; with full recomputation where they fit with it alone.
 
-    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. part: whose they are."""
+    plan_of: overrides -> their plan; raises UserError for a layout that the run would refuse. part: whose they are.
+    refused: gets the error of each of those."""
     key = part.key("engine")
     for degrees in layouts:
         text = ", ".join(f"{name}: {value}" for name, value in degrees.items())
@@ -81,7 +101,8 @@ def search(
         for more in ((), (f"{key}.recompute=full", f"{key}.recompute_modules=null")):
             try:
                 made = plan_of([override, *more])
-            except UserError:
+            except UserError as error:
+                refused.append(error)
                 break
             if made.fits:
                 yield Suggestion(part.role, (override, *more), made)
@@ -89,13 +110,15 @@ def search(
 
 
 def lines(
-    found: Sequence[Suggestion], key: str, own: Sequence[str], world_size: int, gpu: GPU, tried: int
-) -> Iterator[str]:
+    found: Sequence[Suggestion], key: str, own: Sequence[str], world_size: int, gpu: GPU, tried: int,
+    refused: int,
+) -> Iterator[str]:  # fmt: skip
     """Yields the table, the fastest first. key: of the engine whose layouts were searched. own: of those that have one
-    of their own, which stays."""
+    of their own, which stays. refused: how many of those that were tried no run takes."""
     where = f"{units.counted(world_size, 'GPU')} ({gpu.name})"
+    apart = f" ({refused} refused)" if refused else ""
     if not found:
-        yield f"none of {units.counted(tried, 'layout')} of {key} fits on {where}"
+        yield f"none of {units.counted(tried, 'layout')} of {key} fits on {where}{apart}"
         yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"
         return
     best = _ranked(found)[:10]
@@ -107,7 +130,7 @@ def lines(
             role.dims.describe(), units.size(one.plan.fullest.total), units.size(one.plan.room), f"{bubble:.1%}",
             units.duration(one.plan.seconds), role.config.engine.recompute,
         ])  # fmt: skip
-    yield f"{len(found)} of {units.counted(tried, 'layout')} of {key} fit on {where}; the fastest by estimate:"
+    yield f"{len(found)} of {units.counted(tried, 'layout')} of {key} fit on {where}{apart}; the fastest by estimate:"
     yield ""
     yield from table(rows)
     yield ""
@@ -120,7 +143,7 @@ def lines(
         yield f"times are without: {', '.join(best[0].plan.untimed)}"
 
 
-def as_json(found: Sequence[Suggestion], tried: int) -> dict[str, Any]:
+def as_json(found: Sequence[Suggestion], tried: int, refused: int) -> dict[str, Any]:
     """Returns the layouts that fit as plain data, the fastest first, in bytes and seconds."""
     layouts = [
         {
@@ -130,7 +153,7 @@ def as_json(found: Sequence[Suggestion], tried: int) -> dict[str, Any]:
         }
         for one in _ranked(found)
     ]  # fmt: skip
-    return {"tried": tried, "layouts": layouts}
+    return {"tried": tried, "refused": refused, "layouts": layouts}
 
 
 def _ranked(found: Sequence[Suggestion]) -> list[Suggestion]:
