@@ -111,13 +111,15 @@ def submit(
 
 def _refuse_what_does_not_fit(command: str, checked: Any) -> None:
     """Raises ConfigError for a job whose plan takes more than its GPUs have."""
+    options = checked.options
+    if options.gpu is None:
+        if options.gpus_per_node:
+            say("not planned: give --gpu NAME")
+        return
     from mrl.config.command import record
     from mrl.launch.planning import verdict
     from mrl.plan.gpus import gpu_of
 
-    options = checked.options
-    if options.gpu is None:
-        return
     card = gpu_of(options.gpu, "slurm.gpu")
     fits, line = verdict(record(command), checked.config, options.world_size, card)
     say(f"plan: {line}")

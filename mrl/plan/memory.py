@@ -51,6 +51,7 @@ class RolePlan:
     dims: ParallelDims
     trains: tuple[RankFigures, ...]  # of each stage, with gradients and optimizer; empty where the role never trains
     forward: tuple[RankFigures, ...]  # of each stage in forward passes without gradients
+    spec: str = "local"  # of the layers that are planned on backend megatron: local, or te
     sampling: tuple[RankFigures, ...] = ()  # of each stage where it samples itself: its layers on as many prompt tokens
 
     @property
@@ -83,7 +84,7 @@ def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, pha
             sampling = _stages(layers, dims, (phase.prefill_tokens,), entropy="none")
     if not trained and not only_forward:  # it only samples
         only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), entropy="none")
-    return RolePlan(role, model, config, dims, trained, only_forward, sampling)
+    return RolePlan(role, model, config, dims, trained, only_forward, meta.layer_spec_on_gpus(config, dims), sampling)
 
 
 def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, entropy: str) -> tuple[RankFigures, ...]:

@@ -65,6 +65,11 @@ class Plan:
         return all(use.activations is not None for use in self.uses)
 
     @property
+    def known_to_fit(self) -> bool | None:
+        """Whether it fits; None where what is planned does, and there is more."""
+        return None if self.fits and not self.whole else self.fits
+
+    @property
     def untimed(self) -> list[str]:
         """Phases whose time is not estimated."""
         return [phase.name for phase in self.phases.phases if phase.name not in self.costs]
@@ -151,12 +156,13 @@ def as_json(made: Plan) -> dict[str, Any]:
         ]  # fmt: skip
         roles[role or "model"] = {
             "layout": one.dims.describe(),
+            "layer_spec": None if one.config.engine.backend == "fsdp" else one.spec,
             "degrees": dataclasses.asdict(one.dims),
             "stages": stages,
         }
     return {
         "command": made.command, "world_size": made.world_size, "gpu": dataclasses.asdict(made.gpu),
-        "reserved_bytes": made.reserved, "fits": made.fits, "longest_sequence": made.longest, "roles": roles,
+        "reserved_bytes": made.reserved, "fits": made.known_to_fit, "longest_sequence": made.longest, "roles": roles,
         "phases": [dataclasses.asdict(use) | {"total": use.total} for use in made.uses],
         "updates": {name: dataclasses.asdict(one) | {"seconds": one.seconds} for name, one in made.costs.items()},
         "untimed_phases": made.untimed, "activations_planned": made.whole,

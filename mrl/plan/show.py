@@ -59,9 +59,9 @@ def _picture(role: RolePlan) -> Iterator[str]:
         for axis, size in (("tp", dims.tp), ("cp", dims.cp), ("dp", dims.dp), ("ep", dims.ep), ("etp", dims.etp))
         if size > 1 and not (axis == "etp" and dims.etp == dims.tp)
     )
-    backend = " on backend fsdp" if role.config.engine.backend == "fsdp" else ""
-    yield f"{name}{dims.describe()}, {role.model}" + backend
-    if backend:
+    sharded = role.config.engine.backend == "fsdp"
+    yield f"{name}{dims.describe()}, {role.model}" + (" on backend fsdp" if sharded else f", layers of {role.spec}")
+    if sharded:
         copies = role.config.engine.fsdp.replicate
         yield f"  every tensor in {dims.world_size // copies} shards, {units.counted(copies, 'copy', 'copies')}"
         return

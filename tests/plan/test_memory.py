@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mrl.config.phases import Phase, Phases
-from mrl.config.schema import EngineConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RoleConfig
+from mrl.config.schema import EngineConfig, LoraConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RoleConfig
 from mrl.engine.fsdp.shapes import Shape
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
@@ -138,3 +138,12 @@ def test_shards_of_a_tensor_are_padded_to_the_same_rows():
     assert shape.held(4) == 9
     assert [shape.updated(4, rank) for rank in range(4)] == [9, 9, 9, 3]
     assert [Shape(4, 1, 4, True).updated(3, rank) for rank in range(3)] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(("target", "kinds"), [(r".*layers\.[0-3]\..*q_proj", 4), (r".*q_proj", 3)])
+def test_stages_whose_layers_have_other_adapters_are_of_another_kind(tmp_path, target, kinds):
+    """Four stages of two layers; the second and the third are equal but for their adapters."""
+    path = str(models.write("Qwen/Qwen3-8B", tmp_path, 8))
+    lora = LoraConfig(rank=4, target_modules=target)
+    config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16", lora=lora))
+    assert len({kind.same for kind in meta.kinds_of_stages(config, ParallelDims(4, pp=4))}) == kinds

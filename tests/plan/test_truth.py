@@ -52,9 +52,11 @@ def test_a_plan_is_what_a_run_takes(planner, case):
         for kind in ("parameters", "gradients", "optimizer"):
             assert found[kind] == expected.held[kind], f"{kind} of rank {rank}"
         if case.dtype == "float32":  # a GPU has other kernels than a CPU then, of attention and of norms
-            return
+            continue
         if case.ep == 1:
             assert found["activations"] == pytest.approx(expected.activations, rel=0.1), f"activations of rank {rank}"
+    if case.dtype == "float32":
+        return
     # an untrained router gives experts unequal numbers of tokens: together they are those of the plan
     totals = [sum(one.activations for one in measured), sum(one["activations"] for one in planned)]
     assert totals[0] == pytest.approx(totals[1], rel=0.1)

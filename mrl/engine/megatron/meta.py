@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -352,9 +353,11 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
     experts = fields.get("moe_layer_freq") if "num_moe_experts" in fields else None
     windows = fields.get("window_attn_skip_freq")
     plans = chunk_plans(hf["num_hidden_layers"], dims.pp, dims.vpp)
+    adapted = _adapted_modules(config)
 
     def kind(layer: int) -> tuple:
-        return (experts[layer] if isinstance(experts, list) else experts, windows[layer] if windows else None)
+        of_experts = experts[layer] if isinstance(experts, list) else experts
+        return (of_experts, windows[layer] if windows else None, adapted.get(layer))
 
     found = []
     for stage in range(dims.pp):
@@ -362,6 +365,21 @@ def kinds_of_stages(config: RoleConfig, dims: ParallelDims) -> list[StageKind]:
         same = tuple((c.has_embedding, c.has_output, tuple(map(kind, c.layers))) for c in chunks)
         found.append(StageKind(tuple(tuple(c.layers) for c in chunks), same))
     return found
+
+
+def _adapted_modules(config: RoleConfig) -> dict[int, tuple]:
+    """Layer -> the modules in it that have adapters, with their shapes; a selection may name layers."""
+    from mrl.engine.lora.folder import adapters
+
+    if config.model.lora is None:
+        return {}
+    found: dict[int, list] = {}
+    for name, shape in adapters(config.model.path, config.model.lora, config.head).items():
+        number = re.search(r"\.layers\.(\d+)\.(.*)", name)
+        if number is not None:
+            size = (shape.in_features, shape.out_features, shape.rank, shape.experts)
+            found.setdefault(int(number[1]), []).append((number[2], *size))
+    return {layer: tuple(sorted(modules)) for layer, modules in found.items()}
 
 
 def cache_bytes(config: RoleConfig, dims: ParallelDims) -> int:
