@@ -16,6 +16,8 @@ from mrl.launch import preflight
 from mrl.parallel import ParallelDims
 
 if typing.TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from mrl.plan.gpus import GPU
     from mrl.plan.planner import Plan
 
@@ -105,26 +107,14 @@ def _with_config_json(command: TrainingCommand, config: Config) -> list[Part]:
 
 
 def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU) -> tuple[bool | None, str]:
-    """Returns whether a run fits its GPUs, None where that is not planned, and a line that says so.
+    """Returns whether a run fits its GPUs, None where that is not known, and a line that says so.
 
-    It is planned in a process of its own: one that plans makes no models for anything else."""
-    context = multiprocessing.get_context("fork")
+    It is planned in a process of its own: one that plans makes no models for anything else. That one starts anew, since
+    after a fork torch would find CUDA as this process has it, initialised.
+    """
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-
-    def plan_it() -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        try:
-            with preflight.quiet():
-                from mrl.plan import planner, show
-
-                planner.prepare()
-                parts, layouts = read_parts(command, config, world_size)
-                made = planner.plan(command, config, parts, layouts, card)
-            theirs.send((made.fits, show.verdict(made)))
-        except UserError as error:
-            theirs.send((None, f"not planned: {error}"))
-
-    child = context.Process(target=plan_it)
+    child = context.Process(target=_send_verdict, args=(theirs, command, config, world_size, card))
     child.start()
     theirs.close()
     try:
@@ -133,6 +123,31 @@ def verdict(command: TrainingCommand, config: Config, world_size: int, card: GPU
         return None, "not planned: its process ended early; mrl plan says why"
     finally:
         child.join()
+
+
+def _send_verdict(
+    to: Connection, command: TrainingCommand, config: Config, world_size: int, card: GPU
+) -> None:  # fmt: skip
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    to.send(planned_verdict(command, config, world_size, card))
+
+
+def planned_verdict(
+    command: TrainingCommand, config: Config, world_size: int, card: GPU
+) -> tuple[bool | None, str]:  # fmt: skip
+    """As `verdict`, in this process, which plans from now on. A fault of the planner keeps no job from its start."""
+    try:
+        with preflight.quiet():
+            from mrl.plan import planner, show
+
+            planner.prepare()
+            parts, layouts = read_parts(command, config, world_size)
+            made = planner.plan(command, config, parts, layouts, card)
+        return made.known_to_fit, show.verdict(made)
+    except UserError as error:
+        return None, f"not planned: {error}"
+    except Exception as error:
+        return None, f"not planned: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _number(name: str, given: str | None, default: float, most: float, *, from_zero: bool = False) -> float:

@@ -118,3 +118,12 @@ def published(
     made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of(gpu))
     use = made.fullest
     return made.fits, use.total / 2**30, use.gradients / 2**30, made.room / 2**30
+
+
+def verdict_where_the_planner_fails() -> tuple[bool | None, str]:
+    """What is said of a run whose plan ends in an error that is no user's."""
+    from mrl.config.command import record
+    from mrl.launch.planning import planned_verdict
+    from mrl.plan.gpus import gpu_of
+
+    return planned_verdict(record("sft"), None, 8, gpu_of("h200"))  # no config: an AttributeError

@@ -11,7 +11,10 @@ import pytest
 
 from mrl.commands.plan import EXAMPLES
 from mrl.commands.ppo import PPO
+from mrl.config.command import record
 from mrl.config.load import load_config
+from mrl.launch.planning import verdict
+from mrl.plan.gpus import gpu_of
 from tests.cuda import models
 
 TINY = {
@@ -211,3 +214,17 @@ def test_rates_of_epochs_count_all_sequences(plan):
     rates = [re.search(r"update of the actor:.*?([\d,]+) tokens/s", text, re.DOTALL)[1] for text in (once, twice)]
     assert rates[0] == rates[1]
     assert "4 optimizer steps of" in twice
+
+
+def test_an_error_of_the_planner_is_no_verdict(planner):
+    fits, line = planner.call("tests.plan.planned:verdict_where_the_planner_fails")
+    assert fits is None and line.startswith("not planned: AttributeError: 'NoneType'")
+
+
+@pytest.mark.slow
+def test_a_verdict_comes_from_a_process_of_its_own(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = ["model.path=tiny", "engine.parallel={}", "train.global_batch_size=8"]
+    config = load_config("sft.yaml", words, record("sft").root)
+    fits, line = verdict(record("sft"), config, 8, gpu_of("h100-80gb"))
+    assert fits and line.startswith("fits: ")
