@@ -6,14 +6,17 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mrl.commands.plan import EXAMPLES
 from mrl.commands.ppo import PPO
+from mrl.commands.slurm import _refuse_what_does_not_fit
 from mrl.config.command import record
 from mrl.config.load import load_config
 from mrl.launch.planning import verdict
+from mrl.launch.slurm.options import SlurmConfig
 from mrl.plan.gpus import gpu_of
 from tests.cuda import models
 
@@ -49,6 +52,7 @@ def test_a_table_a_picture_and_a_verdict(plan):
     done = plan("sft.yaml", "engine.parallel={tp: 2, pp: 2, vpp: 2}", "-n", "16")
     assert done.exit_code == 0, done.stderr
     assert re.search(r"stage 1 +ranks 8-15 +layers 9-17 \| layers 27-35 \+ head", done.stdout)
+    assert "tp2+spxpp2xvpp2xdp4, 8b, layers of te" in done.stdout
     assert "fits: " in done.stdout and "pp send over 2 ranks" in done.stdout
     assert all(len(line) < 140 for line in done.stdout.splitlines())
 
@@ -214,6 +218,12 @@ def test_rates_of_epochs_count_all_sequences(plan):
     rates = [re.search(r"update of the actor:.*?([\d,]+) tokens/s", text, re.DOTALL)[1] for text in (once, twice)]
     assert rates[0] == rates[1]
     assert "4 optimizer steps of" in twice
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(8, "not planned: give --gpu NAME"), (0, "")])
+def test_a_job_on_gpus_without_a_name_is_said_to_be_unplanned(capsys, gpus, said):
+    _refuse_what_does_not_fit("sft", SimpleNamespace(options=SlurmConfig(gpus_per_node=gpus)))
+    assert said in (told := capsys.readouterr().err) and bool(told) == bool(said)
 
 
 def test_an_error_of_the_planner_is_no_verdict(planner):
