@@ -424,7 +424,7 @@ PLANS = (
         ("weights = figures.parameters + figures.buffers", "weights = figures.parameters"),
         ("math.ceil(math.ceil(mine / each) / multiple) * multiple", "math.ceil(mine / each)"),
         ("at_the_step = (activations or 0) < optimizer", "at_the_step = False"),
-        ("0 if phases.offload_idle else sum", "sum"),
+        ("if not phases.offload_idle:", "if True:"),
     ),
     *_of(
         "plan/cost.py",
