@@ -116,6 +116,13 @@ def common_factor(over: Sequence[Off]) -> float | None:
     return middle if same else None
 
 
+def is_sure(gradient: Tensor, *, grad_norm: float, rounding: float) -> Tensor:
+    """Of each element, whether the direction of its update is known: whether rounding, of relative L2 up to `rounding`,
+    leaves its gradient's sign. An exact 0 is known."""
+    rms = gradient.double().norm() / math.sqrt(gradient.numel())
+    return is_known(gradient, grad_norm) & ((gradient == 0) | (gradient.abs() > MARGIN * rounding * rms))
+
+
 def update_error(
     before: Tensor, actual: Tensor, expected: Tensor, gradient: Tensor | None, *, grad_norm: float, rounding: float,
     dtype: torch.dtype,
@@ -131,8 +138,7 @@ def update_error(
     # an epsilon of its size is at least a unit in the last place, and 1 % more where that is rounded itself
     gap = (gap - 1.01 * torch.finfo(dtype).eps * expected.double().abs()).clamp(min=0)
     if gradient is not None:
-        rms = gradient.double().norm() / math.sqrt(gradient.numel())
-        sure = is_known(gradient, grad_norm) & ((gradient == 0) | (gradient.abs() > MARGIN * rounding * rms))
+        sure = is_sure(gradient, grad_norm=grad_norm, rounding=rounding)
         update, gap = update * sure, gap * sure
     wrong = float(gap.norm())
     return 0.0 if wrong == 0 else wrong / max(float(update.norm()), 1e-300)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.check.bounds import Bounds
-from mrl.check.compare import TensorErrors, tensor_errors, update_error
+from mrl.check.compare import TensorErrors, is_sure, tensor_errors, update_error
 from mrl.config.schema import RoleConfig
 from mrl.engine.base import BaseEngine, LossFn
 from mrl.engine.lora.folder import read_adapter
@@ -50,10 +50,12 @@ class Measured:
     expected_grad_norm: float
     log_probs: float  # the largest difference
     log_probs_at: int  # the place [T] of it
-    decided_log_probs: float | None  # the same of tokens that no undecided router is before; None: all are
+    decided_log_probs: float | None  # the same of labels that no undecided router is before; None: all are
+    decided_labels: int  # how many such labels there are
     start: TensorErrors  # weights before the step
     gradients: TensorErrors
     weights: TensorErrors  # what the step made of them
+    weights_share: float  # of the elements with a gradient, those whose update could be compared
     bounds: Bounds
     step_s: float | None = None  # of a later optimizer step
 
@@ -134,16 +136,19 @@ def measure(work: Work) -> Measured | None:
         engine.hf_gradients(), store.reader("gradients"), store.names("gradients"), bound=bounds.gradients
     )
     grad_norm = float(engine.optimizer_step())
-    weights = _weight_errors(engine, work, store, before, bounds)
+    weights, weights_share = _weight_errors(engine, work, store, before, bounds)
     step_s = step_seconds(engine, work) if work.timed_steps else None
     if not engine.is_main:
         return None
     gap = (log_probs - expected.log_probs).abs().nan_to_num(nan=torch.inf)
-    decided = None if work.undecided is None else float(gap.masked_fill(work.undecided, 0.0).max())
+    decided, labels = None, expected.log_probs != 0
+    if work.undecided is not None:
+        decided, labels = float(gap.masked_fill(work.undecided, 0.0).max()), labels & ~work.undecided
     return Measured(
         loss=loss, expected_loss=expected.loss, grad_norm=grad_norm, expected_grad_norm=expected.grad_norm,
-        log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), decided_log_probs=decided, start=start,
-        gradients=gradients, weights=weights, bounds=bounds, step_s=step_s,
+        log_probs=float(gap.max()), log_probs_at=int(gap.argmax()), decided_log_probs=decided,
+        decided_labels=int(labels.sum()), start=start, gradients=gradients, weights=weights,
+        weights_share=weights_share, bounds=bounds, step_s=step_s,
     )  # fmt: skip
 
 
@@ -195,22 +200,30 @@ def trained_weights(engine: BaseEngine) -> Iterator[tuple[str, Tensor]]:
 
 def _weight_errors(
     engine: BaseEngine, work: Work, store: Store, before: Callable[[str], Tensor | None], bounds: Bounds
-) -> TensorErrors:  # fmt: skip
-    """Compares what the step made of weights."""
+) -> tuple[TensorErrors, float]:  # fmt: skip
+    """Compares what the step made of weights. Returns the share of elements with a gradient that this says something
+    of, too."""
     has_gradient = set(store.names("gradients"))
     dtype = torch.float32 if work.adapter is not None else DTYPES[work.config.model.dtype]
+    grad_norm = store.numbers.grad_norm
+    elements = compared = 0
 
     def error(name: str, actual: Tensor, expected: Tensor) -> float:
         was = before(name)
         assert was is not None, name
+        nonlocal elements, compared
         gradient = store.tensor("gradients", name) if name in has_gradient else None
+        if gradient is not None:
+            sure, has = is_sure(gradient, grad_norm=grad_norm, rounding=bounds.gradients), gradient != 0
+            elements, compared = elements + int(has.sum()), compared + int((sure & has).sum())
         return update_error(
-            was, actual, expected, gradient, grad_norm=store.numbers.grad_norm, rounding=bounds.gradients, dtype=dtype
+            was, actual, expected, gradient, grad_norm=grad_norm, rounding=bounds.gradients, dtype=dtype
         )
 
-    return tensor_errors(
+    errors = tensor_errors(
         trained_weights(engine), store.reader("weights"), store.names("weights"), bound=bounds.weights, error=error
     )
+    return errors, compared / max(elements, 1)
 
 
 def step_seconds(engine: BaseEngine, work: Work) -> float:

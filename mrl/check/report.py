@@ -16,6 +16,8 @@ from mrl.launch.preflight import quiet
 from mrl.trainers.waits import Watch
 
 WIDTH = 100
+LEAST_SHARE = 0.05
+"""Of the elements of weights, the share whose update can be compared, below which the column says nothing."""
 
 
 def echo(text: str) -> None:
@@ -51,6 +53,13 @@ class Terminal(Listener):
             echo(textwrap.indent(row.failed.strip(), "    "))
         for problem in row.problems:
             echo(textwrap.fill(str(problem), WIDTH, initial_indent="    ", subsequent_indent="      "))
+        found = row.measured
+        if found is not None and found.bounds != BOUNDS[self._dtype]:
+            echo(
+                textwrap.fill(f"bounds here: {found.bounds}", WIDTH, initial_indent="    ", subsequent_indent="      ")
+            )
+        if found is not None and found.weights_share < LEAST_SHARE:
+            echo(f"    weights: not compared, as the direction of {found.weights_share:.2%} of the updates is known")
         if row.clue is not None:
             echo(textwrap.fill(row.clue, WIDTH, initial_indent="    -> ", subsequent_indent="       "))
         self._watch.reset()
@@ -70,9 +79,9 @@ class Terminal(Listener):
         if found is not None:
             numbers = (
                 (found.loss_error, 9), (found.grad_norm_error, 9), (found.log_probs, 10), (found.gradients.error, 10),
-                (found.weights.error, 9),
             )  # fmt: skip
             line += "".join(f"{number:{width}.1e}" for number, width in numbers)
+            line += f"{'-':>9}" if found.weights_share < LEAST_SHARE else f"{found.weights.error:9.1e}"
         elif row.resumed and row.failed is None:
             line += f"{'save, load in new processes, go on':>47}"
         elif row.failed is None:
@@ -90,7 +99,7 @@ class Terminal(Listener):
 
 
 def run_and_show(*, as_json: bool, **given: Any) -> bool:
-    """Checks and prints. Returns whether nothing differs."""
+    """Checks and prints. Returns whether something was compared and nothing differs."""
     asked = Asked(**given)
     transformers.utils.logging.disable_progress_bar()
     terminal = Terminal(dtype=asked.dtype, against=asked.against, speed=asked.speed, shows=not as_json)
@@ -101,21 +110,22 @@ def run_and_show(*, as_json: bool, **given: Any) -> bool:
         terminal.close()
     if as_json:
         echo(json.dumps(as_data(report, asked)))
-        return not report.wrong
+        return not (report.wrong or report.nothing)
     for line in report.batch:
         echo(f"the batch is not what its rows say: {line}")
     echo("")
     echo(summary(report))
-    return not report.wrong
+    return not (report.wrong or report.nothing)
 
 
 def summary(report: Report) -> str:
-    same = [row for row in report.rows if row.verdict == "same" and (row.measured is not None or row.resumed)]
     parts = [f"DIFFERENT: {', '.join(report.wrong)}"] if report.wrong else []
     if report.undecided:
         parts.append(f"undecided: {', '.join(report.undecided)}")
-    if not report.wrong:
-        parts.append(f"the same: {len(same)} {'row' if len(same) == 1 else 'rows'}")
+    if report.nothing:
+        parts.append(f"NOTHING COULD BE COMPARED of {', '.join(report.nothing)}")
+    if report.same and not report.wrong:
+        parts.append(f"the same: {len(report.same)} {'row' if len(report.same) == 1 else 'rows'}")
     return "; ".join(parts)
 
 
@@ -130,7 +140,8 @@ def as_data(report: Report, asked: Asked) -> dict[str, Any]:
         for row in report.rows
     ]  # fmt: skip
     return {
-        "different": report.wrong, "undecided": report.undecided, "against": asked.against,
+        "different": report.wrong, "undecided": report.undecided, "nothing_compared": report.nothing,
+        "against": asked.against,
         "dtype": asked.dtype, "bounds": plain(BOUNDS[asked.dtype]),
         "about": [{"name": name, "text": text} for name, text in report.header], "batch": report.batch, "rows": rows,
     }  # fmt: skip

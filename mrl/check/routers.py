@@ -46,7 +46,7 @@ class _Choices(TorchFunctionMode):
 
 
 @torch.no_grad()
-def undecided(
+def undecided_tokens(
     model: torch.nn.Module, examples: Sequence[Example], *, head: str, rounding: float
 ) -> Tensor | None:  # fmt: skip
     """Returns of each token of the batch [T] whether its router, or that of one before it in its sequence, is

@@ -24,10 +24,10 @@ from mrl.check.layouts import Layout
 from mrl.check.machine import Machine, choose_cut, machine, size_of_batch
 from mrl.check.measure import Measured, Numbers, Store, Work, Written
 from mrl.check.resume import resume_problems
-from mrl.check.routers import has_experts, undecided
+from mrl.check.routers import has_experts, undecided_tokens
 from mrl.check.rows import Rows
 from mrl.check.subject import Subject
-from mrl.check.verdict import UNDECIDED, Problem, clue, is_undecided, problems
+from mrl.check.verdict import Problem, Undecided, clue, problems, undecided
 from mrl.check.worker import Task, result_file, work_file
 from mrl.config.command import TrainingCommand, all_training, command_of_yaml
 from mrl.config.load import apply_override, load_config, read_yaml
@@ -89,11 +89,17 @@ class Row:
             return "failed"
         if not self.problems:
             return "same"
-        return "undecided" if self.measured is not None and is_undecided(self.measured) else "different"
+        return "different" if self.undecided is None else "undecided"
+
+    @property
+    def undecided(self) -> Undecided | None:
+        if self.measured is None or self.failed is not None:
+            return None
+        return undecided(self.measured, self.problems)
 
     @property
     def clue(self) -> str | None:
-        return UNDECIDED if self.verdict == "undecided" else clue(self.problems)
+        return clue(self.problems) if self.undecided is None else self.undecided.why
 
 
 @dataclasses.dataclass
@@ -113,6 +119,19 @@ class Report:
     @property
     def undecided(self) -> list[str]:
         return [row.name for row in self.rows if row.verdict == "undecided"]
+
+    @property
+    def same(self) -> list[str]:
+        """What was compared and is the same; the one that others are compared with is not."""
+        rows = [row for row in self.rows if row.measured is not None or row.resumed]
+        return [row.name for row in rows if row.verdict == "same"]
+
+    @property
+    def nothing(self) -> list[str]:
+        """What could not be compared: all rows, where none is the same."""
+        if not (self.same or self.wrong):
+            return [row.name for row in self.rows]
+        return [row.name for row in self.rows if row.undecided is not None and not row.undecided.compared]
 
 
 class Listener:
@@ -221,6 +240,10 @@ class Session:
             init=config.model.init, seed=config.seed,
         )  # fmt: skip
         self.header(subject.name, model.words)
+        if self._dtype(model) != self.asked.dtype:
+            self.header(
+                "dtype", f"the step of the {subject.name} is compared in float32: in bfloat16 routers are undecided"
+            )
         with self.command.keys_of(self.config, subject.part.role):
             layouts = self._layouts(subject, model, named, on)
         self.models[subject.part.role], self.layouts[subject.part.role] = model, layouts
@@ -345,13 +368,13 @@ class Session:
         Returns the tokens that routers are undecided about."""
         head, optimizer = subject.config.head, subject.optimizer
         loaded = reference.load(model.path, head).to(on.device)
-        if self.asked.dtype == "bfloat16":  # the same weights, computed with in fp32
+        if self._dtype(model) == "bfloat16":  # the same weights, computed with in fp32
             for parameter in loaded.parameters():
                 parameter.data = parameter.data.bfloat16().float()
         start = {name: tensor.cpu() for name, tensor in reference.weights_of(loaded).items()}
         if adapter is not None:
             loaded = reference.with_adapter(loaded, adapter)
-        narrow = undecided(loaded, rows.examples, head=head, rounding=BOUNDS[self.asked.dtype].router)
+        narrow = undecided_tokens(loaded, rows.examples, head=head, rounding=BOUNDS[self._dtype(model)].router)
         if self.asked.against == "hf":
             made = reference.run(
                 loaded, rows.examples, subject.loss, optimizer=optimizer, rates=[optimizer.lr], fields=rows.fields
@@ -360,11 +383,16 @@ class Session:
             Store(store).write(numbers, start=start, gradients=made.gradients, weights=made.weights)
         return narrow
 
+    def _dtype(self, model: CheckedModel) -> Literal["float32", "bfloat16"]:
+        """Returns the dtype that layouts of a model compute in: float32 of models with experts, most of whose routers
+        are undecided within bfloat16's rounding, so that nothing would be left to compare."""
+        return "float32" if has_experts(read_json(Path(model.path, "config.json"))) else self.asked.dtype
+
     def _work(
         self, subject: Subject, model: CheckedModel, layout: Layout, *, rows: Rows, store: Path, adapter: str | None,
         layouts: list[Layout],
     ) -> Work:  # fmt: skip
-        dtype = self.asked.dtype
+        dtype = self._dtype(model)
         micro_batch = micro_batch_of(subject, rows, layouts)
         config = subject.on(layout, path=model.path, init=model.init, dtype=dtype, micro_batch=micro_batch)
         return Work(
@@ -419,6 +447,8 @@ class Session:
                     row = dataclasses.replace(row, measured=found, problems=differ)
             else:
                 row = dataclasses.replace(row, failed=failed or "it left no numbers")
+            if position == len(group) - 1:  # a rank may end badly after the main one has left its numbers
+                row = dataclasses.replace(row, failed=row.failed or failed)
             self.note(row)
             if row.failed is not None:
                 return group[position + 1 :]

@@ -10,9 +10,15 @@ from mrl.check.compare import TensorErrors
 from mrl.check.measure import Measured
 
 UNDECIDED = (
-    "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs; "
-    "tokens before these are the same: take another batch with --tokens or seed, or other weights with --cut"
+    "a router scores two experts alike for some tokens, and may have chosen the other one, from where on all differs"
 )
+OTHER_BATCH = "take another batch with --tokens or seed, or other weights with --cut"
+CERTAIN = (
+    "nothing could be compared of gradients: the model is certain of its labels, so that rounding alone may change "
+    "them as much as a fault; take other rows"
+)
+FLIPPED = 8
+"""How many times the rounding of other log-probs another choice of experts changes some, at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +68,36 @@ def clue(found: Sequence[Problem]) -> str | None:
     return "gradients are right: look at the optimizer"
 
 
-def is_undecided(found: Measured) -> bool:
-    """Returns whether what differs may come of a router that chose other experts: the log-probs of tokens that no such
-    choice is before are right, and others are further off than these are by rounding."""
-    decided, bound = found.decided_log_probs, found.bounds.log_probs
-    starts_right = not (found.start.over or found.start.missing or found.start.unexpected)
-    if decided is None or decided > bound or not starts_right:
-        return False
-    turned = found.bounds.turned
-    return turned == 0 or found.log_probs > (turned * decided if decided else bound / 10)
+@dataclasses.dataclass(frozen=True)
+class Undecided:
+    """What differs may be no fault."""
+
+    why: str
+    compared: bool  # whether some numbers that such a difference cannot touch are the same
+
+
+def undecided(found: Measured, differ: Sequence[Problem]) -> Undecided | None:
+    """Returns why what differs may be no fault; None where it is one, or nothing differs.
+
+    Another choice of experts explains it where log-probs differ after undecided routers alone. It is no excuse for a
+    loss or weights that differ while all log-probs are within their bound.
+    """
+    quantities = {problem.quantity for problem in differ}
+    if not quantities or "initial weights" in quantities:
+        return None
+    if found.bounds.certain and quantities <= {"gradients", "gradient norm", "weights after a step"}:
+        return Undecided(CERTAIN, compared=False)
+    decided, bound, labels = found.decided_log_probs, found.bounds.log_probs, found.decided_labels
+    if decided is None or decided > bound:
+        return None
+    if found.log_probs <= bound:
+        flipped = labels > 0 and found.log_probs > (FLIPPED * decided if decided else bound / 10)
+        if not flipped or not quantities <= {"gradients", "gradient norm"}:
+            return None
+    if labels == 0:
+        why = f"nothing could be compared: {UNDECIDED}, and all labels are after one; {OTHER_BATCH}"
+        return Undecided(why, compared=False)
+    return Undecided(f"{UNDECIDED}; the {labels} labels before these are the same: {OTHER_BATCH}", compared=True)
 
 
 def _tensors(quantity: str, errors: TensorErrors, bound: float, what: str) -> Problem | None:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mrl.check.bounds import BOUNDS
-from mrl.check.compare import Off, TensorErrors, as_json, factor_of, relative_l2, tensor_errors, update_error
+from mrl.check.compare import Off, TensorErrors, as_json, factor_of, is_sure, relative_l2, tensor_errors, update_error
+from mrl.check.layouts import named
 from mrl.check.measure import Measured
-from mrl.check.report import summary
-from mrl.check.run import Report, Row
-from mrl.check.verdict import clue, is_undecided, problems
+from mrl.check.report import Terminal, summary
+from mrl.check.rows import Rows
+from mrl.check.run import Asked, Item, Listener, Report, Row, Session
+from mrl.check.verdict import clue, problems
+from mrl.check.worker import result_file
+from mrl.commands.sft import SFT
+from mrl.config.schema import ParallelConfig
+from tests.engine import tiny
 
 NONE = TensorErrors(2, (Off("a", 0.0),), 0)
 
@@ -22,8 +29,8 @@ NONE = TensorErrors(2, (Off("a", 0.0),), 0)
 def made(**changes) -> Measured:
     right = Measured(
         loss=2.0, expected_loss=2.0, grad_norm=1.0, expected_grad_norm=1.0, log_probs=1e-6, log_probs_at=0,
-        decided_log_probs=None, start=NONE,
-        gradients=NONE, weights=NONE, bounds=BOUNDS["float32"],
+        decided_log_probs=None, decided_labels=7, start=NONE,
+        gradients=NONE, weights=NONE, weights_share=1.0, bounds=BOUNDS["float32"],
     )  # fmt: skip
     return dataclasses.replace(right, **changes)
 
@@ -124,27 +131,83 @@ def test_json_has_a_word_for_each_number():
     assert plain["log_probs"] is None and plain["start"]["worst"] == [{"name": "a", "error": 0.0, "factor": None}]
 
 
+SWITCHED = {"log_probs": 0.5, "decided_log_probs": 1e-6}  # what another choice of experts gives
+GRADIENTS = TensorErrors(9, (Off("q", 0.5),), 1)
+
+
 @pytest.mark.parametrize(
-    ("changes", "undecided"),
+    ("changes", "verdict"),
     [
-        ({"log_probs": 0.5, "decided_log_probs": 1e-6}, True),
-        ({"log_probs": 1e-4, "decided_log_probs": 1e-6}, True),  # within the bound, and far more than rounding
-        ({"log_probs": 2e-6, "decided_log_probs": 1e-6}, False),  # nothing chose otherwise
-        ({"log_probs": 0.5, "decided_log_probs": 0.4}, False),  # no router is before what differs
-        ({"log_probs": 0.5, "decided_log_probs": 0.0}, True),  # all of the batch comes after one
-        ({"log_probs": 1e-6, "decided_log_probs": 0.0}, False),
-        ({"log_probs": 0.02, "decided_log_probs": 0.01, "bounds": BOUNDS["bfloat16"]}, True),  # as measured of gpt_oss
-        ({"log_probs": 2.0, "decided_log_probs": 1.5, "bounds": BOUNDS["bfloat16"]}, False),
-        ({"log_probs": 0.5, "decided_log_probs": None}, False),  # no router is undecided
-        ({"log_probs": 0.5, "decided_log_probs": 1e-6, "start": TensorErrors(2, (Off("a", 1.0),), 1)}, False),
+        (SWITCHED, "undecided"),
+        ({"log_probs": 1e-4, "decided_log_probs": 1e-6}, "undecided"),  # within the bound, and far more than rounding
+        ({"log_probs": 2e-6, "decided_log_probs": 1e-6}, "different"),  # nothing chose otherwise
+        ({"log_probs": 0.5, "decided_log_probs": 0.4}, "different"),  # no router is before what differs
+        ({"log_probs": 0.5, "decided_log_probs": None}, "different"),  # no router is undecided
+        (SWITCHED | {"start": TensorErrors(2, (Off("a", 1.0),), 1)}, "different"),
+        # within their bound log-probs are no excuse for what they cannot explain
+        ({"log_probs": 1e-4, "decided_log_probs": 1e-6, "loss": 4.0}, "different"),
+        ({"log_probs": 1e-4, "decided_log_probs": 1e-6, "weights": TensorErrors(9, (Off("q", 0.5),), 1)}, "different"),
+        ({"log_probs": 1e-4, "decided_log_probs": 0.0, "decided_labels": 0}, "different"),
     ],
 )
-def test_a_difference_after_undecided_routers_alone_is_none(changes, undecided):
-    assert is_undecided(made(**changes)) is undecided
-    off = TensorErrors(9, (Off("q", 0.5),), 1)
-    differ = problems(made(gradients=off, **changes), head="lm", lengths=[4, 3])
-    row = Row("", "tp2", 2, measured=made(gradients=off, **changes), problems=differ)
-    assert row.verdict == ("undecided" if undecided else "different")
-    report = Report(rows=[row, Row("", "dp1", 1, measured=made())])
-    assert (report.wrong, report.undecided) == (([], ["tp2"]) if undecided else (["tp2"], []))
-    assert summary(report) == ("undecided: tp2; the same: 1 row" if undecided else "DIFFERENT: tp2")
+def test_a_difference_after_undecided_routers_alone_is_none(changes, verdict):
+    row = row_of(gradients=GRADIENTS, **changes)
+    assert row.verdict == verdict
+    report = Report(rows=[row, dataclasses.replace(row_of(), layout="dp1")])
+    assert (report.wrong, report.undecided) == (([], ["tp2"]) if verdict == "undecided" else (["tp2"], []))
+    assert summary(report) == ("undecided: tp2; the same: 1 row" if verdict == "undecided" else "DIFFERENT: tp2")
+    assert not report.nothing
+
+
+def row_of(**changes) -> Row:
+    found = made(**changes)
+    return Row("", "tp2", 2, measured=found, problems=problems(found, head="lm", lengths=[4, 3]))
+
+
+def test_where_nothing_is_compared_nothing_is_the_same():
+    """No label is before an undecided router; no row is the same; there is nothing beside what others are compared with."""
+    none = row_of(gradients=GRADIENTS, **SWITCHED | {"decided_log_probs": 0.0, "decided_labels": 0})
+    assert none.verdict == "undecided" and none.clue.startswith("nothing could be compared: a router scores two")
+    report = Report(rows=[none, dataclasses.replace(row_of(), layout="dp1")])
+    assert report.nothing == ["tp2"] and "NOTHING COULD BE COMPARED of tp2; the same: 1 row" in summary(report)
+    undecided = Report(rows=[row_of(gradients=GRADIENTS, **SWITCHED)])
+    assert undecided.nothing == ["tp2"] and "the same" not in summary(undecided)
+    assert summary(Report(rows=[Row("", "dp1", 1)])) == "NOTHING COULD BE COMPARED of dp1"
+
+
+def test_a_model_that_is_certain_of_its_labels_lets_no_gradient_of_zeros_pass():
+    for bounds, most in ((BOUNDS["float32"], 0.1), (BOUNDS["bfloat16"], 0.45)):
+        grown = bounds.given(torch.full((4,), -1e-7))
+        assert (grown.gradients, grown.grad_norm, grown.certain) == (most, most, True) and not bounds.certain
+        zeros = row_of(gradients=TensorErrors(9, (Off("q", 1.0),), 9), grad_norm=0.0, bounds=grown)
+        assert zeros.verdict == "undecided" and zeros.clue.endswith("take other rows")
+        assert Report(rows=[zeros, row_of(bounds=grown)]).nothing == ["tp2"]
+        assert row_of(loss=3.0, bounds=grown).verdict == "different"
+
+
+def test_a_column_that_compares_nothing_is_empty(capsys):
+    terminal = Terminal(dtype="bfloat16", against="hf", speed=False, shows=True)
+    terminal.row(row_of(weights_share=0.01, bounds=BOUNDS["bfloat16"]))
+    terminal.row(row_of(bounds=dataclasses.replace(BOUNDS["bfloat16"], gradients=0.42)))
+    terminal.close()
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("tp2"))
+    assert lines[first].split()[-2:] == ["-", "same"] and "not compared" in lines[first + 1]
+    assert lines[first + 2].split()[-2:] == ["0.0e+00", "same"] and "gradients 0.42" in "".join(lines[first + 3 :])
+    assert is_sure(torch.tensor([9.0, 0.0, 0.01]), grad_norm=9.0, rounding=0.05).tolist() == [True, True, False]
+
+
+def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
+    """As where one that is not the main one ends while the others have done all of their work."""
+    session = Session(Asked(config_path="sft.yaml"), SFT, None, tmp_path, Listener())
+    session.rows = Rows([], [], tiny.uneven_batch(sequences=3), "")
+    [layout] = named("tp2", ParallelConfig())
+    items = [
+        Item(i, SimpleNamespace(part=SimpleNamespace(role=""), config=SimpleNamespace(head="lm")), layout, None)
+        for i in range(2)
+    ]
+    for item in items:
+        torch.save(made(), result_file(str(tmp_path), item.number))
+    assert session._collect(items, "rank 1 was killed") == []
+    assert [row.failed for row in session.report.rows] == [None, "rank 1 was killed"]
+    assert session.report.wrong == ["tp2"]

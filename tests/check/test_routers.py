@@ -24,10 +24,10 @@ def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
     folder = tiny.make_model(str(tmp_path / "model"), family)
     examples = tiny.examples_of(tiny.uneven_batch(sequences=4))
     model = reference.load(folder)
-    assert routers.undecided(model, examples, head="lm", rounding=1e-7) is None
+    assert routers.undecided_tokens(model, examples, head="lm", rounding=1e-7) is None
     with torch.no_grad():
         alike(model, apart=1e-6)
-    found = routers.undecided(model, examples, head="lm", rounding=1e-4)
+    found = routers.undecided_tokens(model, examples, head="lm", rounding=1e-4)
     assert found is not None and 0 < found.sum() <= len(found) == sum(len(example.ids) - 1 for example in examples)
     for of_sequence in found.split([len(example.ids) - 1 for example in examples]):
         assert torch.equal(of_sequence, of_sequence.cummax(0).values)
@@ -37,4 +37,4 @@ def test_a_dense_model_decides_nothing(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "llama")
     assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
     examples = tiny.examples_of(tiny.uneven_batch(sequences=3))
-    assert routers.undecided(reference.load(folder), examples, head="lm", rounding=1.0) is None
+    assert routers.undecided_tokens(reference.load(folder), examples, head="lm", rounding=1.0) is None

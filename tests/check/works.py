@@ -16,7 +16,7 @@ from mrl.batch import Batch
 from mrl.check import reference
 from mrl.check.bounds import BOUNDS
 from mrl.check.measure import Numbers, Store, Work
-from mrl.check.routers import undecided
+from mrl.check.routers import undecided_tokens
 from mrl.config.schema import OptimizerConfig
 from tests.engine import tiny
 from tests.trainers import tiny_runs
@@ -60,7 +60,7 @@ def make(
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())
     examples = tiny.examples_of(batch)
-    narrow = undecided(model, examples, head="lm", rounding=BOUNDS[dtype].router)
+    narrow = undecided_tokens(model, examples, head="lm", rounding=BOUNDS[dtype].router)
     start = reference.weights_of(model)
     made = reference.run(model, examples, reference.Loss(), optimizer=OPTIMIZER, rates=[OPTIMIZER.lr])
     store = place / "reference"
