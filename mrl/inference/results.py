@@ -106,15 +106,19 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         first_P, second_P = ([statistics.pass_at_k(pair[i]["values"], k) for pair in pairs] for i in (0, 1))
         differences_P = [a - b for a, b in zip(first_P, second_P, strict=True)]
         bounded = statistics.is_bounded([*first_P, *second_P])
-        low, high = statistics.difference(differences_P, bounded=bounded)
+        only_first, only_second = (sum(sign * gap > 0 for gap in differences_P) for sign in (1, -1))
         greedy = all(len(row["values"]) == 1 for pair in pairs for row in pair)
         exact = greedy and statistics.is_binary([*first_P, *second_P])
-        p = statistics.mcnemar(first_P, second_P) if exact else statistics.sign_flips(differences_P)
+        if exact:
+            p = statistics.mcnemar(first_P, second_P)
+            low, high = statistics.binary_difference(only_first, only_second, len(pairs))
+        else:
+            p = statistics.sign_flips(differences_P)
+            low, high = statistics.difference(differences_P, bounded=bounded)
         found["measures"][f"pass@{k}"] = {
             "difference": fmean(differences_P), **_bounds(low, high), "p": p,
             "test": "McNemar's exact test" if exact else "paired permutation of signs",
-            "only_first": sum(a > b for a, b in zip(first_P, second_P, strict=True)),
-            "only_second": sum(a < b for a, b in zip(first_P, second_P, strict=True)),
+            "only_first": only_first, "only_second": only_second,
         }  # fmt: skip
     return found
 

@@ -210,4 +210,4 @@ def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
         torch.save(made(), result_file(str(tmp_path), item.number))
     assert session._collect(items, "rank 1 was killed") == []
     assert [row.failed for row in session.report.rows] == [None, "rank 1 was killed"]
-    assert session.report.wrong == ["tp2"]
+    assert session.report.wrong == [str(layout)]

@@ -60,6 +60,17 @@ def test_intervals_cover(samples):
     assert 0.92 <= covered / runs <= 0.98
 
 
+def test_an_interval_covers_near_one():
+    """Of 50 prompts, 3 % are answered a fifth of the time and all others always, 4 samples each."""
+    rng, covered, runs = random.Random(1), 0, 1000
+    for _ in range(runs):
+        chances = [0.2 if rng.random() < 0.03 else 1.0 for _ in range(50)]
+        values_P = [fmean(float(rng.random() < chance) for _ in range(4)) for chance in chances]
+        low, high = statistics.interval(values_P)
+        covered += low <= 0.97 + 0.03 * 0.2 <= high
+    assert 0.93 <= covered / runs, covered / runs
+
+
 def test_an_interval_of_equal_numbers_has_a_width():
     low, high = statistics.interval([0.5] * 10)
     assert low < 0.3 and high > 0.7
@@ -75,6 +86,29 @@ def test_an_interval_of_equal_differences_has_a_width():
     assert statistics.difference([0.0] * 5, bounded=False) == (-math.inf, math.inf)
     assert statistics.difference([1.0, 0.0, 0.5], bounded=False) == statistics.student([1.0, 0.0, 0.5])
     assert statistics.difference([1.0, 0.0, 0.5], bounded=True)[1] == 1
+
+
+def test_an_interval_of_few_pairs_that_differ_agrees_with_the_exact_test():
+    low, high = statistics.binary_difference(5, 0, 1000)
+    assert low < 0 < 0.005 < high < 0.0131
+    assert statistics.binary_difference(0, 5, 1000) == pytest.approx((-high, -low), abs=1e-12)
+    for only_first, only_second in itertools.product(range(21), repeat=2):
+        pairs = [(1.0, 0.0)] * only_first + [(0.0, 1.0)] * only_second
+        p = statistics.mcnemar(*zip(*pairs, strict=True)) if pairs else 1.0
+        low, high = statistics.binary_difference(only_first, only_second, 1000)
+        assert (low <= 0 <= high) == (p > 0.05), (only_first, only_second, p, low, high)
+        assert low <= (only_first - only_second) / 1000 <= high
+    assert statistics.binary_difference(3, 0, 3)[1] == 1
+
+
+def test_an_interval_of_few_pairs_that_differ_covers():
+    rng, covered, runs = random.Random(2), 0, 1000
+    for _ in range(runs):
+        draws = [rng.random() for _ in range(100)]
+        only_first, only_second = sum(d < 0.05 for d in draws), sum(0.05 <= d < 0.06 for d in draws)
+        low, high = statistics.binary_difference(only_first, only_second, 100)
+        covered += low <= 0.04 <= high
+    assert covered / runs >= 0.94, covered / runs
 
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0, 0), (5, 0), (3, 9), (10, 10), (1, 0), (12, 4)])
