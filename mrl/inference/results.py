@@ -12,12 +12,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mrl.config.inference import EvalConfig
 from mrl.config.load import to_dict
-from mrl.config.rewards import ENVIRONMENT, label_of
+from mrl.config.rewards import ENVIRONMENT, FunctionReward, RewardsConfig, label_of
 from mrl.data.files import BadRow
 from mrl.data.formats import rename_fields
 from mrl.data.rows import open_rows
@@ -32,6 +33,7 @@ FORMAT = 1
 SAMPLED = (
     "rollout.samples_per_prompt", "rollout.backend", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_k",
     "rollout.top_p", "rollout.min_p", "rollout.stop", "rollout.stop_tokens", "rollout.environment", "data.system",
+    "data.max_prompt_length", "data.chat_template", "model.dtype",
 )  # fmt: skip
 """Keys that completions follow from, beside the model, the rows and the seed."""
 
@@ -68,6 +70,15 @@ def reward_in_words(config: EvalConfig) -> str:
     return label_of(config.rewards.functions[0]) if config.rewards is not None else ENVIRONMENT
 
 
+def reward_file(rewards: RewardsConfig | None) -> str | None:
+    """Returns a hash of the file of a reward that is the user's own; what it imports is not in it."""
+    first = rewards.functions[0] if rewards is not None else None
+    if not isinstance(first, FunctionReward):
+        return None
+    path = Path(first.function.rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Returns each measure with its interval: pass@1 to pass@N, of greedy completions the accuracy alone."""
     samples = len(rows[0]["values"])
@@ -101,7 +112,10 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     if not pairs:
         raise _no_rows()
     samples = min(first["samples"], second["samples"])
-    found: dict[str, Any] = {"prompts": len(pairs), "differ_in": _differ_in(first, second), "measures": {}}
+    found: dict[str, Any] = {
+        "prompts": len(pairs), "differ_in": _differ_in(first, second), "measures": {},
+        "of_pairs": [measures_of([pair[i] for pair in pairs]) for i in (0, 1)],
+    }  # fmt: skip
     for k in range(1, samples + 1):
         first_P, second_P = ([statistics.pass_at_k(pair[i]["values"], k) for pair in pairs] for i in (0, 1))
         differences_P = [a - b for a, b in zip(first_P, second_P, strict=True)]
@@ -124,15 +138,16 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _differ_in(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns the keys by which the two were sampled in different ways, each with both values."""
+    """Returns the keys by which the two were sampled or scored in different ways, each with both values."""
     names = [*SAMPLED, *(() if first["samples"] == second["samples"] == 1 else ("seed",))]
     values = {name: [_value(of, name) for of in (first["config"], second["config"])] for name in names}
+    values["file of the reward"] = [of.get("reward_file") for of in (first, second)]
     return {name: both for name, both in values.items() if both[0] != both[1]}
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
     section, _, name = key.rpartition(".")
-    return (config[section] if section else config).get(name)
+    return (config.get(section, {}) if section else config).get(name)
 
 
 def _paired(
@@ -213,25 +228,44 @@ def table(result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison
     lines += [f"{name}{of['model']['given']} ({of['model']['dtype']})" for name, of in zip(names, results, strict=True)]
     beside, rates = other is not None, all(_are_rates(of) for of in results)
     cells = [["", "A", "B", "A - B", "p"]] if beside else []
+    on_pairs = results
+    if comparison is not None:
+        on_pairs = [{**of, "measures": own} for of, own in zip(results, comparison["of_pairs"], strict=True)]
     for k in shown(min(of["samples"] for of in results)):
         name = _name(k, greedy=all(of["samples"] == 1 for of in results), rates=rates)
         form = ".1%" if rates else ".4g"
-        cells.append([name, *(_measure(_of(of, k), form) for of in results), *_difference(comparison, k, form)])
+        measured = [_of(of, k) for of in on_pairs]
+        cells.append([name, *(_measure(each, form) for each in measured), *_difference(comparison, k, form)])
     for name, form in (("length", "{:.1f} tokens"), ("truncated", "{:.1%}"), ("faults", "{}")):
         cells.append([name, *(form.format(of[name]) for of in results), *(["", ""] if beside else [])])
+    cells.append(["left out", *(_left_out(of) for of in results), *(["", ""] if beside else [])])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     if comparison is not None:
         (first, *_) = comparison["measures"].values()
+        counts = [len(of["rows"]) for of in results]
+        if counts != [comparison["prompts"]] * 2:
+            lines.append(
+                f"B has {comparison['prompts']} of the {counts[0]} rows of A, and {counts[1]} in all: accuracies are "
+                "of the rows that both have"
+            )
         lines.append(
             f"of {comparison['prompts']} prompts that both have, A is better on {first['only_first']} and B on "
             f"{first['only_second']}; p by {first['test']}"
         )
         lines += [
-            f"A and B were sampled with another {name}: {show(ours)} and {show(theirs)}"
+            f"A and B have another {name}: {show(ours)} and {show(theirs)}"
             for name, (ours, theirs) in comparison["differ_in"].items()
         ]
     return "\n".join(lines)
+
+
+def _left_out(result: Mapping[str, Any]) -> str:
+    """Returns how many rows are in no figure, as they are bad or too long."""
+    counts = result.get("left_out")
+    if counts is None:
+        return "not known"  # of a result that another version has written
+    return f"{counts['skipped'] + counts['dropped']} rows"
 
 
 def _title(result: Mapping[str, Any]) -> str:

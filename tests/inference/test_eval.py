@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mrl import metrics
+from mrl.config.rewards import FunctionReward, RewardsConfig
 from mrl.inference import results
 from mrl.inference.statistics import mcnemar, wilson
 from mrl.inference.tasks import merged, read_task
@@ -209,6 +210,33 @@ def test_rewards_that_are_no_shares_are_no_percent():
     several = results.table(result([[2.0, 4.0], [0.0, 1.0]], 2), None, None).splitlines()
     assert several[2].startswith("mean reward  1.75 ") and several[3].startswith("best of 2    2.5 ")
     assert results.table(other, None, None).splitlines()[2].startswith("accuracy   66.7% [")
+
+
+def test_what_two_results_do_not_share_is_said():
+    """Rows of one alone, of which accuracies are not; rows that were left out; the reward's file; the dtype."""
+    first = result([[1.0], [0.0], [0.0], [0.0]], left_out={"skipped": 1, "dropped": 2, "truncated": 4}, reward_file="a")
+    second = result([[1.0]], reward_file="b")
+    first["config"]["model"], second["config"]["model"] = {"dtype": "float32"}, {"dtype": "bfloat16"}
+    lines = results.table(first, second, results.compare(first, second)).splitlines()
+    cells = {line.split("  ")[0]: line.split() for line in lines}
+    assert cells["accuracy"][1] == "100.0%", "of the one row that both have, not of four"
+    assert cells["left out"] == ["left", "out", "3", "rows", "not", "known"]
+    assert "B has 1 of the 4 rows of A, and 1 in all: accuracies are of the rows that both have" in lines
+    assert lines[-2:] == [
+        'A and B have another model.dtype: "float32" and "bfloat16"',
+        'A and B have another file of the reward: "a" and "b"',
+    ]
+    same = results.table(second, second, results.compare(second, second))
+    assert "of the rows that both have" not in same and "have another" not in same
+
+
+def test_a_reward_of_ones_own_is_known_by_its_file(tmp_path):
+    rewards = RewardsConfig(functions=(FunctionReward(function=f"{tmp_path}/reward.py:score"),))
+    hashes = set()
+    for text in ("return 1.0", "return 0.0"):
+        (tmp_path / "reward.py").write_text(text)
+        hashes.add(results.reward_file(rewards))
+    assert len(hashes) == 2 and None not in hashes
 
 
 OF_ROWS = ("rows.jsonl", "--reward", "gsm8k")
