@@ -53,6 +53,7 @@ class Checked(abc.ABC, Generic[C]):
     """How the step of one command that trains is checked."""
 
     resumes: bool = False  # whether it has `two_steps`, for --resume
+    resumes_without: str = ""  # what `two_steps` leaves out of a config, beside what all commands do
 
     @abc.abstractmethod
     def subjects(self, config: C, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:

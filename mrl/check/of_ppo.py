@@ -41,6 +41,10 @@ def score(completion):
 
 class CheckedPPO(Checked[PPOConfig]):
     resumes = True
+    resumes_without = (
+        "evaluation, guards, batch sizes, the reward model, your rewards and environment, rollout servers, dynamic "
+        "sampling, corrections, critic warm-up and further epochs of a batch"
+    )
 
     def subjects(self, config: PPOConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:
         by_role = {part.role: part for part in parts}

@@ -45,6 +45,8 @@ from mrl.launch.local import RankFailed, launch
 B_SCALE = 0.05
 """Deviation of what adapters start from: with B at zero, A would have no gradient."""
 TIMED_STEPS = 5
+WITHOUT = "warm-up and decay of the rate, your micro-batches, fsdp.replicate, remote checkpoints"
+"""What a resume leaves out of every command's config (see `TwoSteps`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,8 +269,10 @@ class Session:
     def resume(self) -> None:
         """Resumes a run of all roles, on each layout that was asked for, or on the last of auto."""
         assert self.rows is not None
-        count = len(next(iter(self.layouts.values())))
-        for number in [-1] if self.asked.layouts == "auto" else range(count):
+        count, is_auto = len(next(iter(self.layouts.values()))), self.asked.layouts == "auto"
+        without = ", ".join(filter(None, (WITHOUT, self.checked.resumes_without)))
+        self.header("resume", f"two small steps without {without}" + "; of auto the last layout alone" * is_auto)
+        for number in [-1] if is_auto else range(count):
             layouts = {role: of_role[number] for role, of_role in self.layouts.items()}
             shown = " + ".join(dict.fromkeys(map(str, layouts.values())))
             small = TwoSteps(

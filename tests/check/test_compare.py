@@ -12,6 +12,7 @@ import torch
 
 from mrl.check.bounds import BOUNDS
 from mrl.check.compare import Off, TensorErrors, as_json, factor_of, is_sure, relative_l2, tensor_errors, update_error
+from mrl.check.folder import CheckedModel
 from mrl.check.layouts import named
 from mrl.check.measure import Measured
 from mrl.check.report import Terminal, summary
@@ -211,3 +212,11 @@ def test_a_rank_that_dies_after_its_numbers_are_written_failed(tmp_path):
     assert session._collect(items, "rank 1 was killed") == []
     assert [row.failed for row in session.report.rows] == [None, "rank 1 was killed"]
     assert session.report.wrong == [str(layout)]
+
+
+@pytest.mark.parametrize(("raw", "dtype"), [({"num_experts": 8}, "float32"), ({"hidden_size": 8}, "bfloat16")])
+def test_models_with_experts_are_compared_in_float32(tmp_path, raw, dtype):
+    """In bfloat16 nearly every router is undecided, so that no fault would show."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    session = Session(Asked(config_path="sft.yaml", dtype="bfloat16"), SFT, None, tmp_path, Listener())
+    assert session._dtype(CheckedModel(str(tmp_path), 1, "pretrained", "")) == dtype
