@@ -27,9 +27,7 @@ def one_line(text: object, longest: int | None = None) -> str:
     """`text` on one line: what cannot be printed is escaped. Of one with more than `longest` characters, long words
     (values, then paths) lose their middle, and where that does not suffice, the line does. A path that it begins with
     counts as 60 at most."""
-    line = " ".join(str(text).split())
-    if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    line = printable(" ".join(str(text).split()))
     if longest is None:
         return line
     longest += max(0, min(len(line.partition(" ")[0]), 160) - 60)
@@ -40,6 +38,13 @@ def one_line(text: object, longest: int | None = None) -> str:
         return line
     tail = longest * 2 // 5  # what would work stands at the end
     return f"{line[: longest - tail - 5]} ... {line[-tail:]}"
+
+
+def printable(text: str) -> str:
+    """Returns a text with what cannot be printed escaped: colours and marks of direction, half characters."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:

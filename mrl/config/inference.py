@@ -46,7 +46,7 @@ class PlaceConfig:
     chat_template: str | None = key(None, "text of the template that a run's config has")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16", "what the weights are stored in")
     limit: int | None = key(None, "tokens of the longest sequence, where no key of the user's decides it")
-    limited_by: str = key("", "what has so few tokens, in words and in the plural")
+    limited_by: str = key("", "what sets `limit`, in words and in the plural: the model's 4096 positions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""What a run on this machine will be made of, asked from the functions that choose it: `python -m mrl.doctor.choices`.
-Names behind that are of packages that are to be taken for absent.
+"""Asks the functions that choose it what a run on this machine will be made of: `python -m mrl.doctor.choices`. Its
+arguments are names of packages that it takes for absent.
 
 It runs in a process of its own, as it imports torch and megatron-core, and on a GPU transformer-engine and apex. Each
 answer is a line of JSON, so that what was known before the process ended is not lost; `used.py` reads them.

@@ -88,16 +88,16 @@ def examine(*, with_collectives: bool = False) -> Report:
         found, facts, torch = smi.result(), imported[FACTS], imported["torch"].works
         loaded = asked_optional.result() if asked_optional is not None else {}
         broken = [package.module for package in optional if loaded[package.module].error is not None]
-        broken = [module for module in broken if loaded[module].ends_process] or broken  # the likelier causes
+        fatal = [module for module in broken if loaded[module].ends_process]
+        if fatal:  # the likelier causes
+            broken = fatal
         imported = with_causes(imported, packages.steps(), broken)
-        gpu, megatron = (
-            gpus.has_gpu(found, facts),
-            choices.with_cause(broken) if torch else Imported(blocked_by="torch"),
-        )
+        gpu = gpus.has_gpu(found, facts)
+        megatron = choices.with_cause(broken) if torch else Imported(blocked_by="torch")
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
-            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c, cpp, gpu=gpu)),
+            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c, cpp, gpu=gpu, capability=gpus.capability(facts))),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),
@@ -116,9 +116,10 @@ def _all(look: Callable[[], Iterable[Finding]]) -> Callable[[], list[Finding]]:
 
 
 def _for_gpus(
-    loaded: Mapping[str, Imported], c: Future[compilers.Compiler], cpp: Future[compilers.Compiler], *, gpu: bool
-) -> Iterator[Finding]:
-    yield from gpu_packages.section(loaded, gpu=gpu)
+    loaded: Mapping[str, Imported], c: Future[compilers.Compiler], cpp: Future[compilers.Compiler], *, gpu: bool,
+    capability: tuple[int, int] | None,
+) -> Iterator[Finding]:  # fmt: skip
+    yield from gpu_packages.section(loaded, gpu=gpu, capability=capability)
     yield from compilers.section(c.result(), cpp.result(), gpu=gpu)
 
 

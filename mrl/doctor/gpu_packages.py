@@ -58,8 +58,12 @@ def steps(here: Sequence[OptionalPackage]) -> list[Step]:
     return [Step("torch", ("torch",)), *(Step(package.module, package.modules, needs="torch") for package in here)]
 
 
-def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]:
-    """imported: of the packages that are present, by module. gpu: whether there is one."""
+def section(
+    imported: Mapping[str, Imported], *, gpu: bool, capability: tuple[int, int] | None = None
+) -> Iterator[Finding]:
+    """imported: of the packages that are present, by module. gpu: whether there is one. capability: of it, where torch
+    sees it."""
+    blackwell = capability is not None and capability >= (10, 0)
     te = "transformer_engine" in imported and imported["transformer_engine"].works
     for package in PACKAGES:
         name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
@@ -83,7 +87,7 @@ def section(imported: Mapping[str, Imported], *, gpu: bool) -> Iterator[Finding]
             else:
                 yield _broken(package.module, name, what, gpu=gpu)
         else:
-            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu)
+            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu, blackwell=blackwell)
 
 
 def _version(package: OptionalPackage) -> str:
@@ -156,7 +160,7 @@ def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
     return warning(name, f"{what}: transformer-engine, which alone calls it, does without", reinstall)
 
 
-def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool) -> Finding:
+def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool, blackwell: bool) -> Finding:
     what = f"{have} loads"
     if module == "transformer_engine":
         tried = known.versions(known.this_python()).get("transformer-engine", version)
@@ -174,7 +178,7 @@ def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bo
     elif module == "flash_attn" and te:
         from mrl.mcore_models import versions  # needs packaging, as transformer-engine does, which loads here
 
-        bounds = versions.flash_attn_bounds(versions.version_of("transformer-engine"), blackwell=False)
+        bounds = versions.flash_attn_bounds(versions.version_of("transformer-engine"), blackwell=blackwell)
         if not bounds.take(versions.version_of("flash-attn")):
             what += f", and this transformer-engine leaves it out: it takes {bounds}"
             return warning(name, what, "install one of these", version=version)

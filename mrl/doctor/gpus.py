@@ -229,3 +229,11 @@ def _computing(torch: Mapping[str, Any]) -> Iterator[Finding]:
 def has_gpu(found: Smi | None, facts: Imported) -> bool:
     """Returns whether a GPU is here, seen by torch or not."""
     return bool(found is not None and found.gpus) or bool(facts.works and facts.facts["count"])
+
+
+def capability(facts: Imported) -> tuple[int, int] | None:
+    """Returns the compute capability of the first GPU that torch sees; None where it sees none."""
+    if not facts.works or not facts.facts["gpus"]:
+        return None
+    major, minor = facts.facts["gpus"][0]["capability"]
+    return major, minor

@@ -33,7 +33,7 @@ class Imported:
     """What became of a step."""
 
     error: str | None = None  # in words; None where it went well
-    ends_process: bool = False  # with it the process that imports it, or it never comes back
+    ends_process: bool = False  # the import kills the process that does it, or never returns
     because_of: Sequence[str] = ()  # broken packages without which it loads
     blocked_by: str | None = None  # the step that it needs, which went wrong; it was not tried
     version: str | None = None

@@ -63,8 +63,9 @@ def section(imported: Mapping[str, Imported], megatron: Imported) -> Iterator[Fi
             yield from _misplaced(package, found, have)
             loaded[name] = have.get(name) or found.version or UNKNOWN
         if found.blocked_by not in (None, "torch"):
-            what = f"{name} {have[name]} was not looked at, as {found.blocked_by} cannot be told"
-            yield note(f"package.{name}", what, version=have[name])
+            version = have.get(name, UNKNOWN)  # pip does not know a clone on PYTHONPATH
+            what = f"{name} {version} was not looked at, as {found.blocked_by} cannot be told"
+            yield note(f"package.{name}", what, version=version)
         if name == "torch" and found.works:
             yield from _torch(imported[FACTS])
     without_torch = [name for name, found in imported.items() if found.blocked_by == "torch" and name != FACTS]

@@ -58,6 +58,13 @@ class EngineChecks:
         return []
 
     @classmethod
+    def check_anywhere(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> None:
+        """Raises ConfigError where no machine has what the config asks for; asked in place of `check_here` of a run on
+        another machine. This one refuses nothing."""
+
+    @classmethod
     def check_here(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> None:

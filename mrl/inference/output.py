@@ -26,7 +26,9 @@ def writing(path: str | None, dispatch: WorkerDispatch) -> Iterator[Callable[[di
     if path is None or not dispatch.is_main:
         yield lambda row: None
         return
-    with open(os.path.expanduser(path), "w", encoding="utf-8") as file:
+    with _refused(path):  # the folder may have gone since `check_writable`
+        opened = open(os.path.expanduser(path), "w", encoding="utf-8")  # noqa: SIM115
+    with opened as file:
 
         def write(row: dict[str, Any]) -> None:
             with _refused(path):

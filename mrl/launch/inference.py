@@ -77,7 +77,7 @@ def generate(
             prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=greedy
         )
         config = GenerateConfig(**_fields(keys), place=place, request=request)
-        world_size = check_here(config, place, joined, nproc)
+        world_size = ranks_here(config, place, joined, nproc)
     return run("mrl.inference.generate:run", config, world_size, joined)
 
 
@@ -108,10 +108,10 @@ def evaluate(
             from mrl.inference.results import check_comparable, read_result
 
             check_comparable(config, read_result(config.request.against))
-        world_size = check_here(config, config.place, joined, nproc)
+        world_size = ranks_here(config, config.place, joined, nproc)
         if config.other is not None:
             other = dataclasses.replace(config.model, path=config.other.folder)
-            check_here(dataclasses.replace(config, model=other), config.other, joined, nproc)
+            ranks_here(dataclasses.replace(config, model=other), config.other, joined, nproc)
     return run("mrl.inference.evaluate:run", config, world_size, joined)
 
 
@@ -299,7 +299,7 @@ def _longest_sequence(
     return min(bounds, key=lambda bound: bound[0])
 
 
-def check_here(config: InferenceConfig, place: PlaceConfig, joined: JoinedWorld | None, nproc: int | None) -> int:
+def ranks_here(config: InferenceConfig, place: PlaceConfig, joined: JoinedWorld | None, nproc: int | None) -> int:
     """Returns how many ranks ask the model. Raises a UserError where it cannot be run on them."""
     if config.engine.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron computes on a GPU wherever it sees one

@@ -120,8 +120,8 @@ def _check_model(part: Part, dims: ParallelDims, sequences: Sequences, *, here: 
         checks = checks_of(part.engine.backend)
         checks.check_config(part.model, part.engine)
         checks.check_model(part.engine, dims, part.hf, sequences)
-        if here:
-            checks.check_here(part.model, part.engine, dims, part.hf)
+        check = checks.check_here if here else checks.check_anywhere
+        check(part.model, part.engine, dims, part.hf)
         if part.model.lora is not None and os.path.isdir(part.model.path):  # of a hub id, the run looks
             from mrl.engine.lora.folder import adapters
 

@@ -68,7 +68,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, drop
         )
 
     outs = []
-    for rows, seen, _ in flash.blocks(queries, keys, scoring.window, most):
+    for rows, seen in flash.blocks(queries, keys, scoring.window, most):
         parts = query[:, :, rows], key[:, :, seen], value[:, :, seen]
         if torch.is_grad_enabled():
             # without dropout no random numbers are to be the same again; to read their state waits for the GPU

@@ -55,19 +55,17 @@ def parts(queries: int, keys: int, window: int | None) -> list[Part]:
     if window is None and not (before > 0 and keys <= SHORT):
         own = Part(slice(0, queries), slice(before, keys), causal=True)
         return [own] if before == 0 else [Part(slice(0, queries), slice(0, before)), own]
-    return [Part(rows, seen, masked=True) for rows, seen, _ in blocks(queries, keys, window)]
+    return [Part(rows, seen, masked=True) for rows, seen in blocks(queries, keys, window)]
 
 
-def blocks(
-    queries: int, keys: int, window: int | None, most: int = BLOCK
-) -> list[tuple[slice, slice, tuple[int, int]]]:
-    """Returns blocks of `most` queries, the keys that some query of the block sees, and how many of each."""
+def blocks(queries: int, keys: int, window: int | None, most: int = BLOCK) -> list[tuple[slice, slice]]:
+    """Returns blocks of `most` queries, and the keys that some query of the block sees."""
     found = []
     for first in range(0, queries, most):
         last = min(first + most, queries)
         seen = keys - queries + last
         start = 0 if window is None else max(0, keys - queries + first - window + 1)
-        found.append((slice(first, last), slice(start, seen), (last - first, seen - start)))
+        found.append((slice(first, last), slice(start, seen)))
     return found
 
 

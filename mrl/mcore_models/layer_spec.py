@@ -62,10 +62,10 @@ def choose(
     return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
 
 
-def check_rules(fields: Mapping[str, Any], dims: ParallelDims) -> None:
+def check_rules(fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raises ConfigError where transformer-engine refuses a model in a layout on any GPU: for te that is wanted on a
-    machine which is not asked. Arguments as of `choose`."""
-    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off()))
+    machine which is not asked. Arguments as of `choose`; what bfloat16 cannot have, no dtype can."""
+    refusal = te_refuses(fields, dims, Gpu(switched_off=switched_off()), dtype=dtype)
     if refusal is not None:
         raise _refused(refusal)
 
@@ -76,7 +76,7 @@ def _refused(refusal: str) -> ConfigError:
 
 def _as_wanted(absent: str | None, refusal: str | None, slow: str | None, *, elsewhere: bool) -> LayerSpec:
     """Returns te, or raises. Arguments: why there is no transformer-engine here, why it would refuse, and be slow."""
-    rules = "" if slow is None else f"; its {slow} (that of engine.layer_spec: local does not)"
+    rules = "" if slow is None else f"; its {slow}; that of engine.layer_spec: local does not"
     if refusal is not None and (absent is None or absent == platform.NO_GPU and elsewhere):
         raise _refused(refusal)
     if absent == platform.NO_GPU and elsewhere:

@@ -180,7 +180,7 @@ def _flash_attn_to_install(gpu: Gpu) -> str:
     if gpu.flash_attn in (None, NOT_THERE):
         return "flash-attn 2"
     bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=gpu.is_blackwell)
-    return f"flash-attn {bounds} (here is {gpu.flash_attn})"
+    return f"flash-attn {bounds}; here is {gpu.flash_attn}"
 
 
 def te_slows(

@@ -92,11 +92,6 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def printable(text: str) -> str:
-    """Returns a name or a line with what cannot be printed escaped: colours and marks of direction, half characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def text(runs: Sequence[Run], *, smooth: float, every_metric: bool, blocks: str = BLOCKS) -> str:
     """Returns the table for the terminal: of several runs, each metric's lines together, on one scale."""
     of_runs = [figures_of(run) for run in runs]

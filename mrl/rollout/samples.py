@@ -22,7 +22,9 @@ from mrl.errors import DataError
 from mrl.rollout.base import SERIES_NAMES, Limit, Series, Trajectory
 
 COMPRESSED = ".gz"
-TOKENS = ("tokens", "mask", "log_probs", "advantages")
+REPLAYED = ("tokens", "mask", "log_probs")
+"""Keys that a replay needs, a number per token."""
+TOKENS = (*REPLAYED, "advantages")
 """Keys that `log.samples.tokens: false` leaves out."""
 
 _NAME = re.compile(rf"({'|'.join(SERIES_NAMES)})_(\d{{8,}})\.jsonl(?:\.gz)?")
@@ -48,9 +50,10 @@ class SavedSample:
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
-    conversation: Sequence[Mapping[str, Any]] | None = None  # older files have neither this
-    cut_by: Limit | None = None  # nor this
-    advantages: Sequence[float] | None = None  # of tokens, 0 where mask is; null where each has `advantage`. Nor this
+    # files of an older mrl have none of these
+    conversation: Sequence[Mapping[str, Any]] | None = None
+    cut_by: Limit | None = None
+    advantages: Sequence[float] | None = None  # of tokens, 0 where mask is; null where each has `advantage`
 
     @property
     def prompt_length(self) -> int:
@@ -235,7 +238,7 @@ def _sample(line: str) -> SavedSample:
     if not isinstance(fields, dict):
         raise ValueError(f"is a JSON {type(fields).__name__} and no object")
     fields = OPTIONAL | fields
-    if len(fields) > len(OPTIONAL) and not fields.keys() & {"tokens", "mask", "log_probs"}:
+    if len(fields) > len(OPTIONAL) and not fields.keys() & set(REPLAYED):
         raise ValueError("has no tokens: log.samples.tokens was false, and a replay needs them")
     for name in (*_CHECKS, *fields):
         if name not in fields:

@@ -165,7 +165,7 @@ def load_newest(
 
 
 def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Says what engines chose otherwise at the save. before: empty in a checkpoint of an older mrl."""
+    """Says which choices of engines differ from those at the save. before: empty in a checkpoint of an older mrl."""
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")

@@ -1,12 +1,13 @@
 """transformer-engine, apex, flash-attn, DeepEP, vLLM: absent, broken, whole, and PyPI's apex, which is another program."""
 
+import importlib.metadata
 import importlib.util
 import shutil
 
 import pytest
 
 from mrl.doctor import gpu_packages
-from mrl.doctor.imports import imports
+from mrl.doctor.imports import Imported, imports
 from mrl.mcore_models import optional
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
@@ -130,7 +131,31 @@ def test_whole_ones(site, torch):
         shutil.rmtree(site / f"{old}.dist-info")
     found = look()
     assert found["transformer-engine"].level == "note" and found["flash-attn-2"].level == "warning"
-    assert "leaves it out: it takes 2.1.1 to 2.8.3 (" in found["flash-attn-2"].what
+    assert "leaves it out: it takes 2.1.1 to 2.8.3, which" in found["flash-attn-2"].what
+
+
+@pytest.mark.parametrize(
+    "engine, flash_attn, capability, level",
+    [
+        ("2.20.2", "2.7.2", (9, 0), "ok"),
+        ("2.20.2", "2.7.2", (10, 0), "warning"),
+        ("2.20.2", "2.7.3", (10, 0), "ok"),
+        (None, "2.8.3.post1", None, "ok"),  # a transformer-engine that pip does not know is taken for the newest
+        ("2.20.2", "2.8.3-dirty", None, "ok"),
+        ("2.20.2", "unknown", None, "warning"),
+    ],
+)
+def test_flash_attn_goes_by_transformer_engine_and_the_gpu(monkeypatch, engine, flash_attn, capability, level):
+    def version(package):
+        found = {"transformer-engine": engine, "flash-attn": flash_attn}.get(package)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    loaded = {"transformer_engine": Imported(), "flash_attn": Imported()}
+    found = by_name(gpu_packages.section(loaded, gpu=True, capability=capability))["package.flash-attn-2"]
+    assert found.level == level, found.what
 
 
 def test_nothing_is_looked_at_without_torch(site):

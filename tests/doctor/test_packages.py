@@ -123,6 +123,9 @@ def test_megatron_core_that_was_not_come_to_is_not_listed_as_loading(monkeypatch
     assert found["package.megatron-core"].what == (
         f"megatron-core {HERE[known.MEGATRON]} was not looked at, as what a run will use cannot be told"
     )
+    monkeypatch.setattr(packages, "installed", lambda: {n: v for n, v in HERE.items() if n != known.MEGATRON})
+    clone = said(Imported(blocked_by="what a run will use"))["package.megatron-core"]  # on PYTHONPATH alone
+    assert clone.what.startswith("megatron-core of an unknown version was not looked at")
     torch = said(Imported(blocked_by="torch"), torch=Imported(error="x"), torch_facts=Imported(blocked_by="torch"))
     assert torch["packages.without_torch"].what == "not looked at, as torch does not load: megatron-core"
 

@@ -2,7 +2,7 @@
 
 transformer-engine computes on GPUs alone. What mrl makes of its modules' names can be computed anywhere: rules of grouped
 experts and fused norms, adapters on them, and checkpoints. These modules have the parameters that transformer-engine's
-have (tests/cuda/test_te_modules.py holds the real ones, without their arithmetic, to the same tables), inside
+have (tests/cuda/test_te.py holds the real ones, without their arithmetic, to the same tables), inside
 megatron's own TEGroupedMLP, in layouts that are those for transformer-engine ("thd").
 
     with te_like():                 engines whose config says `layer_spec: te` are built of them

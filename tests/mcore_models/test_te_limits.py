@@ -129,7 +129,7 @@ def test_which_flash_attn_a_transformer_engine_takes(engine, taken, left_out):
     for version in left_out:
         why = te_refuses(DENSE, layout(cp=2), dataclasses.replace(gpu, flash_attn=Version(version)))
         bounds = flash_attn_bounds(gpu.transformer_engine, blackwell=False)
-        assert why.endswith(f"without flash-attn {bounds} (here is {version})"), why
+        assert why.endswith(f"without flash-attn {bounds}; here is {version}"), why
 
 
 ODD = DENSE | {"num_attention_heads": 27, "num_query_groups": 9, "softmax_type": "learnable"}

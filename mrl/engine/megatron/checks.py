@@ -36,6 +36,13 @@ class MegatronChecks(EngineChecks):
             layer_spec.check_rules(fields, dims)
 
     @classmethod
+    def check_anywhere(
+        cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
+    ) -> None:
+        if engine.layer_spec == "te":
+            layer_spec.check_rules(fields_of(normalize(dict(hf_config))), dims, dtype=DTYPES[model.dtype])
+
+    @classmethod
     def notes_on(
         cls, model: ModelConfig, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any]
     ) -> list[str]:
