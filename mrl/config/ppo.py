@@ -254,7 +254,10 @@ class SamplesConfig:
     max_mb: int | None = key(
         1024, "size of the folder above which the oldest files are removed; null for no limit", minimum=1, maximum=10**9
     )
-    tokens: bool = key(True, "write tokens, mask, log-probs and advantages of tokens too; a replay (rollout.path) needs the first three")
+    tokens: bool = key(
+        True,
+        "write tokens, mask, log-probs and advantages of tokens too; a replay (rollout.path) needs the first three",
+    )
     compress: bool = key(False, "write .jsonl.gz")
 
 

@@ -97,7 +97,10 @@ def examine(*, with_collectives: bool = False) -> Report:
         sections = [
             _section("Python and packages", lambda: packages.section(imported, megatron)),
             _section("GPUs", lambda: gpus.section(found, facts, os.environ)),
-            _section("Packages for GPUs and rollouts", lambda: _for_gpus(loaded, c, cpp, gpu=gpu, capability=gpus.capability(facts))),
+            _section(
+                "Packages for GPUs and rollouts",
+                lambda: _for_gpus(loaded, c, cpp, gpu=gpu, capability=gpus.capability(facts)),
+            ),
             _section(used.TITLE, lambda: used.section(choices, torch_works=torch), used.table(choices)),
             _section("Processors, memory and limits", lambda: limits.section(limits.control_group())),
             _section("Disks", disks.section),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mrl.errors import UserError, shortened
+from mrl.errors import UserError, printable, shortened
 from mrl.report import summary
 from mrl.report.differences import differences_of, value_text
 from mrl.report.page import MARK, Look, page
@@ -86,10 +86,10 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     rows = {**found.versions, **found.keys}
     if not rows:
         return ["", "configs, versions and git state are the same"]
-    lines = ["", summary.printable(f"different ({' | '.join(found.runs)}):")]
+    lines = ["", printable(f"different ({' | '.join(found.runs)}):")]
     for name, values in list(rows.items())[:DIFFERENCES]:
         line = f"  {name}: " + " | ".join(shortened(value_text(value), 60) for value in values)
-        lines.append(summary.printable(line))
+        lines.append(printable(line))
     if len(rows) > DIFFERENCES:
         lines.append(f"  and {len(rows) - DIFFERENCES} more, on the page")
     return lines

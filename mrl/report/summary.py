@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from mrl.errors import shortened
+from mrl.errors import printable, shortened
 from mrl.report.charts import goal_of, is_main, order_of
 from mrl.report.curves import smoothed
 from mrl.report.differences import Differences

@@ -57,6 +57,29 @@ def test_saved_data_is_of_the_command_whose_keys_are_nearest():
         assert commands.command_of_data(older | {"dropped": {"since": 1}}).name == name
 
 
+SECTIONS = ("output_dir", "model", "data", "train")
+
+
+@pytest.mark.parametrize(
+    "name, sections",
+    [
+        ("sft", SECTIONS),  # which unlearn has, too, and does not recognise
+        ("sft", ("model",)),
+        ("unlearn", (*SECTIONS, "forget")),
+        ("unlearn", ("forget",)),
+        ("ppo", ("output_dir", "actor", "data", "train")),
+        ("ppo", ("actor", "algorithm", "rollout")),
+        ("ppo", ("actor", "misspelt")),  # no command has all, and one recognises it
+        ("sft", ("model", "misspelt")),
+        ("ppo", ("rollout", "misspelt")),  # none recognises it: the nearest keys
+    ],
+)
+def test_a_yaml_is_of_the_command_that_has_its_sections(site, monkeypatch, name, sections):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent / "external"))
+    site("unlearning", "unlearn = mrl_unlearn.record:COMMAND")
+    assert commands.command_of_yaml({section: {} for section in sections}).name == name
+
+
 def test_a_record_that_cannot_be_loaded_names_its_package(site):
     site("gone", "gone = gone_away:COMMAND")
     site("broken", "broken = broken:COMMAND", "1 / 0")

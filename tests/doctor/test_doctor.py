@@ -192,7 +192,7 @@ def bare(tmp_path_factory) -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow  # one process
 def test_in_a_fresh_venv_without_torch(bare, tmp_path):
     done = doctor("--json", python=bare, folder=tmp_path)
     found = findings(done.stdout)

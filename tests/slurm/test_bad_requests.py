@@ -162,7 +162,7 @@ def test_a_job_has_what_its_nodes_have(workspace):
     assert done.exit_code == 0 and "#SBATCH --gpus-per-node=2" in done.stdout, done.output
     in_fp32 = (*on_gpus[:-1], "model.dtype=float32", "engine.parallel.cp=2")
     message = refused(workspace, "render", "sft", "config.yaml", *in_fp32)  # te's kernels under cp are of 16 bits
-    assert "engine.layer_spec: value \"te\" does not work here: " in message and "float32" in message
+    assert 'engine.layer_spec: value "te" does not work here: ' in message and "float32" in message
 
 
 def test_there_are_thirty():
