@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from mrl.check.measure import Measured, Work, measure
 from mrl.check.verdict import Problem, problems
@@ -113,20 +113,20 @@ def without_all_reduce() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(optim, "finalize_model_grads", lambda chunks: None)
 
 
-class OtherChoice(TorchFunctionMode):
-    """Of experts that score alike the last ones are chosen, as rounding may have it in another layout. It is no fault."""
+def other_choice() -> contextlib.AbstractContextManager[Any]:
+    """Of experts that score alike the first ones are chosen, as rounding may have it in another layout. It is no fault."""
+    topk = torch.topk
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 2:
-            return func(*args, **(kwargs or {}))
-        scores = args[0]
-        tilt = 1e-6 * torch.arange(scores.shape[1], device=scores.device)
-        chosen = func(scores.detach() + tilt, *args[1:], **(kwargs or {})).indices
-        return scores.gather(1, chosen), chosen
+    def first_of_equals(scores: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tilt = -1e-6 * torch.arange(scores.shape[-1], device=scores.device)
+        chosen = topk(scores.detach() + tilt, *args, **kwargs).indices
+        return scores.gather(-1, chosen), chosen
+
+    return mock.patch.object(torch, "topk", first_of_equals)
 
 
 PATCHES: dict[str, Patch] = {
-    "another choice of experts": OtherChoice,
+    "another choice of experts": other_choice,
     "none": contextlib.nullcontext,
     "wrong QKV interleave": without_interleave,
     "missing gradient all-reduce": without_all_reduce,

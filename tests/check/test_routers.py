@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mrl.check import reference, routers
+from mrl.check import reference, routers, verdict
+from tests.check import works
 from tests.engine import tiny
+from tests.engine.harness import run_case
 
 MEASURED = "tests.check.faults:measured"
 
@@ -38,3 +40,19 @@ def test_a_dense_model_decides_nothing(tmp_path):
     assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
     examples = tiny.examples_of(tiny.uneven_batch(sequences=3))
     assert routers.undecided_tokens(reference.load(folder), examples, head="lm", rounding=1.0) is None
+
+
+@pytest.fixture(scope="module")
+def torn(tmp_path_factory) -> works.Checked:
+    """A model whose routers score two experts alike that are not."""
+    return works.make(tmp_path_factory.mktemp("torn"), "qwen3_moe", change=alike)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "excused"), [("another choice of experts", True), ("wrong QKV interleave", False)])
+def test_another_choice_of_experts_is_told_from_a_fault(torn, fault, excused):
+    found, differ = run_case(1, MEASURED, work=torn.work(), fault=fault)
+    assert found.log_probs > 1e-2 and differ[0].quantity == "log-probs"
+    assert (verdict.undecided(found, differ) is not None) is excused
+    assert (found.decided_log_probs < 1e-5) is excused
+    assert 0 < torn.undecided.sum() < len(torn.undecided)

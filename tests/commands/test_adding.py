@@ -6,6 +6,7 @@ The package is tests/commands/external/mrl_unlearn; a module of mrl/commands is 
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -147,6 +148,16 @@ def test_it_trains_on_two_ranks_and_is_exported(mrl, tmp_path):
     assert two.returncode == 0 and "step 1: " in two.stdout, two.stderr
     exported = mrl("convert", "export", "run", "out")
     assert exported.returncode == 0 and (tmp_path / "out/model.safetensors").is_file(), exported.stderr
+
+
+@pytest.mark.slow
+def test_its_step_is_checked(mrl):
+    """Against its own loss in plain torch; `mrl check` knows it by its record alone."""
+    done = mrl("check", "config.yaml", "engine.backend=megatron", "forget.floor=-4.5", "--layouts", "dp1", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and [row["verdict"] for row in found["rows"]] == ["same"], (found, done.stderr)
+    loss = found["rows"][0]["numbers"]["loss"]
+    assert 0 < loss < 4.5, loss  # and not the negative log-prob of mrl sft
 
 
 def test_slurm_makes_its_job(mrl, tmp_path):

@@ -273,7 +273,6 @@ REFUSED_BY_RANKS = {
 
 @pytest.fixture(scope="module")
 def bad(inputs) -> pathlib.Path:
-    (inputs / "empty.jsonl").write_text("")
     (inputs / "other.json").write_text("{}")
     (inputs / "earlier.json").write_text(json.dumps(result([[1.0]])))
     strict = {"config": {"rollout": {}, "data": {}, "rewards": {"functions": [{"name": "gsm8k", "strict": True}]}}}
