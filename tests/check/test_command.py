@@ -73,7 +73,7 @@ def test_actor_and_critic(place, monkeypatch):
     found = json.loads(done.stdout)
     assert done.exit_code == 0, found
     assert [(row["role"], row["layout"]) for row in found["rows"]] == [
-        ("actor", "dp1"), ("actor", "dp2"), ("critic", "dp1"), ("critic", "dp2"),
+        ("actor", "dp1"), ("critic", "dp1"), ("actor", "dp2"), ("critic", "dp2"),
     ]  # fmt: skip
     assert all(row["numbers"]["gradients"]["compared"] > 20 for row in found["rows"])
 
