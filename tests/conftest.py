@@ -1,5 +1,8 @@
 """The order of tests: those of a real Slurm wait for most of their time, and come first, so that others fill it. And none
-fails for being slow: hypothesis would end an example after 200 ms, which a machine with other work on it may take."""
+fails for being slow: hypothesis would end an example after 200 ms, which a machine with other work on it may take. Worlds of
+test processes end with the session."""
+
+import sys
 
 import hypothesis
 
@@ -9,3 +12,9 @@ hypothesis.settings.load_profile("any machine")
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
+def pytest_sessionfinish():
+    harness = sys.modules.get("tests.engine.harness")  # where no test has imported it, there is no world
+    if harness is not None:
+        harness.close_worlds()

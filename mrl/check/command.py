@@ -52,7 +52,6 @@ class TwoSteps:
 class Checked(abc.ABC, Generic[C]):
     """How the step of one command that trains is checked."""
 
-    resumes: bool = False  # whether it has `two_steps`, for --resume
     resumes_without: str = ""  # what `two_steps` leaves out of a config, beside what all commands do
 
     @abc.abstractmethod
@@ -69,8 +68,16 @@ class Checked(abc.ABC, Generic[C]):
 
     def two_steps(self, config: C, small: TwoSteps) -> C:
         """Returns the config of two short steps of the command's trainer. It evaluates nothing and reaches no server.
-        The caller has set the section `checkpoint`, to save after each of them, and `log`, and sets output_dir."""
-        raise NotImplementedError(f"{type(self).__name__} resumes and has no two_steps")
+        The caller has set the section `checkpoint`, to save after each of them, and `log`, and sets output_dir.
+
+        A command without it has no --resume.
+        """
+        raise NotImplementedError
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the command has `two_steps`."""
+        return type(self).two_steps is not Checked.two_steps
 
 
 def checked_of(command: TrainingCommand) -> Checked[Any]:

@@ -40,7 +40,6 @@ def score(completion):
 
 
 class CheckedPPO(Checked[PPOConfig]):
-    resumes = True
     resumes_without = (
         "evaluation, guards, batch sizes, the reward model, your rewards and environment, rollout servers, dynamic "
         "sampling, corrections, critic warm-up and further epochs of a batch"

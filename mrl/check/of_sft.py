@@ -17,7 +17,6 @@ from mrl.trainers import sft
 
 
 class CheckedSFT(Checked[SFTConfig]):
-    resumes = True
     resumes_without = "evaluation, guards and the batch size"
 
     def subjects(self, config: SFTConfig, parts: Sequence[Part], folders: Mapping[str, str]) -> list[Subject]:

@@ -108,7 +108,7 @@ def test_mistakes_are_one_line(place, monkeypatch, line, says):
 
 
 def test_a_command_brings_what_is_checked(place, monkeypatch):
-    monkeypatch.setattr(CheckedSFT, "resumes", False)
+    monkeypatch.delattr(CheckedSFT, "two_steps")
     done = mrl(place, "mrl check sft.yaml --resume", monkeypatch)
     assert (done.exit_code, done.stderr) == (2, "mrl: --resume: is not known of mrl sft; leave it out\n")
     monkeypatch.setattr(SFT, "checked", None)

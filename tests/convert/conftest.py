@@ -1,15 +1,8 @@
-"""Worlds of test processes end with the session; tiny models are made once in it."""
+"""Hugging Face folders of tiny models, each made once in a session."""
 
 import pytest
 
 from tests.convert import hf_folders
-from tests.engine import harness
-
-
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield harness.run_world
-    harness.close_worlds()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,8 @@
-"""Worlds of test processes end with the session; tiny models and their references are made once in it."""
+"""Tiny models, each made once in a module."""
 
 import pytest
 
-from tests.engine import harness, tiny
-
-
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield harness.run_world
-    harness.close_worlds()
+from tests.engine import tiny
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def run_case(world_size: int, function: str, *, timeout_s: float = 180.0, **kwar
 
 @atexit.register
 def close_worlds() -> None:
-    """Ends all worlds; the session fixture in conftest.py calls it, and so does the interpreter's exit."""
+    """Ends all worlds; tests/conftest.py calls it, and so does the interpreter's exit."""
     for world in _worlds.values():
         world.close()
     _worlds.clear()

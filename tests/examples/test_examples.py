@@ -24,12 +24,6 @@ from tests.trainers import tiny_runs
 CONFIGS = sorted((tiny_runs.REPO / "examples").rglob("*.yaml"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield
-    harness.close_worlds()
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_configs_load(path):
     root = command_of_data(read_yaml(path)).root

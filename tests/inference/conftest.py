@@ -1,15 +1,9 @@
-"""Worlds of test processes end with the session; tiny models with a tokenizer are made once in a module."""
+"""Tiny models with a tokenizer, each made once in a module."""
 
 import pytest
 
 from tests.data.tiny_tokenizers import CHATML, make_tokenizer
-from tests.engine import harness, tiny
-
-
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield harness.run_world
-    harness.close_worlds()
+from tests.engine import tiny
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,7 @@
 
 import pytest
 
-from tests.engine import harness
 from tests.resume import runs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield harness.run_world
-    harness.close_worlds()
 
 
 @pytest.fixture(scope="session")

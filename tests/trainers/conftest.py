@@ -1,15 +1,8 @@
-"""Worlds of test processes, and the inputs of all trainer tests, made once in a session."""
+"""Inputs of all trainer tests, made once in a session."""
 
 import pytest
 
-from tests.engine import harness
 from tests.trainers import tiny_runs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def worlds():
-    yield harness.run_world
-    harness.close_worlds()
 
 
 @pytest.fixture(scope="session")
