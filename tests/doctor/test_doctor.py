@@ -28,10 +28,10 @@ TITLES = [
 ]  # fmt: skip
 
 
-def doctor(*arguments, python=sys.executable, path=(), folder=None, **environment):
-    """`mrl doctor` in a process of its own. path: folders that are looked in first for packages."""
+def doctor(*arguments, python=sys.executable, path=(), root=ROOT, folder=None, **environment):
+    """`mrl doctor` in a process of its own. path: folders that are looked in first for packages; root: where mrl is."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    inherited |= {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), "OMP_NUM_THREADS": "1", **environment}
+    inherited |= {"PYTHONPATH": os.pathsep.join(map(str, [*path, root])), "OMP_NUM_THREADS": "1", **environment}
     command = [str(python), "-m", "mrl", "doctor", *arguments]
     done = subprocess.run(command, env=inherited, cwd=folder, capture_output=True, text=True, timeout=600)
     assert "Traceback" not in done.stderr, done.stderr
@@ -184,17 +184,19 @@ def test_examples_of_the_help_on_this_machine(tmp_path, example):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
-    """The Python of a fresh venv: nothing is installed but click, which the command line is made with."""
+    """The Python of a fresh venv: nothing is installed but click, which the command line is made with, and mrl is copied
+    into it: beside its sources there may be what pip wrote of an installation."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, with_pip=False)
     [site] = (folder / "lib").glob("python*/site-packages")
     (site / "click").symlink_to(Path(sysconfig.get_path("purelib"), "click"))
+    (site / "mrl").symlink_to(ROOT / "mrl")
     return folder / "bin" / "python"
 
 
 @pytest.mark.slow  # one process
 def test_in_a_fresh_venv_without_torch(bare, tmp_path):
-    done = doctor("--json", python=bare, folder=tmp_path)
+    done = doctor("--json", python=bare, root=tmp_path, folder=tmp_path)
     found = findings(done.stdout)
     assert done.returncode == 2 and done.stderr == ""
     absent = found["packages.absent"]
