@@ -81,7 +81,8 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            say(str(error))
+            if not error.said:
+                say(str(error))
             ending.record(os.environ, EXIT_USER_ERROR, str(error))
             ctx.exit(EXIT_USER_ERROR)
         except Stopped as stop:

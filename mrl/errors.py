@@ -122,6 +122,7 @@ class UserError(Exception):
     """
 
     longest: int | None = None
+    said = False  # its line has been shown already, for all ranks
 
     def __init__(self, key: object = "", value: object = _Absent.VALUE, why: str = "", fix: str = "") -> None:
         self.key = str(key) if why else None  # dotted; or the file, or file and line, that the error is about

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -9,7 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from mrl.config.build import build_section
 from mrl.config.checks import parallel_dims
@@ -43,6 +44,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 Use = Literal["sample", "chat", "score"]
 Keys = TypeVar("Keys", bound=InferenceConfig)
+Checked = TypeVar("Checked")
 
 
 def generate(
@@ -50,34 +52,38 @@ def generate(
     tools: str | None, out: str | None, greedy: bool, nproc: int | None, options: Mapping[str, Any],
 ) -> int | None:  # fmt: skip
     """Runs `mrl generate`. options: KEY -> VALUE of what has an option of its own. Returns the exit code."""
-    raw = plain_of(overrides, options)
-    refuse_rows(raw, "give rows with --prompts")
-    greedy = drop_zero_temperature(raw) or greedy
     joined = joined_world(os.environ)
-    is_main = joined is None or joined.rank == 0
-    from_stdin = not (prompts or file is not None or chat or score)
-    texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
-    asked = bool(texts) or (from_stdin and not is_main)
-    if "" in prompts:
-        raise UserError("--prompt", "", "is no prompt", "give a text")
-    _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=greedy)
-    if tools is not None:
-        from mrl.inference.prompts import read_tools
 
-        read_tools(tools)  # for what it refuses
-    if out is not None:
-        _check_out(out, {"the prompts": file, "--tools": tools}, chat=chat, writes=is_main)
-    raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
-    raw["data"] = {**raw.get("data", {}), "train": file or "-", "eval": file or "-"}
-    with _said("reading the model's folder", joined):
-        keys, place = prepared(raw, InferenceConfig, model, use="chat" if chat else "score" if score else "sample")
-        if file is None:
-            unread_of_texts(keys.data)
-        request = RequestConfig(
-            prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=greedy
-        )
-        config = GenerateConfig(**_fields(keys), place=place, request=request)
-        world_size = ranks_here(config, place, joined, nproc)
+    def checked() -> tuple[GenerateConfig, int]:
+        raw = plain_of(overrides, options)
+        refuse_rows(raw, "give rows with --prompts")
+        is_greedy = drop_zero_temperature(raw) or greedy
+        is_main = joined is None or joined.rank == 0
+        from_stdin = not (prompts or file is not None or chat or score)
+        texts = _from_stdin() if from_stdin and is_main else list(prompts)  # ranks of torchrun share one stdin
+        asked = bool(texts) or (from_stdin and not is_main)
+        if "" in prompts:
+            raise UserError("--prompt", "", "is no prompt", "give a text")
+        _check_request(raw, asked, file=file, chat=chat, score=score, tools=tools, greedy=is_greedy)
+        if tools is not None:
+            from mrl.inference.prompts import read_tools
+
+            read_tools(tools)  # for what it refuses
+        if out is not None:
+            _check_out(out, {"the prompts": file, "--tools": tools}, chat=chat, writes=is_main)
+        raw.setdefault("rollout", {}).setdefault("samples_per_prompt", 1)
+        raw["data"] = {**raw.get("data", {}), "train": file or "-", "eval": file or "-"}
+        with _said("reading the model's folder", joined):
+            keys, place = prepared(raw, InferenceConfig, model, use="chat" if chat else "score" if score else "sample")
+            if file is None:
+                unread_of_texts(keys.data)
+            request = RequestConfig(
+                prompts=tuple(texts), file=file, chat=chat, score=score, tools=tools, out=out, greedy=is_greedy
+            )
+            config = GenerateConfig(**_fields(keys), place=place, request=request)
+            return config, ranks_here(config, place, joined, nproc)
+
+    config, world_size = _by_all(joined, overrides, checked)
     return run("mrl.inference.generate:run", config, world_size, joined)
 
 
@@ -86,33 +92,80 @@ def evaluate(
     out: str | None, as_json: bool, nproc: int | None, options: Mapping[str, Any],
 ) -> int | None:  # fmt: skip
     """Runs `mrl eval`. options: as of `generate`. Returns the exit code."""
-    given = plain_of(overrides, options)
-    refuse_rows(given, "name the rows in TASK")
     joined = joined_world(os.environ)
-    with _said("reading the task and the model's folder", joined), preflight.quiet():
-        from mrl.inference.tasks import merged, read_task
 
-        read = read_task(task)
-        raw = merged(read, given, reward)
-        _check_samples(raw)
-        if not raw.get("rewards", {}).get("functions") and raw["rollout"].get("environment") is None:
-            names = "gsm8k, exact_match and others (docs/rewards.md), or path.py:name"
-            raise UserError("--reward", why="is missing, so that nothing says what is right", fix=f"give {names}")
-        if out is not None:
-            sources = {"the task": task, "the rows": raw["data"]["eval"], "--against": against}
-            _check_out(out, sources, writes=joined is None or joined.rank == 0, whole=True)
-        config = _eval_config(raw, model, against, EvalRequestConfig(
-            task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
-        ))  # fmt: skip
-        if config.request.against is not None:
-            from mrl.inference.results import check_comparable, read_result
+    def checked() -> tuple[EvalConfig, int]:
+        given = plain_of(overrides, options)
+        refuse_rows(given, "name the rows in TASK")
+        with _said("reading the task and the model's folder", joined), preflight.quiet():
+            from mrl.inference.tasks import merged, read_task
 
-            check_comparable(config, read_result(config.request.against))
-        world_size = ranks_here(config, config.place, joined, nproc)
-        if config.other is not None:
-            other = dataclasses.replace(config.model, path=config.other.folder)
-            ranks_here(dataclasses.replace(config, model=other), config.other, joined, nproc)
+            read = read_task(task)
+            raw = merged(read, given, reward)
+            _check_samples(raw)
+            if not raw.get("rewards", {}).get("functions") and raw["rollout"].get("environment") is None:
+                names = "gsm8k, exact_match and others (docs/rewards.md), or path.py:name"
+                raise UserError("--reward", why="is missing, so that nothing says what is right", fix=f"give {names}")
+            if out is not None:
+                sources = {"the task": task, "the rows": raw["data"]["eval"], "--against": against}
+                _check_out(out, sources, writes=joined is None or joined.rank == 0, whole=True)
+            config = _eval_config(raw, model, against, EvalRequestConfig(
+                task=read.name, limit=limit or read.limit, out=out, as_json=as_json, against=against
+            ))  # fmt: skip
+            if config.request.against is not None:
+                from mrl.inference.results import check_comparable, read_result
+
+                check_comparable(config, read_result(config.request.against))
+            world_size = ranks_here(config, config.place, joined, nproc)
+            if config.other is not None:
+                other = dataclasses.replace(config.model, path=config.other.folder)
+                ranks_here(dataclasses.replace(config, model=other), config.other, joined, nproc)
+        return config, world_size
+
+    config, world_size = _by_all(joined, overrides, checked)
     return run("mrl.inference.evaluate:run", config, world_size, joined)
+
+
+def _by_all(joined: JoinedWorld | None, overrides: Sequence[str], check: Callable[[], Checked]) -> Checked:
+    """Returns what `check` returns. Ranks that another launcher started meet first: what one of them finds wrong, as
+    the first alone reads stdin and tries --out, is said once and ends all of them; else the others would wait for it.
+
+    Raises the UserError of the first rank that found one, on every rank.
+    """
+    if joined is None:
+        return check()
+    if _is_of_cpu(overrides):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    join(joined)
+    with _said("waiting for the other processes", joined):
+        from mrl.engine import collective
+        from mrl.mcore_models import platform
+
+        collective.join_processes(platform.device_type())
+    found, wrong = None, None
+    try:
+        found = check()
+    except UserError as error:
+        wrong = error
+    everyone = collective.all_ranks().gather(wrong)
+    first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
+    if first is None:
+        return cast(Checked, found)
+    if joined.rank == first:
+        write_error_line(f"mrl: {everyone[first]}" if first == 0 else f"mrl: rank {first}: {everyone[first]}")
+    collective.wait_for_all()  # torchrun ends all ranks when one has ended: this one might not have said it
+    everyone[first].said = True
+    raise everyone[first]
+
+
+def _is_of_cpu(overrides: Sequence[str]) -> bool:
+    """Returns whether KEY=VALUE choose the CPU; what is wrong with them is said later."""
+    raw: dict[str, Any] = {}
+    with contextlib.suppress(UserError):
+        for override in overrides:
+            apply_override(raw, override)
+    engine = raw.get("engine")
+    return isinstance(engine, dict) and engine.get("device") == "cpu"
 
 
 def _eval_config(raw: dict[str, Any], model: str, against: str | None, request: EvalRequestConfig) -> EvalConfig:
@@ -332,7 +385,6 @@ def run(target: str, config: Any, world_size: int, joined: JoinedWorld | None) -
 
     try:
         if joined is not None:
-            join(joined)
             with warnings.catch_warnings(action="ignore"):
                 here(config, command_line)
         elif world_size == 1:

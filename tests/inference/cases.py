@@ -13,6 +13,7 @@ from unittest import mock
 from click.testing import CliRunner
 
 from mrl import cli
+from mrl.engine.collective import all_ranks
 from mrl.engine.kept import KeptSequences
 from mrl.launch import inference
 from tests.engine.harness import run_case
@@ -43,6 +44,12 @@ def command(arguments: list[str], cwd: str, stdin: str) -> Done:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def on_all_ranks(arguments: list[str], folders: list[str]) -> list[Done]:
+    """How `mrl ARGUMENTS` ended on each rank, each in a folder of its own."""
+    done = command(arguments, folders[int(os.environ["RANK"])], "")
+    return all_ranks().gather(done)
 
 
 def refusal(*arguments: object, cwd: object, stdin: str | bytes = "") -> str:

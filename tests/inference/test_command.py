@@ -98,6 +98,32 @@ def test_ranks_of_another_launcher(site):
     assert found["world_size"] == 2 and found["rows"] == alone["rows"] and found["measures"] == alone["measures"]
 
 
+GENERATE, EVAL = ("generate", "./model"), ("eval", "./model", "rows.jsonl", "--reward", "exact_match")
+WRONG_ON_ONE_RANK = {
+    "no text on stdin": (GENERATE, "mrl: mrl generate: has no prompt; give --prompt TEXT, "),
+    "no folder of --out": ((*GENERATE, "--prompt", "x", "--out", "no/where"), "mrl: --out: value 'no/where' cannot"),
+    "eval's --out": ((*EVAL, "--out", "no/where"), "mrl: --out: value 'no/where' cannot be written"),
+    "no model on the second node": ((*GENERATE, "--prompt", "x"), "mrl: rank 1: MODEL: value './model' does not exist"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG_ON_ONE_RANK)
+def test_what_one_rank_of_another_launcher_finds_is_said_once_and_ends_all(folder, tmp_path, name):
+    """The model is on the first node alone, so that ranks which do not hear of each other end with another line."""
+    arguments, says = WRONG_ON_ONE_RANK[name]
+    nodes = [tmp_path / "0", tmp_path / "1"]
+    for node in nodes:
+        node.mkdir()
+        write_jsonl(node / "rows.jsonl", [tiny_policies.prompt([1])])
+    (nodes[0] / "model").symlink_to(folder("qwen3"))
+    asked = {"arguments": list(arguments), "folders": [str(node) for node in nodes]}
+    ends = run_case(2, "tests.inference.cases:on_all_ranks", timeout_s=60, **asked)
+    assert [(end.code, end.out) for end in ends] == [(2, "")] * 2, ends
+    lines = [line for end in ends for line in end.err.splitlines() if line.startswith("mrl: ")]
+    assert len(lines) == 1 and lines[0].startswith(says), lines
+
+
 def test_vllm_in_the_processes_gets_the_weights_of_the_model(site):
     """Of a stand-in for vLLM: what is asked of it, and that what it samples comes out. Real ones are in test_vllm.py."""
     out = run_case(1, "tests.inference.cases:with_stand_in_vllm", cwd=str(site))
