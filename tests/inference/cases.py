@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,8 @@ from mrl.engine.kept import KeptSequences
 from mrl.launch import inference
 from tests.engine.harness import run_case
 from tests.rollout import stand_in_vllm
+
+REPO = pathlib.Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,17 @@ def command(arguments: list[str], cwd: str, stdin: str) -> Done:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def in_a_shell(line: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """A line as a user types it, in processes of its own."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
+    environ |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    programs = {"mrl": "mrl", "torchrun": "torch.distributed.run"}
+    script = "".join(f'{name}() {{ "{sys.executable}" -m {module} "$@"; }}\n' for name, module in programs.items())
+    return subprocess.run(
+        ["bash", "-c", script + line], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300
+    )
 
 
 def on_all_ranks(arguments: list[str], folders: list[str]) -> list[Done]:

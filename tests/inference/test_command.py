@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -15,10 +13,9 @@ from mrl.commands import eval as eval_command
 from mrl.commands import generate as generate_command
 from tests.data.tiny_tokenizers import write_jsonl
 from tests.engine.harness import run_case
-from tests.inference.cases import mrl
+from tests.inference.cases import in_a_shell, mrl
 from tests.trainers.rl import tiny_policies
 
-REPO = pathlib.Path(__file__).parents[2]
 EXAMPLES = [
     line.strip()
     for command in (generate_command.COMMAND, eval_command.COMMAND)
@@ -45,13 +42,6 @@ def site(tmp_path_factory) -> pathlib.Path:
     earlier = mrl("eval", "path/to/hf-model", "task.yaml", "--out", "before.json", cwd=folder)
     assert earlier.code == 0, earlier.err
     return folder
-
-
-def in_a_shell(line: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_SIZE"))}
-    environ |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    script = f'mrl() {{ "{sys.executable}" -m mrl "$@"; }}\n{line}'
-    return subprocess.run(["bash", "-c", script], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("line", [line for line in EXAMPLES if "--nproc" not in line])
