@@ -5,13 +5,14 @@ Dimensions: `P` prompts, `N` samples of each.
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -71,12 +72,51 @@ def reward_in_words(config: EvalConfig) -> str:
 
 
 def reward_file(rewards: RewardsConfig | None) -> str | None:
-    """Returns a hash of the file of a reward that is the user's own; what it imports is not in it."""
+    """Returns a hash of the file of a reward that is the user's own and of the files beside it that it imports, whose
+    imports count too. Installed packages, data files, and what is imported by a name made at run time are not in it."""
     first = rewards.functions[0] if rewards is not None else None
     if not isinstance(first, FunctionReward):
         return None
-    path = Path(first.function.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    path = Path(first.function.rpartition(":")[0]).resolve()
+    found = hashlib.sha256(path.read_bytes())
+    for other in sorted(_imported_beside(path)):
+        found.update(f"\0{other.relative_to(path.parent)}\0".encode() + other.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _imported_beside(path: Path) -> set[Path]:
+    """Returns the files in the folder of `path`, which is on the import path, that it and they import."""
+    found, waiting = {path}, [path]
+    while waiting:
+        file = waiting.pop()
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # one that nothing has loaded
+            continue
+        for node in ast.walk(tree):
+            new = {one for name, folder in _names(node, file, path.parent) for one in _files_of(name, folder)} - found
+            found |= new
+            waiting += new
+    return found - {path}
+
+
+def _names(node: ast.AST, file: Path, folder: Path) -> list[tuple[str, Path]]:
+    """Returns the dotted names that an import may load, each with the folder that it is looked up in."""
+    if isinstance(node, ast.Import):
+        return [(alias.name, folder) for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    start = folder if node.level == 0 else file.parents[node.level - 1]
+    inside = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
+    return [(name, start) for name in inside]
+
+
+def _files_of(name: str, folder: Path) -> Iterator[Path]:
+    """Yields the files in `folder` that the import of a dotted name runs: those of its packages too."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        place = folder.joinpath(*parts[:count])
+        yield from (file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.is_file())
 
 
 def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

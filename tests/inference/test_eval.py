@@ -230,13 +230,30 @@ def test_what_two_results_do_not_share_is_said():
     assert "of the rows that both have" not in same and "have another" not in same
 
 
-def test_a_reward_of_ones_own_is_known_by_its_file(tmp_path):
+def test_a_reward_of_ones_own_is_known_by_its_file_and_those_beside_it(tmp_path):
+    """What it imports, what that imports, and packages; a file beside it that nothing imports is none of it."""
     rewards = RewardsConfig(functions=(FunctionReward(function=f"{tmp_path}/reward.py:score"),))
-    hashes = set()
-    for text in ("return 1.0", "return 0.0"):
-        (tmp_path / "reward.py").write_text(text)
-        hashes.add(results.reward_file(rewards))
-    assert len(hashes) == 2 and None not in hashes
+    (tmp_path / "kit" / "deep").mkdir(parents=True)
+    files = {
+        "reward.py": "import json, helper\nfrom kit import parts\n",
+        "helper.py": "def f():\n    import late as l\n",
+        "late.py": "import reward, numpy\n",
+        "kit/__init__.py": "",
+        "kit/parts.py": "from . import near\nfrom .deep import far\n",
+        "kit/near.py": "",
+        "kit/deep/__init__.py": "",
+        "kit/deep/far.py": "from ..near import x\n",
+    }
+    for name, text in {**files, "unused.py": "", "kit/unused.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    hashes = [results.reward_file(rewards)]
+    for name in files:
+        (tmp_path / name).write_text(f"{files[name]}# changed\n")
+        hashes.append(results.reward_file(rewards))
+    assert len(set(hashes)) == 1 + len(files) and None not in hashes
+    for name in ("unused.py", "kit/unused.py"):
+        (tmp_path / name).write_text("# changed\n")
+    assert results.reward_file(rewards) == hashes[-1]
 
 
 OF_ROWS = ("rows.jsonl", "--reward", "gsm8k")

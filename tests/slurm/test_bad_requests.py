@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import stat
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from mrl.launch.slurm import jobs
-from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, Workspace
+from tests.bad_input.mistakes import CONFIG, MODEL, PPO_CONFIG, Workspace
 from tests.slurm import slurm_site
 
 CPU = ("--gpus-per-node", "0", "--processes-per-node", "2")
@@ -193,6 +194,32 @@ def fake_command(workspace: Workspace, monkeypatch, name: str, script: str) -> N
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.slow
+def test_a_job_that_does_not_fit_its_gpus_is_submitted_by_force_alone(workspace, monkeypatch):
+    """One model on GPUs of two sizes: an optimizer's state of 0.6 GB beside 4 GiB that are kept free."""
+    model = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 64}
+    workspace.write("model/config.json", json.dumps(model))
+    fake_command(workspace, monkeypatch, "sbatch", "echo 8")
+    fake_command(workspace, monkeypatch, "scontrol", "exit 1")
+    job = ("submit", "sft", "config.yaml", "--gpus-per-node", "1", "engine.device=auto")
+    before = workspace.snapshot()
+    refusal = slurm_site.invoke(*job, "--gpu", "h100-80gb,GB=5")
+    plan, line = [line for line in refusal.stderr.splitlines() if "warning: " not in line]
+    assert (refusal.exit_code, refusal.stdout) == (2, "") and workspace.snapshot() == before
+    assert plan.startswith("mrl: plan: does not fit: ") and line == (
+        'mrl: slurm.gpu: value "h100-80gb,GB=5" has too little memory for this job; give more nodes, other degrees '
+        "(mrl plan --suggest), or --force to submit it all the same"
+    )
+    fits = slurm_site.invoke(*job, "--gpu", "h100-80gb")
+    assert fits.exit_code == 0 and "mrl: plan: fits: " in fits.stderr and fits.stdout.startswith("submitted job 8: "), (
+        fits
+    )
+    forced = slurm_site.invoke(*job, "--gpu", "h100-80gb,GB=5", "--force", "output_dir=other")
+    assert forced.exit_code == 0 and "plan: " not in forced.stderr and forced.stdout.startswith("submitted job 8: "), (
+        forced
+    )
 
 
 def test_a_folder_that_looks_like_fields_of_scontrol_is_found_by_the_job_s_id(workspace, monkeypatch):
