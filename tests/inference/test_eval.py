@@ -19,6 +19,7 @@ from tests.engine.harness import run_case
 from tests.inference.cases import line_of, mrl, refusal
 from tests.trainers.rl import tiny_policies
 
+REPO = pathlib.Path(__file__).parents[2]
 REWARD = '''
 def even(prompt, completion, row):
     """1 where the completion has an even number of characters: random models are right about half of the time."""
@@ -196,6 +197,27 @@ def test_rows_are_paired_by_what_is_in_them():
     assert found["measures"]["pass@1"]["difference"] == pytest.approx(0.5 - 0.5)
     assert (found["measures"]["pass@1"]["only_first"], found["measures"]["pass@1"]["only_second"]) == (1, 1)
     assert "another rollout.samples_per_prompt: 2 and 1" in results.table(first, second, found)
+
+
+def test_a_comparison_is_printed_as_the_docs_have_it():
+    """The sample in docs/generate.md was printed by the command above it. Its values again, from its counts: which prompts
+    either model was right on, and all that follows from them."""
+    sample = (REPO / "docs/generate.md").read_text().partition("    $ mrl eval runs/arithmetic-grpo ")[2]
+    lines = [line.removeprefix("    ") for line in sample.partition("\n\n")[0].splitlines()[1:]]
+    first_right, second_right, only_first, only_second = 844, 529, 338, 23
+    both = first_right - only_first
+    assert both == second_right - only_second
+    pairs = [(1.0, 1.0)] * both + [(1.0, 0.0)] * only_first + [(0.0, 1.0)] * only_second
+    pairs += [(0.0, 0.0)] * (1000 - len(pairs))
+    left_out = {"skipped": 0, "dropped": 0, "truncated": 0}
+    shown = [
+        result(
+            [[pair[i]] for pair in pairs], reward="exact_match", task="eval", length=length, left_out=left_out,
+            model={"given": f"runs/arithmetic-{name}", "dtype": "float32"},
+        )
+        for i, (name, length) in enumerate((("grpo", 3.5), ("half", 3.4)))
+    ]  # fmt: skip
+    assert results.table(*shown, results.compare(*shown)).splitlines() == lines
 
 
 def test_rewards_that_are_no_shares_are_no_percent():
