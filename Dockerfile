@@ -9,7 +9,10 @@ ARG IMAGE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${IMAGE}
 
 # A venv over the image's packages: what mrl needs in other versions lies above them; nothing of the image is removed.
-RUN python3 -m venv --system-site-packages /opt/mrl/venv
+# The image's pip installs the venv's own: venv makes one by ensurepip, which Ubuntu has in a package (python3-venv) that
+# the image may lack.
+RUN python3 -m venv --system-site-packages --without-pip /opt/mrl/venv \
+    && /opt/mrl/venv/bin/python3 -m pip install --ignore-installed pip
 ENV PATH=/opt/mrl/venv/bin:$PATH VIRTUAL_ENV=/opt/mrl/venv
 
 # The versions that mrl is tested with, but the image's own of what its CUDA packages were built with. These constraints

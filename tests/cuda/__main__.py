@@ -3,22 +3,11 @@
 python -m tests.cuda
 """
 
-from __future__ import annotations
-
-import dataclasses
-
-from tests.cuda.cases import CORNERS, OF_EACH_FAMILY
+from tests.cuda.cases import CORNERS, HEADER, OF_EACH_FAMILY, as_shown, row
 from tests.cuda.worker import Worker
 
 if __name__ == "__main__":
-    print("| model, layers, layout, rank | parameters | peak, GiB | waits a micro-batch |")
-    print("|---|---|---|---|")
+    print(HEADER)
     with Worker() as worker:
-        for case in (*OF_EACH_FAMILY, *CORNERS):
-            case = dataclasses.replace(case, micro_batches=max(4, case.pp))  # as many as fill the stages
-            found = worker.call("tests.cuda.run:run", case)
-            waits = sum(found.syncs.values())
-            print(
-                f"| {case}, {case.layers} layers | {found.parameters / 2**30:.2f} | {found.peak / 2**30:.2f} | {waits:g} |",
-                flush=True,
-            )
+        for case in map(as_shown, (*OF_EACH_FAMILY, *CORNERS)):
+            print(row(case, worker.call("tests.cuda.run:run", case)), flush=True)

@@ -60,6 +60,20 @@ class Result:
     tensors: dict[str, list[str]]  # where parameters, masters, gradients and moments are, and of which dtype
 
 
+HEADER = "| model, layout, rank, layers | parameters, GiB | peak, GiB | waits a micro-batch |\n|---|---|---|---|"
+
+
+def as_shown(case: Case) -> Case:
+    """Returns a case with as many micro-batches as fill the stages, as the table has it."""
+    return dataclasses.replace(case, micro_batches=max(4, case.pp))
+
+
+def row(case: Case, found: Result) -> str:
+    """Returns a line of the table that `python -m tests.cuda` prints and docs/gpu.md has some of."""
+    waits = sum(found.syncs.values())
+    return f"| {case}, {case.layers} layers | {found.parameters / 2**30:.2f} | {found.peak / 2**30:.2f} | {waits:g} |"
+
+
 DENSE, MOE, LATENT = "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"
 GLM, SINKS, GATED = "zai-org/GLM-4.5-Air", "openai/gpt-oss-20b", "Qwen/Qwen1.5-MoE-A2.7B"
 EVERYTHING = ("parameters", "gradients", "optimizer")

@@ -9,11 +9,25 @@ memory in proportion to the length.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.cuda.cases import CORNERS, DENSE, LATENT, MOE, OF_EACH_FAMILY, PRODUCT, Case, ceilings
+from tests.cuda.cases import (
+    CORNERS,
+    DENSE,
+    HEADER,
+    LATENT,
+    MOE,
+    OF_EACH_FAMILY,
+    PRODUCT,
+    Case,
+    as_shown,
+    ceilings,
+    row,
+)
 from tests.engine import harness
 from tests.tiers import slow_but
 
@@ -34,6 +48,20 @@ def test_a_rank_makes_an_update(worker, case):
     for line, count in result.syncs.items():
         most = next((most for pattern, most in allowed.items() if re.fullmatch(pattern, line)), 0)
         assert count <= most, f"{line}: the host waits {count} times a micro-batch, where {most} are allowed"
+
+
+PAGE = Path(__file__).parents[2] / "docs/gpu.md"
+SHOWN = [case for case in (*OF_EACH_FAMILY, *CORNERS) if f"| {case}, {case.layers} layers |" in PAGE.read_text()]
+
+
+@pytest.mark.parametrize("case", slow_but([c for c in SHOWN if "Qwen2.5" in c.model], SHOWN), ids=str)
+def test_the_pages_rows_are_what_is_printed(worker, case):
+    assert len(SHOWN) == 5 and HEADER in PAGE.read_text()
+    case = as_shown(case)
+    found = row(case, worker.call("tests.cuda.run:run", case))
+    if importlib.metadata.version("megatron-core") != "0.16.1":  # waits are another number of times for experts
+        found = found.rpartition(" | ")[0]
+    assert found in PAGE.read_text()
 
 
 NARROW = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,10 +114,20 @@ def test_the_image_is_one_of_the_page_and_its_torch_is_taken():
 
 
 def test_pages_name_the_interpreter_of_the_image():
-    [venv] = re.findall(r"venv --system-site-packages (\S+)$", DOCKERFILE, re.MULTILINE)
+    [venv] = re.findall(r"-m venv .*?(/\S+)", steps()[0])
     for page in (PAGE, (ROOT / "docs/slurm.md").read_text(encoding="utf-8")):
         assert f"--python {venv}/bin/python3" in page
     assert f"PATH={venv}/bin:$PATH" in DOCKERFILE
+
+
+def test_the_venv_has_the_images_packages_and_its_pip_needs_no_ensurepip(tmp_path):
+    """Ubuntu's python3 has ensurepip in a package of its own, and without it venv makes no pip. Here: the pip of tests."""
+    made, _, pips = steps()[0].replace("/opt/mrl/venv", f"{tmp_path}/venv").partition("&&")
+    base = f'"{sys.executable}"'
+    subprocess.run(["sh", "-c", made.replace("python3", base, 1)], check=True)
+    assert not list(tmp_path.glob("venv/bin/pip*")), "ensurepip made it"
+    assert "include-system-site-packages = true" in (tmp_path / "venv/pyvenv.cfg").read_text()
+    assert re.fullmatch(rf" {tmp_path}/venv/bin/python3 -m pip install --ignore-installed pip", pips)
 
 
 def test_what_is_copied_is_there_and_not_ignored():
