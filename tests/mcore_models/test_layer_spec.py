@@ -248,3 +248,13 @@ def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
         monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match="on any GPU with NVTE_FLASH_ATTN=0, NVTE_FUSED_ATTN=0, NVTE_UNFUSED"):
         layer_spec.check_rules(DENSE, ONE)
+
+
+def test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here(machine, monkeypatch):
+    """A login node with an A100 and no flash-attn, of a cluster of H100: cp has a kernel there alone."""
+    machine(gpu=True)
+    cp2 = ParallelDims(world_size=2, cp=2)
+    monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), versions.NOT_THERE))
+    layer_spec.check_rules(DENSE, cp2)
+    with pytest.raises(ConfigError, match="no kernel for attention in float32 under cp 2 on any GPU"):
+        layer_spec.check_rules(DENSE, cp2, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 
@@ -14,15 +15,16 @@ from mrl.config.load import from_dict, to_dict
 from mrl.config.ppo import PPOConfig
 from mrl.engine.base import GradNorm
 from mrl.engine.guards import Kind, Problem
-from mrl.errors import TrainingError
+from mrl.errors import DamagedCheckpoint, TrainingError
 from mrl.roles.dispatch import StepResult
-from mrl.trainers import ppo, sft
+from mrl.trainers import common, ppo, sft
 from mrl.trainers.rl import prepare, state
 from mrl.trainers.rl.experience import epoch_order
 from mrl.trainers.rl.role_guard import RoleGuard
 from mrl.trainers.run_directory import RunDirectory, Start
 from mrl.trainers.step_guard import StepGuard
 from tests.config.test_load import PPO_BASE, base, merged
+from tests.trainers.test_parts import make_checkpoint
 
 WAITS, STAYS = Problem(Kind.WAITS, "a"), Problem(Kind.UNCHANGED, "a")
 
@@ -135,3 +137,89 @@ def test_scores_are_shown_in_the_order_of_their_sequences():
     collected = there(scores_S=torch.arange(6.0), trajectories=[])
     prepare.check_rollout(trainer, state.Progress(step=1), collected, there(iteration=3, batch=there(num_sequences=6)))
     assert seen == [list(map(float, order))] and list(order) != sorted(order)
+
+
+STEP = {"step": 4, "train/loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "evaluates", "log", "done"),
+    [
+        (3, False, [STEP | {"step": 3}], False),
+        (4, False, [STEP], True),
+        (4, False, [], True),  # of a run whose log is gone nothing is to be made anew
+        (4, False, [STEP | {"step": 3}], False),  # a kill came between the save of the last step and its line
+        (4, True, [STEP], False),  # or in the evaluation behind it
+        (4, True, [STEP | {"eval/loss": 1.0}], True),
+        (5, False, [STEP | {"step": 5}], True),
+    ],
+)
+def test_a_run_is_done_when_its_last_line_is_written(tmp_path, step, evaluates, log, done):
+    folder, said = RunDirectory(tmp_path), []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    (tmp_path / "config.yaml").write_text(f"data: {{eval: {'rows.jsonl' if evaluates else 'null'}}}\n")
+    lora, ranks, shown = from_dict(base()).model.lora, there(), there(say=said.append)
+
+    def is_done(**wanted):
+        start = Start(str(tmp_path), step, "resuming")
+        return common.already_done(ranks, folder, shown, start, total_steps=4, **{"lora": lora} | wanted)
+
+    assert is_done(export_hf=False) is done
+    assert (said == ["resuming"]) is not done
+    assert not is_done(export_hf=True), "the export is to be made"
+    folder.hf.mkdir()
+    assert is_done(export_hf=True) is done
+
+
+def test_evaluations_and_saves_are_due_every_so_many_steps_and_at_the_end():
+    due = [[step for step in range(1, 8) if common.is_due(every, step, 7)] for every in (3, 7, None)]
+    assert due == [[3, 6, 7], [7], [7]]
+
+
+def test_a_damaged_checkpoint_gives_way_to_an_older_one_and_not_to_the_beginning(tmp_path):
+    older, newest = (make_checkpoint(tmp_path / "checkpoints", step) for step in (2, 4))
+    config, said = from_dict(base() | {"output_dir": str(tmp_path)}), []
+    asked, shown = [], there(say=said.append)
+
+    def load(path):
+        asked.append(path)
+        if path == newest:
+            raise DamagedCheckpoint(path, why="is damaged")
+        return {"of": path}
+
+    newest_first = Start(newest, 4, "resuming from the newest")
+    start, state = common.load_newest(there(), RunDirectory(tmp_path), config, shown, newest_first, load)
+    assert asked == [newest, older] and (start.checkpoint, start.step, state) == (older, 2, {"of": older})
+    assert said[0].startswith("passed over ") and said[1] == f"resuming from {older}, after step 2"
+    start, state = common.load_newest(there(), RunDirectory(tmp_path), config, shown, Start(None, 0, ""), load)
+    assert (start.checkpoint, state) == (None, None)
+
+
+def test_the_last_good_checkpoint_is_from_before_the_step_that_failed(tmp_path):
+    folder = RunDirectory(tmp_path)
+    assert common.last_good(there(), folder, 4) == "no good checkpoint had been saved"
+    first, second, failed = (make_checkpoint(folder.checkpoints, step) for step in (1, 2, 4))
+    suspect = f"{failed} holds the very state that failed"
+    assert common.last_good(there(), folder, 4) == f"the last good checkpoint is {second}; {suspect}"
+    assert common.last_good(there(), folder, 3) == f"the last good checkpoint is {second}"
+    assert common.last_good(there(), folder, 1).startswith(f"no good checkpoint had been saved; {first} holds")
+
+
+def test_a_step_whose_evaluation_was_broken_off_is_not_logged_yet():
+    """Its line comes before the save, without an evaluation, and the next start writes it anew."""
+    written = []
+    log = there(
+        write=lambda step, row: written.append((step, row["train/loss"])), sync=lambda: written.append("synced")
+    )
+    ranks = there(max_over_ranks=lambda *values: list(values), device=torch.device("cpu"))
+    for unlogged, logged in (({"train/loss": 1.0}, 3), (None, 4)):
+        progress = common.Progress(step=4, unlogged=unlogged)
+        common.log_without_evaluation(ranks, log, progress)
+        assert progress.logged == logged
+    assert written == [(4, 1.0), "synced", "synced"]
+
+
+def test_many_problems_are_the_first_ten_and_a_number():
+    problems = [Problem(Kind.UNCHANGED, name) for name in "abcdefghijkl"]
+    assert common.problems_in_words(problems).endswith(f"{problems[9]}; and 2 more")
+    assert common.problems_in_words(problems[:10]).endswith(str(problems[9]))
