@@ -372,10 +372,17 @@ ON_GPUS = (
         ("if platform.does_not_load(absent):", "if False:"),
         ("if against is not None:\n        return LayerSpec(\"local\", f\"tr", "if False:\n        return LayerSpec(\"local\", f\"tr"),
         ("if absent is not None:\n        lacks", "if False:\n        lacks"),
-        ("Gpu(switched_off=switched_off()), dtype=dtype)", "Gpu(), dtype=dtype)"),
-        ("te_refuses(fields, dims, Gpu(switched_off=switched_off()), dtype=dtype)", "te_refuses(fields, dims, Gpu.here(), dtype=dtype)"),
         ("te_slows(fields, dims, dtype=dtype)", "te_slows(fields, dims)"),
         ("if platform.does_not_load(fault):", "if fault is not None:"),
+    ),
+    *_of(
+        "mcore_models/layer_spec.py",
+        (
+            "mcore_models/test_layer_spec.py::test_te_is_said_by_rules_where_no_gpu_is",
+            "mcore_models/test_layer_spec.py::test_te_for_another_machine_is_not_refused_by_the_gpu_that_is_here",
+        ),
+        ("Gpu(switched_off=switched_off()), dtype=dtype)", "Gpu(), dtype=dtype)"),
+        ("te_refuses(fields, dims, Gpu(switched_off=switched_off()), dtype=dtype)", "te_refuses(fields, dims, Gpu.here(), dtype=dtype)"),
     ),
     *_of(
         "trainers/common.py",

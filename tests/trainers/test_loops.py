@@ -148,6 +148,7 @@ STEP = {"step": 4, "train/loss": 1.0}
         (3, False, [STEP | {"step": 3}], False),
         (4, False, [STEP], True),
         (4, False, [], True),  # of a run whose log is gone nothing is to be made anew
+        (4, False, [STEP | {"step": 2}], True),  # the last line alone can be made anew
         (4, False, [STEP | {"step": 3}], False),  # a kill came between the save of the last step and its line
         (4, True, [STEP], False),  # or in the evaluation behind it
         (4, True, [STEP | {"eval/loss": 1.0}], True),
