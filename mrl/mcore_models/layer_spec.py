@@ -13,7 +13,8 @@ import torch
 
 from mrl.errors import ConfigError
 from mrl.mcore_models import platform
-from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
+from mrl.mcore_models.te_limits import GENERATIONS, Gpu, switched_off, te_refuses, te_slows
+from mrl.mcore_models.versions import NOT_THERE
 from mrl.parallel import ParallelDims
 
 KEY = "engine.layer_spec"
@@ -53,13 +54,30 @@ def choose(
     if against is None and slow is not None:
         against = f"is not taken, as its {slow}"
     if absent == platform.NO_GPU:
-        where = "te" if against is None else f"local too: transformer-engine {against}"
+        where = _on_gpus(fields, dims, dtype) if against is None else f"local too: transformer-engine {against}"
         return LayerSpec("local", f"{absent}; with one and transformer-engine it is {where}")
     if absent is not None:
         return LayerSpec("local", f"transformer-engine {absent}")
     if against is not None:
         return LayerSpec("local", f"transformer-engine {against}")
     return LayerSpec("te", "transformer-engine is installed, and there is a GPU")
+
+
+def _on_gpus(fields: Mapping[str, Any], dims: ParallelDims, dtype: torch.dtype) -> str:
+    """Returns "te", and on which GPUs it takes flash-attn 2 for that, or is local all the same: for a machine without
+    one, where some GPU has te."""
+
+    def is_te(**known: Any) -> bool:
+        gpu = Gpu(**known, switched_off=switched_off())
+        return not (te_refuses(fields, dims, gpu, dtype=dtype) or te_slows(fields, dims, gpu, dtype=dtype))
+
+    never = {at: name for at, name in GENERATIONS.items() if not is_te(capability=at)}
+    beside = [
+        name for at, name in GENERATIONS.items() if at not in never and not is_te(capability=at, flash_attn=NOT_THERE)
+    ]
+    cases = [(beside, "beside flash-attn 2"), (never.values(), "local too")]
+    exceptions = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
+    return f"te ({exceptions})" if exceptions else "te"
 
 
 def check_rules(fields: Mapping[str, Any], dims: ParallelDims, *, dtype: torch.dtype = torch.bfloat16) -> None:

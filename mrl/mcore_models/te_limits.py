@@ -25,8 +25,8 @@ from mrl.parallel import ParallelDims
 Kernel = Literal["flash", "fused", "unfused"]
 CpCommunication = Literal["p2p", "a2a", "all_gather"]
 
-GENERATIONS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-"""Compute capabilities of A100, L40S and RTX 4090, H100 and H200, B200, RTX 5090."""
+GENERATIONS = {(8, 0): "A100", (8, 9): "L40S", (9, 0): "H100", (10, 0): "B200", (12, 0): "RTX 50"}
+"""Compute capabilities, and a GPU of each: RTX 40 is as L40S, H200 as H100."""
 
 SWITCHES: Mapping[str, Kernel] = {
     "NVTE_FLASH_ATTN": "flash",

@@ -124,7 +124,12 @@ def test_megatron_sees_one_that_loads(machine):
 @pytest.mark.parametrize(
     "gpu, packages, wanted, expected",
     [
-        (False, {}, "auto", "local (torch sees no GPU; with one and transformer-engine it is te)"),
+        (
+            False,
+            {},
+            "auto",
+            "local (torch sees no GPU; with one and transformer-engine it is te (A100, L40S: beside flash-",
+        ),
         (False, {"transformer_engine": BROKEN["another CUDA"][0]}, "auto", "local (torch sees no GPU; with one"),
         (False, {}, "local", "local (as configured)"),
         (True, {}, "auto", "local (transformer-engine is not installed)"),
@@ -230,6 +235,41 @@ def test_auto_is_local_where_only_the_unfused_attention_is_left(machine, monkeyp
     assert "under flash-attn 2" in chosen.why and spec_for("te").name == "te"
     monkeypatch.setattr(te_limits.Gpu, "here", lambda: te_limits.Gpu((8, 0), Version("2.8.3")))
     assert spec_for("auto").name == "te"
+
+
+SINKS = DENSE | {"softmax_type": "learnable"}
+LATENT = DENSE | {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    "fields, off, beside, never",
+    [
+        (DENSE, None, ["A100", "L40S"], []),
+        (DENSE, "NVTE_FLASH_ATTN", [], ["A100", "L40S"]),
+        (DENSE, "NVTE_FUSED_ATTN", ["A100", "L40S", "H100", "B200", "RTX 50"], []),
+        (LATENT, None, ["A100", "L40S", "RTX 50"], []),
+        (SINKS, None, [], ["A100", "L40S"]),
+        (LATENT | {"v_head_dim": 256}, None, ["A100", "H100", "B200", "RTX 50"], ["L40S"]),
+    ],
+)
+def test_a_dry_run_without_a_gpu_says_on_which_ones_te_is_taken(machine, monkeypatch, fields, off, beside, never):
+    """By what `auto` is there, where transformer-engine is installed."""
+    machine(gpu=False)
+    if off is not None:
+        monkeypatch.setenv(off, "0")
+    why = layer_spec.choose("auto", fields, ONE, dtype=torch.bfloat16, elsewhere=True).why
+    cases = ((beside, "beside flash-attn 2"), (never, "local too"))
+    said = "; ".join(f"{', '.join(names)}: {what}" for names, what in cases if names)
+    assert why == f"torch sees no GPU; with one and transformer-engine it is te ({said})"
+    machine(gpu=True, transformer_engine=WORKS)
+    for at, name in te_limits.GENERATIONS.items():
+        for flash_attn, is_te in (
+            (versions.NOT_THERE, name not in beside + never),
+            (Version("2.8.3"), name not in never),
+        ):
+            here = te_limits.Gpu(at, flash_attn, switched_off=te_limits.switched_off())
+            monkeypatch.setattr(te_limits.Gpu, "here", lambda here=here: here)
+            assert (layer_spec.choose("auto", fields, ONE, dtype=torch.bfloat16).name == "te") is is_te, here
 
 
 def test_te_is_said_by_rules_where_no_gpu_is(machine, monkeypatch):
