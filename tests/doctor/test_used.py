@@ -54,9 +54,13 @@ def test_without_a_gpu_all_is_local(machine):
     assert found[DENSE, 1]["attention"] == ["sdpa"] and found[DENSE, 2]["attention"] == ["flash"]
     assert found[SINKS, 1]["attention"] == ["flash"]
     said = words(found)
-    assert said["used.spec"].level == "note" and said["used.spec"].what.startswith(
-        "layers: local (torch sees no GPU; with one"
-    )
+    specs = [finding for name, finding in said.items() if name.startswith("used.spec")]
+    assert {finding.level for finding in specs} == {"note"}
+    assert [finding.what.partition(" with one and ")[2] for finding in specs] == [
+        "transformer-engine it is te (A100, L40S: beside flash-attn 2))",
+        "transformer-engine it is te (A100, L40S: local too))",
+        "transformer-engine it is te (A100, L40S, RTX 50: beside flash-attn 2))",
+    ]
 
 
 def test_on_a_gpu_it_is_what_the_tables_of_limits_say(machine):
