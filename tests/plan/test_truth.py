@@ -24,8 +24,8 @@ LATENT = {
 CASES = [
     Case(DENSE, world=2, tp=2, changes=NARROW),
     Case(DENSE, world=4, pp=2, changes=NARROW),
-    Case(DENSE, world=2, pp=2, vpp=2, changes=NARROW),
-    Case(DENSE, world=4, pp=4, changes=NARROW),
+    Case(DENSE, world=2, pp=2, vpp=2, micro_batches=6, changes=NARROW),
+    Case(DENSE, world=4, pp=4, micro_batches=6, changes=NARROW),
     Case(DENSE, world=2, cp=2, changes=NARROW),
     Case(DENSE, world=4, changes=NARROW | {"vocab_size": 4001}),  # shards of uneven content
     Case(DENSE, recompute="full", changes=NARROW),
