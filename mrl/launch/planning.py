@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from mrl.plan.gpus import GPU
+    from mrl.plan.memory import KnownChunks
     from mrl.plan.planner import Plan
 
 
@@ -39,12 +40,15 @@ def run(
     if world_size > MOST_GPUS:
         raise ConfigError("--world-size", world_size, "is more than any cluster has", f"give at most {MOST_GPUS}")
     command = command_of_yaml(read_yaml(path))
+    known: KnownChunks = {}
 
     def plan_of(more: Sequence[str] = ()) -> Plan:
         config = load_config(path, [*overrides, *more], command.root)
         parts, layouts = read_parts(command, config, world_size)
         with preflight.quiet():
-            return planner.plan(command, config, parts, layouts, card, reserved_gib=reserved, efficiency=share)
+            return planner.plan(
+                command, config, parts, layouts, card, reserved_gib=reserved, efficiency=share, known=known
+            )
 
     with preflight.quiet():
         from mrl.plan import planner, show

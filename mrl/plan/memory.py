@@ -13,10 +13,13 @@ from mrl.converters.families import family_for
 from mrl.converters.hf_config import normalize, read_hf_config
 from mrl.converters.rules import expected_hf_names
 from mrl.engine.megatron import meta
-from mrl.engine.megatron.meta import RankFigures
+from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
+
+KnownChunks = dict[tuple, ChunkFigures]
+"""What chunks of models took, by what they consist of; layouts share it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +62,11 @@ class RolePlan:
         return self.trains or self.forward
 
 
-def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int) -> RolePlan:
+def plan_role(
+    role: str, model: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int, known: KnownChunks
+) -> RolePlan:
     """Builds and runs the role's model, once for each stage that differs from those before it. On backend fsdp it is
-    built alone: what its passes take is not known."""
+    built alone: what its passes take is not known. known: what chunks took so far, in any layout."""
     if config.engine.backend == "fsdp":
         trains = config.optimizer is not None
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
@@ -75,19 +80,21 @@ def plan_role(role: str, model: str, config: RoleConfig, dims: ParallelDims, pha
         sequences = phase.sequences // phase.steps
         if phase.kind == "train":
             lengths = micro_batches(config, dims, sequences, longest).lengths
-            trained = _stages(config, dims, lengths, entropy=phases.entropy if config.head == "lm" else "none")
+            trained = _stages(config, dims, lengths, known, entropy=phases.entropy if config.head == "lm" else "none")
         elif phase.kind == "forward":
             lengths = micro_batches(config, dims, sequences, longest).lengths
-            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, entropy="none")
+            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, known)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
             layers = dataclasses.replace(config, optimizer=None, head="value")
-            sampling = _stages(layers, dims, (phase.prefill_tokens,), entropy="none")
+            sampling = _stages(layers, dims, (phase.prefill_tokens,), known)
     if not trained and not only_forward:  # it only samples
-        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), entropy="none")
+        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), known)
     return RolePlan(role, model, config, dims, trained, only_forward, meta.layer_spec_on_gpus(config, dims), sampling)
 
 
-def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, entropy: str) -> tuple[RankFigures, ...]:
+def _stages(
+    config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], known: KnownChunks, *, entropy: str = "none"
+) -> tuple[RankFigures, ...]:
     """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
     alone, and that is listed. Stages with the same layers are run once."""
     kinds = meta.kinds_of_stages(config, dims)
@@ -97,7 +104,7 @@ def _stages(config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], *, e
     for stage, kind in enumerate(kinds):
         rank = stage * (dims.world_size // dims.pp)
         if kind.same not in made:
-            made[kind.same] = meta.measure(config, dims, rank, lengths, spec=spec, entropy=entropy)
+            made[kind.same] = meta.measure(config, dims, rank, lengths, spec=spec, entropy=entropy, known=known)
         found.append(dataclasses.replace(made[kind.same], layers=kind.layers, coords=dims.coordinates(rank)))
     return tuple(found)
 
@@ -181,10 +188,15 @@ def _activations(phase: Phase, plan: RolePlan, stage: int, longest: int) -> int 
         stage, pp=dims.pp, vpp=dims.vpp, micro_batches=min(batches.count, 4 * dims.pp * dims.vpp),
         forward_only=phase.kind == "forward",
     )  # fmt: skip
-    chunks = figures.chunks
-    return schedule.most_alive(
+    return most_activations(order, figures.chunks)
+
+
+def most_activations(order: Sequence[schedule.Pass], chunks: Sequence[ChunkFigures]) -> int:
+    """Returns the most bytes of activations at once on a stage that goes through `order`."""
+    alive = schedule.most_alive(
         order, [c.saved for c in chunks], [c.forward_peak for c in chunks], [c.backward_peak for c in chunks]
     )
+    return alive + max(chunk.shared for chunk in chunks)
 
 
 def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
@@ -195,7 +207,7 @@ def _sampling(phase: Phase, plan: RolePlan, stage: int) -> int | None:
     last = stage == plan.dims.pp - 1
     rows = math.ceil(phase.sequences / (plan.dims.dp * plan.dims.cp)) if last else 0
     logits = 4 * rows * math.ceil(read_hf_config(plan.config.model.path)["vocab_size"] / plan.dims.tp) if rows else 0
-    return max(chunk.forward_peak for chunk in plan.sampling[stage].chunks) + logits
+    return max(chunk.forward_peak + chunk.shared for chunk in plan.sampling[stage].chunks) + logits
 
 
 def _model_bytes(config: RoleConfig) -> int:

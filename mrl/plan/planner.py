@@ -82,9 +82,12 @@ class Plan:
 
 def plan(
     command: TrainingCommand, config: Config, parts: list[Part], layouts: list[ParallelDims], gpu: GPU, *,
-    reserved_gib: float = RESERVED_GIB, efficiency: float = EFFICIENCY,
+    reserved_gib: float = RESERVED_GIB, efficiency: float = EFFICIENCY, known: memory.KnownChunks | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of a config whose parts and layouts have been checked. `meta.prepare` must have been called."""
+    """Returns the plan of a config whose parts and layouts have been checked. `meta.prepare` must have been called.
+
+    known: what was measured for other plans with the same config.json, and is added to."""
+    known = {} if known is None else known
     longest, _ = command.longest(config)
     phases = command.phases(config)
     roles, costs, batches, model_flops = {}, {}, {}, {}
@@ -97,7 +100,7 @@ def plan(
                 part.key("engine.backend"), part.engine.backend, "is not planned", "plan megatron or fsdp"
             )
         role_config = command.engine_config(config, part)
-        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest)
+        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest, known)
         if part.optimizer is not None and part.hf.get("model_type") in FAMILIES:
             model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:

@@ -10,6 +10,7 @@ from mrl.config.schema import RoleConfig
 from mrl.engine.megatron import meta
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule
+from mrl.plan.memory import most_activations
 from mrl.plan.sharded import figures
 from tests.cuda import models, update
 from tests.cuda.cases import Case
@@ -35,10 +36,7 @@ def held(case: Case) -> list[dict[str, int]]:
         found.append({
             "parameters": stage.parameters, "gradients": stage.gradients,
             "optimizer": stage.optimizer(at.cp_rank + dims.cp * at.dp_rank, at.edp_rank),
-            "activations": schedule.most_alive(
-                order, [c.saved for c in stage.chunks], [c.forward_peak for c in stage.chunks],
-                [c.backward_peak for c in stage.chunks],
-            ),
+            "activations": most_activations(order, stage.chunks),
         })  # fmt: skip
     return found
 
@@ -66,6 +64,19 @@ def tensor_parallel_bytes(config: RoleConfig, dims: ParallelDims, lengths: list[
         if one.group == "tp":
             found[one.op] = found.get(one.op, 0) + one.bytes
     return found
+
+
+def chunks_of_layouts(
+    config: RoleConfig, layouts: list[ParallelDims], lengths: list[int]
+) -> tuple[list[list[meta.ChunkFigures]], list[list[meta.ChunkFigures]]]:
+    """What the chunks of every stage of the layouts take: each stage measured alone, and with what is known of others."""
+    alone, together, known = [], [], {}
+    for dims in layouts:
+        for rank in range(0, dims.world_size, dims.world_size // dims.pp):
+            alone.append(list(meta.measure(config, dims, rank, lengths).chunks))
+            together.append(list(meta.measure(config, dims, rank, lengths, known=known).chunks))
+    assert len(known) < sum(map(len, together)), "nothing is known of another layout"
+    return alone, together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,14 @@ DIMS = ParallelDims(16, tp=2, pp=2)  # dp 4; stages of 8 ranks, a node each
 
 FREE = ChunkFigures(
     saved=0, forward_peak=0, backward_peak=0, forward_flops=0, backward_flops=0, forward_traffic=(),
-    backward_traffic=(), sent=10**9,
+    backward_traffic=(), sent=10**9, shared=0,
 )  # fmt: skip
 
 
 def stage(number: int, flops: float = 1e12) -> RankFigures:
     chunk = ChunkFigures(
         saved=10, forward_peak=15, backward_peak=12, forward_flops=flops, backward_flops=2 * flops,
-        forward_traffic=(Traffic("tp", "all_gather", 2, 2 * 10**9),), backward_traffic=(), sent=(1 - number) * 10**9,
+        forward_traffic=(Traffic("tp", "all_gather", 2, 2 * 10**9),), backward_traffic=(), sent=(1 - number) * 10**9, shared=0,
     )  # fmt: skip
     return RankFigures(
         coords=DIMS.coordinates(8 * number), parameters=2 * 10**9, trained_parameters=10**9, buffers=0,

@@ -12,7 +12,8 @@ from mrl.engine.fsdp.shapes import Shape
 from mrl.engine.megatron import meta
 from mrl.engine.megatron.meta import Buffer, ChunkFigures, RankFigures
 from mrl.parallel import ParallelDims
-from mrl.plan.memory import RolePlan, micro_batches, uses
+from mrl.plan import schedule
+from mrl.plan.memory import RolePlan, micro_batches, most_activations, uses
 from tests.cuda import models
 
 CONFIG = RoleConfig(
@@ -22,7 +23,7 @@ CONFIG = RoleConfig(
 UPDATE = Phase("update of the actor", "actor", "train", 32, steps=2)
 CHUNK = ChunkFigures(
     saved=10, forward_peak=15, backward_peak=18, forward_flops=1, backward_flops=2, forward_traffic=(),
-    backward_traffic=(), sent=0,
+    backward_traffic=(), sent=0, shared=0,
 )  # fmt: skip
 
 
@@ -147,3 +148,10 @@ def test_stages_whose_layers_have_other_adapters_are_of_another_kind(tmp_path, t
     lora = LoraConfig(rank=4, target_modules=target)
     config = dataclasses.replace(CONFIG, model=ModelConfig(path=path, dtype="bfloat16", lora=lora))
     assert len({kind.same for kind in meta.kinds_of_stages(config, ParallelDims(4, pp=4))}) == kinds
+
+
+def test_a_buffer_that_passes_share_counts_once():
+    """However many micro-batches are in flight, of however many chunks."""
+    order = schedule.passes(0, pp=2, vpp=2, micro_batches=8)
+    chunks = (dataclasses.replace(CHUNK, shared=5), dataclasses.replace(CHUNK, shared=3))
+    assert most_activations(order, chunks) == most_activations(order, (CHUNK, CHUNK)) + 5

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from mrl.config.command import Part
 from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from mrl.errors import ConfigError
+from mrl.parallel import ParallelDims
 from mrl.plan.gpus import gpu_of
 from mrl.plan.suggesting import candidates, search, spread
 from tests.cuda.models import COMMON, MODELS
+from tests.engine import tiny
 
 H100 = gpu_of("h100-80gb")
 ROOM = H100.memory - 4 * 2**30
@@ -36,6 +42,17 @@ def test_parameters_count_as_their_dtype_has_them():
     room = int(8.19e9 * 8)
     assert {} in tried("Qwen/Qwen3-8B", 8, room=room)
     assert {} not in tried("Qwen/Qwen3-8B", 8, room=room, dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recompute"), [("llama", "none"), ("qwen3_moe", "full")])
+def test_a_chunk_is_measured_once_for_all_layouts_that_have_it(planner, tmp_path, family, recompute):
+    """What it takes goes by its own layers, whatever stages and chunks there are beside it."""
+    config = tiny.role(tiny.make_model(str(tmp_path), family, layers=8), backend="megatron", dtype="bfloat16")
+    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, recompute=recompute))
+    layouts = [ParallelDims(8, tp=2, pp=pp, vpp=vpp, sp=True) for pp, vpp in [(2, 2), (4, 1), (2, 1), (4, 2)]]
+    alone, together = planner.call("tests.plan.planned:chunks_of_layouts", config, layouts, [64, 32])
+    assert alone == together
 
 
 def test_the_most_divided_is_tried_too():

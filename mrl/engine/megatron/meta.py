@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.batch import make_batch
-from mrl.config.schema import RoleConfig
+from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
-from mrl.engine.megatron.meta_run import AsOnAGPU, Traffic, Watch, in_backward, norms_of
+from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
 from mrl.mcore_models import cpu_stand_in, platform
 from mrl.parallel import Coordinates, ParallelDims
 
@@ -43,6 +43,7 @@ class ChunkFigures:
     forward_traffic: tuple[Traffic, ...]
     backward_traffic: tuple[Traffic, ...]
     sent: int  # bytes of hidden states that go on to the next stage, and come back as their gradient
+    shared: int  # of megatron's buffer of gathered hidden states, one for all passes of a rank; in no figure above
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +157,14 @@ def own_group(rank: int, sizes: Sequence[int], mask: Sequence[bool]) -> list[int
 
 def measure(
     config: RoleConfig, dims: ParallelDims, rank: int, lengths: Sequence[int], *,
-    spec: Literal["te", "local"] = "local", entropy: str = "none",
+    spec: Literal["te", "local"] = "local", entropy: str = "none", known: dict[tuple, ChunkFigures] | None = None,
 ) -> RankFigures:  # fmt: skip
     """Returns what `rank` holds, and what a micro-batch of sequences of these lengths takes there; of no sequences,
     nothing is run.
 
     config: as an engine gets it. Nothing is read but config.json. spec: whose layers keep activations. Those of
-    transformer-engine are the local ones with its norms, which keep their input and a number a row.
+    transformer-engine are the local ones with its norms, which keep their input and a number a row. known: what chunks
+    took, which is not measured again; those of this rank are put into it.
     """
     from mrl.converters.rules import padded_vocab
     from mrl.engine.lora.folder import adapters
@@ -193,7 +195,12 @@ def measure(
             found = []
             if lengths:
                 run = _Run(config, dims, model, lengths, entropy)
-                found = [run.measure(chunk, of, plan) for chunk, of, plan in zip(wrapped, chunks, plans, strict=True)]
+                known = {} if known is None else known
+                keys = _keys_of_chunks(config, dims, model.coords.pp_rank, (*lengths, spec, entropy))
+                for chunk, of, plan, key in zip(wrapped, chunks, plans, keys, strict=True):
+                    if key not in known:
+                        known[key] = run.measure(chunk, of, plan)
+                    found.append(known[key])
             parameters = [p for chunk in chunks for p in chunk.parameters()]
             in_buffers = [_buffer(b) for b in optim.gradient_buffers(wrapped)] if trained else []
             frozen = sum(p.numel() * p.element_size() for p in parameters if not (trained and p.requires_grad))
@@ -205,6 +212,20 @@ def measure(
                 grad_buffers=tuple(in_buffers), chunks=tuple(found), layers=tuple(tuple(p.layers) for p in plans),
                 dtype_bytes=model.dtype.itemsize, tied_gradient=_tied_gradient(chunks, dims) if trained else 0,
             )  # fmt: skip
+
+
+def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tuple) -> list[tuple]:
+    """Returns what chunks of a stage have alike whose passes take the same.
+
+    How many stages and chunks there are beside it is not in it: a chunk's passes are those of its own layers. Nor is
+    recomputation where nothing is kept for a backward pass."""
+    trains = config.optimizer is not None
+    engine = dataclasses.replace(config.engine, parallel=ParallelConfig(), offload=[])
+    if not trains:
+        engine = dataclasses.replace(engine, recompute="none", recompute_modules=None)
+    same = dataclasses.replace(config, engine=engine, optimizer=None)
+    layout = (dims.world_size, dims.tp, dims.cp, dims.ep, dims.etp, dims.sp)
+    return [(repr(same), trains, layout, more, chunk) for chunk in kinds_of_stages(config, dims)[stage].same]
 
 
 def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
@@ -265,8 +286,16 @@ class _Run:
         self.groups = _kinds_of_groups(dims)
 
     def measure(self, chunk: Any, inner: Any, plan: Any) -> ChunkFigures:
+        from megatron.core import parallel_state
+
         from mrl.engine.megatron import pipeline
         from mrl.engine.megatron.scaling import megatron_scale
+
+        buffers = parallel_state.get_global_memory_buffer().buffer
+        buffers.clear()  # the first pass of a rank makes it, and others use it
+
+        def shared() -> int:
+            return sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in buffers.values())
 
         experts = EvenExperts(lambda values: torch.tensor(values, device="cpu"), waited=lambda _: None)
         undo = experts.install()
@@ -287,17 +316,19 @@ class _Run:
                 )
                 if plan.has_output:
                     output = loss(output)[0]
-                saved, forward_peak, forward = watch.alive - begun, watch.peak - begun, watch.taken()
+                kept = begun + shared()
+                saved, forward_peak, forward = watch.alive - kept, watch.peak - kept, watch.taken()
+                sent = self._sent(rows, plan)
                 if not self.trains:
                     del output, loss, micro_batch
-                    return ChunkFigures(saved, forward_peak, 0, forward[0], 0.0, forward[1], (), self._sent(rows, plan))
+                    return ChunkFigures(saved, forward_peak, 0, forward[0], 0.0, forward[1], (), sent, shared())
                 watch.peak = watch.alive
                 with in_backward(experts):
                     torch.autograd.backward(output, None if plan.has_output else torch.empty_like(output))
                 backward = watch.taken()
+                backward_peak = watch.peak - begun - shared()
                 return ChunkFigures(
-                    saved, forward_peak, watch.peak - begun, forward[0], backward[0], forward[1], backward[1],
-                    self._sent(rows, plan),
+                    saved, forward_peak, backward_peak, forward[0], backward[0], forward[1], backward[1], sent, shared()
                 )  # fmt: skip
         finally:
             undo()

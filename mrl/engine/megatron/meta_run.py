@@ -109,6 +109,12 @@ def _attention_flops(func: Any, args: Any, kwargs: Mapping[str, Any]) -> float:
     return products * q.shape[0] * heads * queries * seen * (q.shape[-1] + v.shape[-1])
 
 
+_ASKED = {
+    torch.nn.functional.scaled_dot_product_attention, torch.Tensor.tolist, torch.Tensor.numpy,
+    torch.Tensor.masked_select, torch.masked_select, torch.Tensor.nonzero, torch.nonzero,
+}  # fmt: skip
+
+
 class AsOnAGPU(TorchFunctionMode):
     """Chooses attention's kernel as torch does on a GPU, and gives what the host reads of tensors without numbers."""
 
@@ -118,6 +124,8 @@ class AsOnAGPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _ASKED:
+            return func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention and args[0].is_meta:
             return attention(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
