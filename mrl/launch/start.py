@@ -66,16 +66,16 @@ def _memory(command: TrainingCommand, config: Config, world_size: int) -> str | 
     from mrl.plan.gpus import gpu_here
     from mrl.trainers.throughput import peak_of
 
-    name, memory = gpus[0]
-    return planning.verdict(command, config, world_size, gpu_here(name, memory, peak_of(name)))[1]
+    name, memory, capability = gpus[0]
+    return planning.verdict(command, config, world_size, gpu_here(name, memory, peak_of(name), capability))[1]
 
 
-def _gpus() -> list[tuple[str, int]]:
-    """Returns name and bytes of memory of this machine's GPUs."""
+def _gpus() -> list[tuple[str, int, tuple[int, int]]]:
+    """Returns name, bytes of memory and compute capability of this machine's GPUs."""
     import torch
 
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [(one.name, one.total_memory) for one in found]
+    return [(one.name, one.total_memory, (one.major, one.minor)) for one in found]
 
 
 def join(joined: JoinedWorld) -> None:

@@ -20,18 +20,19 @@ class GPU:
     link: float  # bytes/s to other GPUs of its node, over NVLink
     network: float  # bytes/s to GPUs of other nodes
     per_node: int  # GPUs that NVLink joins
+    capability: tuple[int, int] | None = None  # compute capability; None of one that only figures are known of
 
 
 MIB = 2**20
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-40gb", 40960 * MIB, 312e12, 1.555e12, 300e9, 25e9, 8),
-        GPU("a100-80gb", 81920 * MIB, 312e12, 2.039e12, 300e9, 25e9, 8),
-        GPU("h100-80gb", 81559 * MIB, 989e12, 3.35e12, 450e9, 50e9, 8),
-        GPU("h200", 143771 * MIB, 989e12, 4.8e12, 450e9, 50e9, 8),
-        GPU("b200", 183359 * MIB, 2250e12, 8e12, 900e9, 50e9, 8),
-        GPU("gb300", 284208 * MIB, 2500e12, 8e12, 900e9, 100e9, 72),
+        GPU("a100-40gb", 40960 * MIB, 312e12, 1.555e12, 300e9, 25e9, 8, (8, 0)),
+        GPU("a100-80gb", 81920 * MIB, 312e12, 2.039e12, 300e9, 25e9, 8, (8, 0)),
+        GPU("h100-80gb", 81559 * MIB, 989e12, 3.35e12, 450e9, 50e9, 8, (9, 0)),
+        GPU("h200", 143771 * MIB, 989e12, 4.8e12, 450e9, 50e9, 8, (9, 0)),
+        GPU("b200", 183359 * MIB, 2250e12, 8e12, 900e9, 50e9, 8, (10, 0)),
+        GPU("gb300", 284208 * MIB, 2500e12, 8e12, 900e9, 100e9, 72, (10, 3)),
     )
 }
 """Peaks from NVIDIA's data sheets (A100, H100, H200, DGX B200, GB300 NVL72), of the SXM or NVL forms; the network is
@@ -40,11 +41,11 @@ that of NVIDIA's own nodes: 200, 400 and 800 Gbit/s a GPU."""
 DEFAULT = "h100-80gb"
 
 
-def gpu_here(name: str, memory: int, flops: float | None) -> GPU:
+def gpu_here(name: str, memory: int, flops: float | None, capability: tuple[int, int]) -> GPU:
     """Returns the GPU of this machine, with what torch says of it and otherwise the figures of the nearest that is
     known."""
     known = next((gpu for gpu in GPUS.values() if gpu.name.split("-")[0] in name.lower()), GPUS[DEFAULT])
-    return dataclasses.replace(known, name=name, memory=memory, flops=flops or known.flops)
+    return dataclasses.replace(known, name=name, memory=memory, flops=flops or known.flops, capability=capability)
 
 
 _GIVEN = {  # what may follow --gpu -> field, in what unit
@@ -61,7 +62,7 @@ def gpu_of(text: str, key: str = "--gpu") -> GPU:
     name, *figures = text.split(",") if "=" not in text.split(",")[0] else (DEFAULT, *text.split(","))
     if name not in GPUS:
         raise ConfigError(key, text, "is not one of those known", f"give {', '.join(GPUS)}, or GB=64 for its memory")
-    gpu = GPUS[name]
+    gpu = GPUS[name] if text.split(",")[0] == name else dataclasses.replace(GPUS[name], capability=None)
     for figure in figures:
         found = re.fullmatch(r"(\w+)=(\d{1,9}(?:\.\d+)?)", figure.strip())
         field, unit = _GIVEN.get(found[1].upper(), ("", 0)) if found else ("", 0)

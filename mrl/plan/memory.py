@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config.phases import Phase, Phases
 from mrl.config.schema import RoleConfig
@@ -17,6 +17,7 @@ from mrl.engine.megatron.meta import ChunkFigures, RankFigures
 from mrl.mcore_models.layer_spec import DTYPES
 from mrl.parallel import ParallelDims
 from mrl.plan import schedule, sharded
+from mrl.plan.gpus import GPU
 
 KnownChunks = dict[tuple, ChunkFigures]
 """What chunks of models took, by what they consist of; layouts share it."""
@@ -63,14 +64,16 @@ class RolePlan:
 
 
 def plan_role(
-    role: str, model: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int, known: KnownChunks
-) -> RolePlan:
+    role: str, model: str, config: RoleConfig, dims: ParallelDims, phases: Phases, longest: int, gpu: GPU,
+    known: KnownChunks,
+) -> RolePlan:  # fmt: skip
     """Builds and runs the role's model, once for each stage that differs from those before it. On backend fsdp it is
     built alone: what its passes take is not known. known: what chunks took so far, in any layout."""
     if config.engine.backend == "fsdp":
         trains = config.optimizer is not None
         forward = (sharded.figures(dataclasses.replace(config, optimizer=None), dims),)
         return RolePlan(role, model, config, dims, (sharded.figures(config, dims),) * trains, forward)
+    spec = meta.layer_spec_on_gpus(config, dims, gpu.capability)
     trained: tuple[RankFigures, ...] = ()
     only_forward: tuple[RankFigures, ...] = ()
     sampling: tuple[RankFigures, ...] = ()
@@ -80,25 +83,32 @@ def plan_role(
         sequences = phase.sequences // phase.steps
         if phase.kind == "train":
             lengths = micro_batches(config, dims, sequences, longest).lengths
-            trained = _stages(config, dims, lengths, known, entropy=phases.entropy if config.head == "lm" else "none")
+            trained = _stages(
+                config, dims, lengths, spec, known, entropy=phases.entropy if config.head == "lm" else "none"
+            )
         elif phase.kind == "forward":
             lengths = micro_batches(config, dims, sequences, longest).lengths
-            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, known)
+            only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, lengths, spec, known)
         elif phase.prefill_tokens:  # a head of one output: logits are of the sampled rows alone, and are added to it
             layers = dataclasses.replace(config, optimizer=None, head="value")
-            sampling = _stages(layers, dims, (phase.prefill_tokens,), known)
+            sampling = _stages(layers, dims, (phase.prefill_tokens,), spec, known)
     if not trained and not only_forward:  # it only samples
-        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), known)
-    return RolePlan(role, model, config, dims, trained, only_forward, meta.layer_spec_on_gpus(config, dims), sampling)
+        only_forward = _stages(dataclasses.replace(config, optimizer=None), dims, (), spec, known)
+    return RolePlan(role, model, config, dims, trained, only_forward, spec, sampling)
 
 
 def _stages(
-    config: RoleConfig, dims: ParallelDims, lengths: Sequence[int], known: KnownChunks, *, entropy: str = "none"
+    config: RoleConfig,
+    dims: ParallelDims,
+    lengths: Sequence[int],
+    spec: Literal["te", "local"],
+    known: KnownChunks,
+    *,
+    entropy: str = "none",
 ) -> tuple[RankFigures, ...]:
     """One rank of each stage: tensor, context and data parallel ranks of a stage differ in what the optimizer divides
     alone, and that is listed. Stages with the same layers are run once."""
     kinds = meta.kinds_of_stages(config, dims)
-    spec = meta.layer_spec_on_gpus(config, dims)
     made: dict[tuple, RankFigures] = {}
     found = []
     for stage, kind in enumerate(kinds):

@@ -100,7 +100,7 @@ def plan(
                 part.key("engine.backend"), part.engine.backend, "is not planned", "plan megatron or fsdp"
             )
         role_config = command.engine_config(config, part)
-        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest, known)
+        roles[part.role] = memory.plan_role(part.role, names[part.role], role_config, dims, phases, longest, gpu, known)
         if part.optimizer is not None and part.hf.get("model_type") in FAMILIES:
             model_flops[part.role] = _flops_of_a_token(part, longest)
     for phase in phases.phases:

@@ -105,11 +105,19 @@ def command(words: list[str], folder: str, hub: str | None = None) -> Done:
     return Done(result.exit_code, result.stdout, result.stderr)
 
 
+YAML = {
+    "sft": "model: {{path: {0}}}\ndata: {{train: none.jsonl}}\n",
+    "ppo": "actor: {{model: {{path: {0}}}, engine: {{micro_batch: {{size: 1}}}}}}\n"
+    "algorithm: {{name: grpo, kl_in: loss, kl_coef: 0.01}}\ndata: {{train: none.jsonl}}\nrollout: {{backend: vllm}}\n"
+    "rewards: {{functions: [{{name: gsm8k}}]}}\n",
+}
+
+
 def published(
-    model: dict, words: list[str], world_size: int, gpu: str, folder: str
-) -> tuple[bool, float, float, float]:
-    """Whether a run of `mrl sft` fits, and GiB of its fullest GPU, of its gradients, and what there is. words: overrides
-    of its config."""
+    model: dict, name: str, words: list[str], world_size: int, folder: str
+) -> tuple[bool, list[tuple[float, float]], float]:
+    """Whether a run of `mrl sft` or `mrl ppo` fits on H100s, GiB in all and of gradients in each phase and stage, and what
+    there is. words: overrides of its config."""
     import json
 
     from mrl.config.command import record
@@ -120,15 +128,11 @@ def published(
 
     path = Path(folder)
     (path / "config.json").write_text(json.dumps(models.COMMON | model))
-    (path / "sft.yaml").write_text(
-        f"output_dir: run\nmodel: {{path: {folder}}}\ndata: {{train: none.jsonl}}\nengine: {{micro_batch: {{size: 1}}}}\n"
-        "train: {steps: 1}\n"
-    )
-    command = record("sft")
-    config = load_config(path / "sft.yaml", words, command.root)
-    made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of(gpu))
-    use = made.fullest
-    return made.fits, use.total / 2**30, use.gradients / 2**30, made.room / 2**30
+    (path / "run.yaml").write_text("output_dir: run\n" + YAML[name].format(folder))
+    command = record(name)
+    config = load_config(path / "run.yaml", ["train.steps=1", *words], command.root)
+    made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of("h100-80gb"))
+    return made.fits, [(use.total / 2**30, use.gradients / 2**30) for use in made.uses], made.room / 2**30
 
 
 def verdict_where_the_planner_fails() -> tuple[bool | None, str]:

@@ -32,6 +32,7 @@ def folder(tmp_path_factory):
     models.write("Qwen/Qwen3-8B", path / "8b")
     models.write("deepseek-ai/DeepSeek-V3", path / "671b")
     models.write("Qwen/Qwen3-8B", path / "tiny", 2, **TINY)
+    models.write("openai/gpt-oss-20b", path / "sinks", 2, **TINY, **models.fewer_experts("openai/gpt-oss-20b", 4))
     text = "output_dir: run\nmodel: {path: 8b}\ndata: {train: none.jsonl, max_length: 4096}\n"
     (path / "sft.yaml").write_text(text + "train: {steps: 10, global_batch_size: 256}\nengine: {parallel: {tp: 2}}\n")
     (path / "grpo.yaml").write_text(
@@ -65,6 +66,15 @@ def test_what_does_not_fit_is_said_and_exits_with_2(plan):
     # 8.19e9 parameters over tp 2: two bytes each, four of gradients, twelve of the optimizer
     assert stage["gradient_bytes"] == 2 * stage["parameter_bytes"]
     assert max(stage["optimizer_bytes"]) == pytest.approx(6 * stage["parameter_bytes"], rel=1e-3)
+
+
+def test_the_layer_spec_is_that_of_the_planned_gpu(plan):
+    """transformer-engine has attention sinks by cuDNN alone, which begins at Hopper: an A100 takes the local spec."""
+    for gpu, spec in (("a100-80gb", "local"), ("h100-80gb", "te"), ("GB=80", "te")):
+        told = json.loads(
+            plan("sft.yaml", "model.path=sinks", "engine.parallel={}", "-n", "1", "--gpu", gpu, "--json").stdout
+        )
+        assert told["roles"]["model"]["layer_spec"] == spec, gpu
 
 
 @pytest.mark.parametrize(

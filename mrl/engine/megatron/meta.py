@@ -235,18 +235,22 @@ def _tied_gradient(chunks: Sequence[Any], dims: ParallelDims) -> int:
     return sum(4 * chunk.shared_embedding_or_output_weight().numel() for chunk in ends)
 
 
-def layer_spec_on_gpus(config: RoleConfig, dims: ParallelDims) -> Literal["te", "local"]:
-    """Returns the layer spec of a run on GPUs that have transformer-engine."""
+def layer_spec_on_gpus(
+    config: RoleConfig, dims: ParallelDims, capability: tuple[int, int] | None
+) -> Literal["te", "local"]:
+    """Returns the layer spec of a run on GPUs that have transformer-engine, and the versions of flash-attn and cuDNN
+    that it takes. capability: theirs; None where it is not known, and any generation may do."""
     from mrl.converters.families import fields_of
     from mrl.converters.hf_config import read_hf_config
     from mrl.mcore_models.layer_spec import DTYPES
-    from mrl.mcore_models.te_limits import te_refuses, te_slows
+    from mrl.mcore_models.te_limits import Gpu, switched_off, te_refuses, te_slows
 
     fields, dtype = fields_of(dict(read_hf_config(config.model.path))), DTYPES[config.model.dtype]
+    gpu = Gpu(capability, switched_off=switched_off())
     wanted = config.engine.layer_spec
-    if wanted == "local" or te_refuses(fields, dims, dtype=dtype) is not None:
+    if wanted == "local" or te_refuses(fields, dims, gpu, dtype=dtype) is not None:
         return "local"
-    return "local" if wanted == "auto" and te_slows(fields, dims, dtype=dtype) is not None else "te"
+    return "local" if wanted == "auto" and te_slows(fields, dims, gpu, dtype=dtype) is not None else "te"
 
 
 def _buffer(buffer: Any) -> Buffer:
