@@ -75,7 +75,7 @@ RECIPES = [
     Recipe("Megatron-Bridge, Llama 3 70B SFT", LLAMA3, LLAMA_70B, 32, sft(4096, 32, "{tp: 4, pp: 4, vpp: 5}"),
            bf16_gradients=True),
     Recipe("Megatron-Bridge, Llama 3.1 405B pre-training", LLAMA31, LLAMA_405B, 1024,
-           sft(8192, 1536, "{tp: 8, pp: 8, cp: 2}"), bf16_gradients=True),
+           sft(8192, 1536, "{tp: 8, pp: 8, vpp: 8, cp: 2}"), bf16_gradients=True),
     Recipe("NeMo-RL, Llama 3.1 8B DPO",
            f"{NEMO_RL}/02f26e8ba1ad1f34d331daf8dd0c2839bb5b6d69/examples/configs/recipes/llm/"
            "dpo-llama3.1-8b-instruct-4n8g-megatrontp2pp2-quick.yaml",
