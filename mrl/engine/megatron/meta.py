@@ -220,7 +220,7 @@ def _keys_of_chunks(config: RoleConfig, dims: ParallelDims, stage: int, more: tu
     How many stages and chunks there are beside it is not in it: a chunk's passes are those of its own layers. Nor is
     recomputation where nothing is kept for a backward pass."""
     trains = config.optimizer is not None
-    engine = dataclasses.replace(config.engine, parallel=ParallelConfig(), offload=[])
+    engine = dataclasses.replace(config.engine, parallel=ParallelConfig())
     if not trains:
         engine = dataclasses.replace(engine, recompute="none", recompute_modules=None)
     same = dataclasses.replace(config, engine=engine, optimizer=None)
