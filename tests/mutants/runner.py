@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.table import Mutant
+from tests.mutants.mutant import Mutant
 
 REPO = Path(__file__).parents[2]
 COPIED = ("mrl", "tests", "examples", "docs", "pyproject.toml")

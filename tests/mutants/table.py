@@ -1,32 +1,10 @@
-"""The mutants: small faults that a test must catch, by what they break.
-
-A mutant replaces `text`, which stands once in `file`, by `replacement`; at least one of `tests` must fail then. Name few and cheap
-ones. A mutant whose text is gone, because the line was rewritten, gets the new line's text.
-"""
+"""The mutants of models, losses, batches, engines, checkpoints and plans; those of the commands that inspect a run or a
+machine are in table_of_commands.py."""
 
 from __future__ import annotations
 
-import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """file: under mrl/. tests: what pytest is given, under tests/."""
-
-    file: str
-    text: str
-    replacement: str
-    tests: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.text.strip()!r} -> {self.replacement.strip()!r}"
-
-
-def _of(file: str, tests: str | tuple[str, ...], *changes: tuple[str, str]) -> tuple[Mutant, ...]:
-    """Mutants of one file that the same tests catch."""
-    named = (tests,) if isinstance(tests, str) else tests
-    return tuple(Mutant(file, text, replacement, named) for text, replacement in changes)
-
+from tests.mutants.mutant import of as _of
+from tests.mutants.table_of_commands import OF_COMMANDS
 
 LOSSES = (
     *_of(
@@ -478,5 +456,6 @@ PLANS = (
 )  # fmt: skip
 
 MUTANTS = (
-    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS
+    *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
+    *OF_COMMANDS,
 )  # fmt: skip

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.mutant import Mutant
 from tests.mutants.runner import REPO, SURVIVED, run, survivors
-from tests.mutants.table import MUTANTS, Mutant
+from tests.mutants.table import MUTANTS
 
 
 def test_every_mutant_is_a_change_of_the_source_that_can_be_run():
