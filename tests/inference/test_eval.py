@@ -197,6 +197,9 @@ def test_rows_are_paired_by_what_is_in_them():
     assert found["measures"]["pass@1"]["difference"] == pytest.approx(0.5 - 0.5)
     assert (found["measures"]["pass@1"]["only_first"], found["measures"]["pass@1"]["only_second"]) == (1, 1)
     assert "another rollout.samples_per_prompt: 2 and 1" in results.table(first, second, found)
+    alike = result([[1.0, 1.0], [0.0, 0.0]], 2), result([[0.0, 0.0]] * 2, 2)
+    tests = {measure["test"] for measure in results.compare(*alike)["measures"].values()}
+    assert tests == {"paired permutation of signs"}, "McNemar's test is of greedy answers, not of samples that agree"
 
 
 def test_a_comparison_is_printed_as_the_docs_have_it():

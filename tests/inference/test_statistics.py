@@ -31,6 +31,7 @@ def test_students_quantiles_are_those_of_the_tables():
     table = {1: 12.7062, 2: 4.30265, 5: 2.57058, 10: 2.22814, 29: 2.04523, 100: 1.98397, 1000: 1.96234, 10**6: 1.95997}
     for freedom, t in table.items():
         assert statistics.t_quantile(0.975, freedom) == pytest.approx(t, abs=1e-4)
+    assert statistics.student([1, 2, 3, 4, 5, 6]) == pytest.approx([3.5 - 1.96327, 3.5 + 1.96327], abs=1e-4)
     for freedom, t in ((1, 1.0), (3, -0.7), (4, 2.5), (9, 0.0)):  # against the density, integrated
         steps = 20_000
         low, width = -200.0, (t + 200) / steps

@@ -105,12 +105,16 @@ def test_a_run_of_steps_alone_has_an_empty_table():
 
 def test_differences_as_json_are_json():
     """YAML has dates and numbers that JSON has not."""
-    for name, more in (("a", "x: {day: 2020-01-01, most: [.inf, {1: .nan}]}"), ("b", "x: {day: 1, most: [1]}")):
+    for name, more in (
+        ("a", "x: {day: 2020-01-01, most: [.inf, {1: .nan}], flag: 1}"),
+        ("b", "x: {day: 1, most: [1], flag: true}"),
+    ):
         run = made_runs.make_sft(pathlib.Path(name))
         with open(run / "config.yaml", "a") as file:
             file.write(more + "\n")
     found = json.loads(mrl("a", "b", "--json", "--no-page"), parse_constant=pytest.fail)["config_differences"]
     assert found["x.day"] == {"a": "2020-01-01", "b": 1} and found["x.most"]["a"] == ["inf", {"1": "nan"}]
+    assert "x.flag" in found, "1 is another value than true"
 
 
 def test_json():

@@ -35,12 +35,12 @@ def test_long_curves_keep_their_extremes_and_ends():
 
 def test_a_gap_of_a_long_curve_stays_one():
     values = NOISE.copy()
-    values[3000] = numpy.nan
+    values[3000:3002] = [numpy.nan, -70.0]
     values[6000:9000] = numpy.inf
     chosen = choose(values).chosen
     assert 3000 in chosen and numpy.isinf(values[chosen]).sum() > 10
     finite = values[chosen][numpy.isfinite(values[chosen])]
-    assert finite.max() == values[numpy.isfinite(values)].max()
+    assert finite.max() == values[numpy.isfinite(values)].max() and finite.min() == -70.0
 
 
 def test_means_of_buckets():
