@@ -19,7 +19,8 @@ def run_of(place: Path, weights: dict[str, torch.Tensor], **step: float) -> type
     (place / "hf").mkdir(parents=True)
     save_file(weights, place / "hf" / "model.safetensors")
     if step:
-        (place / "metrics.jsonl").write_text(json.dumps({"step": 2, **step}) + "\n")
+        rows = [{"step": 1, "train/loss": 9.0}, {"step": 2, **step}]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return types.SimpleNamespace(output_dir=str(place))
 
 
@@ -33,6 +34,14 @@ def test_the_weight_that_is_furthest_off_is_named(tmp_path):
     assert str(found) == "weights after a resume: 2 of 3 tensors differ, most of all b" and found.parameter == "b"
     (lost,) = resume._weights(whole, run_of(tmp_path / "lost", {"a": torch.ones(3), "b": torch.ones(3) - 0.0}))
     assert lost.parameter == "c"
+
+
+def test_weights_are_compared_bit_by_bit(tmp_path):
+    """-0.0 is another number, and a NaN is the same one."""
+    zero, bad = torch.zeros(1), torch.full((1,), math.nan)
+    whole, other = run_of(tmp_path / "a", {"x": zero, "y": bad}), run_of(tmp_path / "b", {"x": -zero, "y": bad})
+    (found,) = resume._weights(whole, other)
+    assert found.parameter == "x" and "1 of 2 tensors differ" in str(found)
 
 
 def test_metrics_are_compared_but_for_speed(tmp_path):

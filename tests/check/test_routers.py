@@ -35,6 +35,14 @@ def test_a_narrow_choice_is_seen_from_there_on(tmp_path, family):
         assert torch.equal(of_sequence, of_sequence.cummax(0).values)
 
 
+def test_what_is_narrow_is_the_last_choice():
+    """Of the best two: whether the second may have been the third, not whether the first may have been the second."""
+    scores_TE = torch.tensor([[3.0, 3.0, 1.0, 0.0], [3.0, 1.0, 1.0, 0.0], [3.0, 1.0, 0.0, 0.0]])
+    with routers._Choices(1e-4) as choices:
+        torch.topk(scores_TE, 2)
+    assert choices.narrow.tolist() == [False, True, False]
+
+
 def test_a_dense_model_decides_nothing(tmp_path):
     folder = tiny.make_model(str(tmp_path / "model"), "llama")
     assert not routers.has_experts({"num_attention_heads": 4}) and routers.has_experts({"n_routed_experts": 8})
