@@ -65,7 +65,9 @@ DOCTOR = (
     ),
     *_of(
         "doctor/packages.py",
-        "doctor/test_packages.py",
+        ("doctor/test_packages.py::test_other_versions_than_the_known",
+         "doctor/test_packages.py::test_requirements_that_are_not_met",
+         "doctor/test_packages.py::test_two_versions_in_one_folder"),
         ('say = fault if name == "mrl" else warning', "say = warning"),
         ("needs.specifier.contains(version, prereleases=True)", "needs.specifier.contains(version)"),
         ("_series(version) == _series(wanted[name])", "_series(version)[:1] == _series(wanted[name])[:1]"),
@@ -178,7 +180,7 @@ GENERATE_AND_EVAL = (
     ),
     *_of(
         "inference/generate.py",
-        "inference/test_generate.py::test_what_a_row_of_results_has",
+        ("inference/test_generate.py::test_text_on_the_terminal", "inference/test_generate.py::test_what_a_row_of_results_has"),
         ('{"tokens": "length", "turns": "turns"}', '{"tokens": "stop", "turns": "turns"}'),
         ('"log_probs": trajectory.log_probs[start:]', '"log_probs": trajectory.log_probs[:-start]'),
     ),
