@@ -138,12 +138,16 @@ def test_instances_of_gpus_are_no_gpus(programs, seen, extra, level, says):
 def test_what_torch_tried_on_them(programs):
     smi(programs, [H100.format(i, 4) for i in range(2)])
     old = {"name": "Tesla V100", "capability": [7, 0], "free": 1, "total": 2}
+    first = {**old, "name": "A100", "capability": [8, 0]}  # that has bfloat16
     error = "AcceleratorError: CUDA error: no kernel image is available for execution on the device"
-    found, _ = look(TORCH | {"errors": {"gpu 1": error}, "gpus": [old], "peers": [[0, 1]]})
+    found, _ = look(TORCH | {"errors": {"gpu 1": error}, "gpus": [old, first], "peers": [[0, 1]]})
     assert (
         found["gpu.1.computes"].level == "fault" and "GPU 1: torch is not built for it" in found["gpu.1.computes"].what
     )
-    assert "no bfloat16" in found["gpu.bfloat16"].what and "(0-1)" in found["gpu.peers"].what
+    assert (
+        found["gpu.bfloat16"].what.startswith("Tesla V100 (compute capability 7.0) has no bfloat16")
+        and "(0-1)" in found["gpu.peers"].what
+    )
 
 
 def test_no_gpu_is_a_note(programs, monkeypatch):

@@ -201,8 +201,9 @@ def test_requirements_that_are_not_met(site):
         site,
         "mrl",
         "0.1",
-        ("rich>=99", "Other.Name", "only-windows ; sys_platform == 'win32'", "in-extra ; extra == 'x'"),
+        ("rich>=99", "Other.Name", "early>=2.10", "only-windows ; sys_platform == 'win32'", "in-extra ; extra == 'x'"),
     )
+    distribution(site, "early", "2.13.0a0")  # as NVIDIA's torch is
     distribution(site, "other-name", "1.0", ("gone>=2", "rich<1000", "other_name", "not a requirement ==="))
     found = by_name(packages._requirements(packages.installed()))
     assert found.keys() == {"requirement.mrl.rich", "requirement.other-name.gone"}

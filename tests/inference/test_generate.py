@@ -123,7 +123,7 @@ def test_what_a_row_of_results_has(folder, tmp_path):
     assert first["prompt"] == rows[0]["prompt"] and second["prompt"] == "hello" and second["tools"] == rows[1]["tools"]
     for row in (first, second):
         assert row["completion"] == tokenizer.decode(row["tokens"], skip_special_tokens=True) != "taken away"
-        assert len(row["log_probs"]) == len(row["tokens"])
+        assert len(row["log_probs"]) == len(row["tokens"]) and max(row["log_probs"]) < 0, "those of prompts are 0"
         ended = (
             any(stop in tokenizer.decode(row["tokens"]) for stop in "ea") or row["tokens"][-1] == tokenizer.eos_token_id
         )
