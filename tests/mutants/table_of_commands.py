@@ -69,7 +69,6 @@ DOCTOR = (
          "doctor/test_packages.py::test_requirements_that_are_not_met",
          "doctor/test_packages.py::test_two_versions_in_one_folder"),
         ('say = fault if name == "mrl" else warning', "say = warning"),
-        ("needs.specifier.contains(version, prereleases=True)", "needs.specifier.contains(version)"),
         ("_series(version) == _series(wanted[name])", "_series(version)[:1] == _series(wanted[name])[:1]"),
         ("if len(versions) > 1:", "if len(versions) > 2:"),
     ),
