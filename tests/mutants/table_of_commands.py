@@ -76,7 +76,7 @@ DOCTOR = (
         "doctor/gpu_packages.py",
         "doctor/test_gpu_packages.py",
         ("""!= "NVIDIA's":\n            yield _other_apex""", """== "PyPI's":\n            yield _other_apex"""),
-        ("package.module in OF_MEGATRON and not re.match(", "package.module in OF_MEGATRON and re.match("),
+        ("package.module in OF_MEGATRON and not _is", "package.module in OF_MEGATRON and _is"),
     ),
     *_of(
         "doctor/limits.py",
