@@ -110,7 +110,7 @@ def section(
                 )
                 yield fault(name, f"{what}: {costs} alone", REINSTALL)
             else:
-                yield _broken(package.module, name, what, gpu=gpu)
+                yield _broken(package.module, name, what, gpu=gpu, te=te if "transformer_engine" in imported else None)
         else:
             yield _works(package.module, name, have, _version(package), te=te, gpu=gpu, capability=capability)
 
@@ -173,7 +173,8 @@ def _absent(module: str, name: str, *, gpu: bool, te: bool) -> Finding:
     return note(name, without[module])
 
 
-def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
+def _broken(module: str, name: str, what: str, *, gpu: bool, te: bool | None) -> Finding:
+    """te: whether transformer-engine loads; None where it is absent."""
     if module == "transformer_engine":
         if not gpu:
             return note(name, f"{what}; it is not looked at without a GPU")
@@ -188,7 +189,10 @@ def _broken(module: str, name: str, what: str, *, gpu: bool) -> Finding:
     if module == "apex":
         fix = "uninstall it, or build it with APEX_CPP_EXT=1 APEX_CUDA_EXT=1 (docs/gpu.md)"
         return warning(name, f"{what}: it is not used", fix)
-    return warning(name, f"{what}: transformer-engine, which alone calls it, does without", REINSTALL)
+    if te is None:
+        return note(name, f"{what}: nothing is lost without transformer-engine, which alone calls it")
+    does = "leaves it out" if te else "imports it, and does not load either"
+    return warning(name, f"{what}: transformer-engine, which alone calls it, {does}", REINSTALL)
 
 
 def _works(

@@ -150,6 +150,22 @@ def test_flash_attn_4_lies_in_a_folder_without_flash_attn_2(site, torch):
 
 
 @pytest.mark.parametrize(
+    ("beside", "level", "says"),
+    [
+        ({}, "note", "nothing is lost without transformer-engine"),
+        ({"transformer_engine": Imported()}, "warning", "leaves it out"),
+        ({"transformer_engine": Imported(error="ImportError: x.so")}, "warning", "and does not load either"),
+    ],
+)
+def test_a_broken_flash_attn_costs_what_transformer_engine_makes_of_it(beside, level, says):
+    """It imports flash-attn 3, and a flash-attn 2 of a version that it takes, and does not load where one of them fails
+    (transformer-engine 2.20.2, pytorch/attention/dot_product_attention/backends.py)."""
+    broken = {"flash_attn_interface": Imported(error="OSError: y.so"), **beside}
+    found = by_name(gpu_packages.section(broken, gpu=True))["package.flash-attn-3"]
+    assert found.level == level and found.what.endswith(says) is (level == "warning") and says in found.what
+
+
+@pytest.mark.parametrize(
     ("module", "capability", "used"),
     [
         ("flash_attn.cute", (8, 0), False),

@@ -114,9 +114,9 @@ YAML = {
 
 
 def published(
-    model: dict, name: str, words: list[str], world_size: int, folder: str
+    model: dict, name: str, words: list[str], world_size: int, gpu: str, folder: str
 ) -> tuple[bool, list[tuple[float, float]], float]:
-    """Whether a run of `mrl sft` or `mrl ppo` fits on H100s, GiB in all and of gradients in each phase and stage, and what
+    """Whether a run of `mrl sft` or `mrl ppo` fits on such GPUs, GiB in all and of gradients in each phase and stage, and what
     there is. words: overrides of its config."""
     import json
 
@@ -131,7 +131,7 @@ def published(
     (path / "run.yaml").write_text("output_dir: run\n" + YAML[name].format(folder))
     command = record(name)
     config = load_config(path / "run.yaml", ["train.steps=1", *words], command.root)
-    made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of("h100-80gb"))
+    made = planner.plan(command, config, *read_parts(command, config, world_size), gpu_of(gpu))
     return made.fits, [(use.total / 2**30, use.gradients / 2**30) for use in made.uses], made.room / 2**30
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.cuda.models import MODELS, _sizes
 from tests.tiers import nightly_but
 
+LLAMA2_7B = {"model_type": "llama", **_sizes(4096, 11008, 32, 32, 32, 32000)}
 LLAMA_8B = {"model_type": "llama", **_sizes(4096, 14336, 32, 32, 8, 128256)}
 LLAMA_70B = {"model_type": "llama", **_sizes(8192, 28672, 80, 64, 8, 128256)}
 LLAMA_405B = {"model_type": "llama", **_sizes(16384, 53248, 126, 128, 8, 128256)}
@@ -42,8 +43,9 @@ class Recipe:
     name: str
     source: str  # its address, with the commit where it is a file
     model: Mapping[str, Any]  # what config.json says
-    gpus: int  # H100s of 80 GB
+    gpus: int
     words: Sequence[str]  # overrides of the config below
+    gpu: str = "h100-80gb"
     command: str = "sft"
     fits: bool = True
     bf16_gradients: bool = False  # grad_reduce_in_fp32 is false there; mrl keeps fp32, twice the bytes
@@ -83,17 +85,19 @@ RECIPES = [
     Recipe("NeMo-RL, Qwen3-30B-A3B GRPO",
            f"{NEMO_RL}/1c4a1f5cc47b185354631cc67aa78c1395f79819/examples/configs/recipes/llm/"
            "grpo-qwen3-30ba3b-8n8g-megatron.yaml",
-           QWEN_30B_A3B, 64, grpo(4096, 64, 32, "{tp: 4, pp: 4, ep: 4, etp: 1}", "none", 0.7, 4), "ppo",
+           QWEN_30B_A3B, 64, grpo(4096, 64, 32, "{tp: 4, pp: 4, ep: 4, etp: 1}", "none", 0.7, 4), command="ppo",
            bf16_gradients=True),
     Recipe("NeMo-RL, DeepSeek-V3 GRPO",
            f"{NEMO_RL}/05234541dcfd1b33e51555bf16273cab83a64b78/examples/configs/recipes/llm/"
            "grpo-dapomath17k-dsv3-megatron.yaml",
-           DEEPSEEK, 256, grpo(16384, 32, 16, "{tp: 8, pp: 8, cp: 4, ep: 32, etp: 1}", "full", 0.6, 32), "ppo",
+           DEEPSEEK, 256, grpo(16384, 32, 16, "{tp: 8, pp: 8, cp: 4, ep: 32, etp: 1}", "full", 0.6, 32), command="ppo",
            bf16_gradients=True),
     Recipe("verl, DeepSeek-V3 GRPO", f"{GITHUB}/verl-project/verl/pull/1867", DEEPSEEK, 512,
            sft(6144, 512, "{pp: 16, ep: 32}", "full")),
     Recipe("Megatron-LM, Qwen3-30B-A3B on one node", f"{GITHUB}/NVIDIA/Megatron-LM/issues/2762", QWEN_30B_A3B, 8,
            sft(4096, 64, "{ep: 8}"), fits=False),
+    Recipe("Megatron-LM, Llama 2 7B at 64 tokens", f"{GITHUB}/NVIDIA/Megatron-LM/issues/606", LLAMA2_7B, 8,
+           sft(64, 8, "{}"), gpu="a100-40gb", fits=False),
     Recipe("verl, DeepSeek-V3 GRPO with Adam on the GPUs", f"{GITHUB}/verl-project/verl/pull/3019", DEEPSEEK, 96,
            sft(6144, 96, "{pp: 12, ep: 8}", "full"), fits=False),
 ]  # fmt: skip
@@ -106,11 +110,12 @@ IN_CI = [RECIPES[0], RECIPES[8]]
 def test_what_others_published(planner, recipe, tmp_path):
     words = list(recipe.words)
     _, uses, room = planner.call(
-        "tests.plan.planned:published", recipe.model, recipe.command, words, recipe.gpus, str(tmp_path)
+        "tests.plan.planned:published", recipe.model, recipe.command, words, recipe.gpus, recipe.gpu, str(tmp_path)
     )
     theirs = max(total - gradients / 2 if recipe.bf16_gradients else total for total, gradients in uses)
     assert (theirs <= room) is recipe.fits, f"{theirs:.1f} of {room:.1f} GiB"
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     verdict = "yes" if recipe.fits else "no"
-    row = f"| {recipe.name} | {recipe.gpus:,} | {theirs:.1f} | {verdict} | [source]({recipe.source}) |"
+    gpus = f"{recipe.gpus:,}" + ("" if recipe.gpu == "h100-80gb" else f" {recipe.gpu}")
+    row = f"| {recipe.name} | {gpus} | {theirs:.1f} | {verdict} | [source]({recipe.source}) |"
     assert row in page, f"docs/plan.md has no such row: {row}"
