@@ -123,6 +123,7 @@ class UserError(Exception):
 
     longest: int | None = None
     said = False  # its line has been shown already, for all ranks
+    rank: int | None = None  # that found it, where all ranks raise it
 
     def __init__(self, key: object = "", value: object = _Absent.VALUE, why: str = "", fix: str = "") -> None:
         self.key = str(key) if why else None  # dotted; or the file, or file and line, that the error is about

@@ -90,15 +90,17 @@ def on_main(fn: Callable[[], T]) -> T:
 
 
 def on_every(fn: Callable[[], T]) -> T:
-    """Calls `fn` on every rank and returns its result there. A UserError that one raises, all raise. Collective."""
+    """Calls `fn` on every rank and returns its result there. A UserError that one raises, all raise, with its rank;
+    of several, that of the first. Collective."""
     result, wrong = None, None
     try:
         result = fn()
     except UserError as error:
         wrong = error
-    first = next((error for error in all_ranks().gather(wrong) if error is not None), None)
-    if first is not None:
-        raise first
+    for rank, found in enumerate(all_ranks().gather(wrong)):
+        if found is not None:
+            found.rank = rank
+            raise found
     return cast(T, result)
 
 

@@ -10,7 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from mrl.config.build import build_section
 from mrl.config.checks import parallel_dims
@@ -142,20 +142,14 @@ def _by_all(joined: JoinedWorld | None, overrides: Sequence[str], check: Callabl
         from mrl.mcore_models import platform
 
         collective.join_processes(platform.device_type())
-    found, wrong = None, None
     try:
-        found = check()
+        return collective.on_every(check)
     except UserError as error:
-        wrong = error
-    everyone = collective.all_ranks().gather(wrong)
-    first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
-    if first is None:
-        return cast(Checked, found)
-    if joined.rank == first:
-        write_error_line(f"mrl: {everyone[first]}" if first == 0 else f"mrl: rank {first}: {everyone[first]}")
-    collective.wait_for_all()  # torchrun ends all ranks when one has ended: this one might not have said it
-    everyone[first].said = True
-    raise everyone[first]
+        if joined.rank == error.rank:
+            write_error_line(f"mrl: {error}" if error.rank == 0 else f"mrl: rank {error.rank}: {error}")
+        collective.wait_for_all()  # torchrun ends all ranks when one has ended: this one might not have said it
+        error.said = True
+        raise
 
 
 def _is_of_cpu(overrides: Sequence[str]) -> bool:
