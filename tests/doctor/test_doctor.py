@@ -143,7 +143,7 @@ def test_the_doctor_itself_imports_no_package():
     assert not foreign - {"sitecustomize", "usercustomize", "distutils"}, foreign
 
 
-EXAMPLES = [line.split("   ")[0].strip() for line in COMMAND.examples.strip().splitlines()]
+EXAMPLES = [line.strip().split("   ")[0] for line in COMMAND.examples.strip().splitlines()]
 
 
 @pytest.mark.parametrize(
