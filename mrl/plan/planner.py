@@ -124,11 +124,13 @@ def plan(
 
 
 def _flops_of_a_token(part: Part, longest: int) -> float:
-    """As `perf/mfu` counts them, in an update on sequences of `longest` tokens that all train."""
+    """As `perf/mfu` counts them, in an update on sequences of `longest` tokens that all train. A value head has one
+    output, which is next to nothing, in place of the vocabulary's."""
     hf = normalize(dict(part.hf), where="config.json")
     lora = part.model.lora
     of_adapters = None if lora is None else adapter_weights(adapters(part.model.path, lora, part.head).values(), hf)
-    return training_flops(hf, torch.tensor([longest]), longest, of_adapters) / longest
+    labels = longest if part.head == "lm" else 0
+    return training_flops(hf, torch.tensor([longest]), labels, of_adapters) / longest
 
 
 def prepare() -> None:

@@ -145,6 +145,8 @@ def test_ppo_has_its_phases(plan):
     assert 4096 * 4096 * 2 < phases["sampling"]["activations"] - logits < 2**30
     assert phases["forward of the reference"]["gradients"] == 0
     assert phases["update of the actor"]["optimizer"] > 0
+    flops = told["model_flops_per_token"]
+    assert flops["actor"] - flops["critic"] == pytest.approx(3 * 2 * 4096 * 151936), "its head has one output"
 
 
 @pytest.mark.parametrize(
