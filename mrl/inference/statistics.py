@@ -58,8 +58,8 @@ def student(values_P: Sequence[float]) -> Interval:
     A prompt is one cluster: its samples, which are alike, count as one (Miller 2024, 2411.00640, section 2).
     """
     mean, count = fmean(values_P), len(values_P)
-    if count < 2:
-        return -math.inf, math.inf  # one prompt says nothing of others
+    if min(values_P) == max(values_P):  # also of one prompt: how far others are off is not seen
+        return -math.inf, math.inf
     half = t_quantile(0.5 + LEVEL / 2, count - 1) * stdev(values_P) / math.sqrt(count)
     return mean - half, mean + half
 

@@ -76,7 +76,7 @@ def test_an_interval_of_equal_numbers_has_a_width():
     low, high = statistics.interval([0.5] * 10)
     assert low < 0.3 and high > 0.7
     assert statistics.interval([3.0, 5.0])[1] > 5, "numbers beyond 1 are not cut"
-    assert statistics.student([0.2]) == (-math.inf, math.inf)
+    assert statistics.student([0.2]) == statistics.interval([-1.0] * 40) == (-math.inf, math.inf)
 
 
 def test_an_interval_of_equal_differences_has_a_width():
