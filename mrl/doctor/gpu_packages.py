@@ -123,7 +123,7 @@ def _version(package: OptionalPackage) -> str:
     """Returns the version that pip knows; empty where it knows none."""
     for name in package.distributions:
         try:
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name) or ""  # of an installation that broke off it is None
         except importlib.metadata.PackageNotFoundError:
             continue
     return ""

@@ -51,7 +51,7 @@ def is_found(module: str) -> bool:
     """Returns whether Python finds a module of that name; it is not imported for it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):  # finders that packages install raise what they like
+    except Exception:  # finders that packages install raise what they like
         return False
 
 

@@ -18,7 +18,7 @@ def version_of(package: str) -> Version:
     Of one that is no version, as a build from a changed clone may have ("2.8.3-dirty"), it is what it begins with.
     """
     try:
-        text = importlib.metadata.version(package)
+        text = importlib.metadata.version(package) or ""  # of an installation that broke off it is None
     except importlib.metadata.PackageNotFoundError:
         return NOT_THERE
     try:

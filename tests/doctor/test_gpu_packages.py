@@ -8,7 +8,7 @@ import pytest
 
 from mrl.doctor import gpu_packages
 from mrl.doctor.imports import Imported, imports
-from mrl.mcore_models import optional
+from mrl.mcore_models import optional, versions
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import BREAKS, distribution, package
 
@@ -48,6 +48,23 @@ def test_folders_of_a_packages_name_are_no_packages(site, torch):
     assert found["vllm"].what.endswith(f"({site}/vllm is a folder of that name and no package)")
     assert found["transformer-engine"].level == "warning" and "no package)" in found["transformer-engine"].what
     assert optional.fault_of("apex") == optional.fault_of("transformer_engine") == optional.ABSENT
+
+
+def test_an_installation_that_broke_off_and_a_finder_that_raises(site, monkeypatch):
+    """pip's folder without METADATA has no version; an editable install's finder may raise anything."""
+    package(site, "flash_attn")
+    (site / "flash_attn-2.8.3.dist-info").mkdir()
+    assert "flash_attn" in [one.module for one in gpu_packages.present()]
+    said = by_name(gpu_packages.section({"flash_attn": Imported()}, gpu=True))["package.flash-attn-2"]
+    assert said.what == "flash-attn 2 loads, and is not used without transformer-engine"
+    assert versions.version_of("flash-attn") == versions.NOT_THERE
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            raise RuntimeError(name)
+
+    monkeypatch.setattr("sys.meta_path", [Finder()])
+    assert gpu_packages.present() == []
 
 
 def test_an_apex_that_is_neither_is_named_by_its_place(site, torch):
