@@ -44,6 +44,8 @@ def run(
         _watch(report, found, EVERY_S if every_s is None else every_s)
         return
     read = report.runs()
+    if not no_page and all(run.table.axis(axis) is None for run in read):
+        raise UserError("--x", axis, "is in no metrics.jsonl of these runs", "give --x step")
     written = report.write(read)
     if as_json:
         import json

@@ -20,9 +20,16 @@ EXPECTED = ("output_dir",)
 class Differences:
     """Name -> what each run has there, in the order of the runs; ABSENT where it has nothing."""
 
-    runs: Sequence[str]  # their names
+    runs: Sequence[str]  # names of those that are compared
     keys: Mapping[str, Sequence[Any]]
     versions: Mapping[str, Sequence[Any]]  # of packages; and git, command, algorithm, length
+
+    def none_in_words(self, count: int) -> str:
+        """Returns what is to be said of `count` runs, of which nothing is different here."""
+        if len(self.runs) < 2:
+            return "configs and versions are not compared: fewer than two of the runs have a config.yaml to read"
+        of = "" if len(self.runs) == count else f" of {', '.join(self.runs)}, which have a config.yaml to read"
+        return f"configs, versions and git state are the same{of}"
 
     def as_json(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:
         """Returns name -> run -> value, without runs that have none; what JSON does not know (a date, NaN) as text."""
@@ -33,7 +40,7 @@ class Differences:
 
 
 def differences_of(runs: Sequence[Run]) -> Differences:
-    """Compares the files as they are: a run whose config.yaml cannot be read differs in nothing."""
+    """Compares the files as they are, of the runs whose config.yaml can be read."""
     readable = [run for run in runs if run.settings.problem is None]
     names = [run.name for run in readable]
     keys = _different([run.settings.keys for run in readable])

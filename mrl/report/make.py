@@ -69,7 +69,15 @@ class Report:
         """Returns what the terminal shows."""
         look = self._wanted.look
         table = summary.text(runs, smooth=look.smooth, every_metric=self._wanted.every_metric, blocks=blocks())
-        return "\n".join([table, *_differences(runs)])
+        return "\n".join([table, *self._not_drawn(runs), *_differences(runs)])
+
+    def _not_drawn(self, runs: Sequence[Run]) -> list[str]:
+        """Returns a line on the runs whose curves a page has, and not over the axis that was asked for."""
+        axis = self._wanted.look.axis
+        left = [run.name for run in runs if run.table.axis(axis) is None]
+        if self._wanted.folder is None or not left:
+            return []
+        return ["", printable(f"not drawn over {axis}, which metrics.jsonl does not say: {', '.join(left)}")]
 
 
 def check_folder(folder: pathlib.Path) -> None:
@@ -85,7 +93,7 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     found = differences_of(runs)
     rows = {**found.versions, **found.keys}
     if not rows:
-        return ["", "configs, versions and git state are the same"]
+        return ["", printable(found.none_in_words(len(runs)))]
     lines = ["", printable(f"different ({' | '.join(found.runs)}):")]
     for name, values in list(rows.items())[:DIFFERENCES]:
         line = f"  {name}: " + " | ".join(shortened(value_text(value), 60) for value in values)

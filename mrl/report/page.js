@@ -74,7 +74,7 @@
       Object.assign(found, JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}"));
     } catch { /* an address that another page wrote */ }
     if (!data.axes.includes(found.axis)) found.axis = "step";
-    found.smooth = Math.min(Math.max(Number(found.smooth) || 0, 0), 0.99);
+    found.smooth = Math.min(Math.max(Number(found.smooth) || 0, 0), Math.max(data.look.smooth, 0.99));
     if (!Array.isArray(found.hidden)) found.hidden = [];
     if (!data.runs[found.run]) found.run = 0;
     return found;
@@ -275,11 +275,11 @@
   }
 
   function settings(main) {
-    const { runs, keys, versions } = data.differences;
+    const { runs, keys, versions, none } = data.differences;
     main.append(make("h2", {}, several ? "Differences" : "Config"));
     if (several) {
       const rows = [...Object.entries(versions), ...Object.entries(keys)].map(([name, values]) => [name, ...values]);
-      main.append(rows.length ? table("text", ["", ...runs], rows) : make("p", {}, "Configs, versions and git state are the same."));
+      main.append(rows.length ? table("text", ["", ...runs], rows) : make("p", {}, words(none)));
     }
     for (const run of data.runs) {
       const rows = [...Object.entries(run.header), ...Object.entries(run.keys)];

@@ -56,7 +56,7 @@ def page(runs: Sequence[Run], samples: Sequence[Samples], look: Look) -> bytes:
         "axes": [axis for axis in AXES if any(run.table.axis(axis) is not None for run in runs)],
         "runs": [_run(run, of_run, charts) for run, of_run in zip(runs, samples, strict=True)],
         "charts": [_chart(chart) for chart in charts],
-        "differences": _differences(differences_of(runs)),
+        "differences": _differences(differences_of(runs), len(runs)),
     }
     return _html(f"mrl report: {', '.join(run.name for run in runs)}", data)
 
@@ -126,9 +126,10 @@ def _meaning(name: str) -> str | None:
     return None
 
 
-def _differences(found: Differences) -> dict[str, Any]:
+def _differences(found: Differences, count: int) -> dict[str, Any]:
     return {
         "runs": found.runs,
+        "none": found.none_in_words(count),
         "keys": {name: [value_text(value) for value in values] for name, values in found.keys.items()},
         "versions": {name: [value_text(value) for value in values] for name, values in found.versions.items()},
     }

@@ -115,7 +115,7 @@ class SampleReader:
         texts, mask, log-probs and, where they were saved, advantages."""
         found = {name: _shortened(row[name]) for name in _PLAIN if row.get(name) is not None}
         fields: list[Any] = [row.get(name) for name in ("tokens", "mask", "log_probs")]
-        if not _alike(*fields) or 1 not in fields[1]:
+        if not _alike(*fields) or 1 not in fields[1] or not all(type(i) is int for of in fields[:2] for i in of):
             return found
         tokens, mask, log_probs = fields
         start = mask.index(1)

@@ -72,7 +72,10 @@ def test_runs_side_by_side_have_one_scale():
         "different (a | b):\n  command: mrl sft a.yaml | mrl sft b.yaml\n  optimizer.lr: 0.001 | 0.5\n"
     )
     made_runs.make_sft(pathlib.Path("c/a"), steps=4)
-    assert "configs, versions and git state are the same" in mrl("a", "c/a", "--no-page")
+    assert mrl("a", "c/a", "--no-page").endswith("\nconfigs, versions and git state are the same\n")
+    pathlib.Path("b/config.yaml").unlink()
+    assert mrl("a", "b", "c/a", "--no-page").endswith("/a, c/a, which have a config.yaml to read\n")
+    assert "are the same" not in (text := mrl("a", "b", "--no-page")) and "versions are not compared: fewer" in text
 
 
 def test_lines_fit_a_terminal():
@@ -159,17 +162,21 @@ def test_where_the_page_is(no_pictures):
     assert "file: cannot be written" in mrl("a", "--out", "file", ends=2)
 
 
-def test_refusals():
+def test_refusals(no_pictures):
     made_runs.make_sft(pathlib.Path("a"))
+    made_runs.make_run(pathlib.Path("b"), [(1, {"train/loss": 1.0})])
     for words, says in (
-        (["b"], "mrl: b: there is no such folder; give the output_dir of a run, as in runs/demo\n"),
+        (["c"], "mrl: c: there is no such folder; give the output_dir of a run, as in runs/demo\n"),
         (["a", "--smooth", "1"], 'mrl: --smooth: value "1" is no weight; give a number from 0 (as measured) to below 1, as in 0.9\n'),
         (["a", "--smooth", "much"], 'mrl: --smooth: value "much" is no weight; give a number from 0 (as measured) to below 1, as in 0.9\n'),
         (["a", "--no-page", "--out", "x"], "mrl: --out: has no effect with --no-page; leave one of them out\n"),
         (["a", "--json", "--watch"], "mrl: --json: is of a report that is made once, not of --watch; leave one of them out\n"),
+        (["b", "--x", "tokens"], 'mrl: --x: value "tokens" is in no metrics.jsonl of these runs; give --x step\n'),
         (["a", "--every", "3"], "mrl: --every: has no effect without --watch; give both, or leave it out\n"),
     ):  # fmt: skip
         assert mrl(*words, ends=2) == says
+    assert not pathlib.Path("b/report").exists()
+    assert "\nnot drawn over tokens, which metrics.jsonl does not say: b\n" in mrl("a", "b", "--x", "tokens")
 
 
 def test_every_example_of_the_help_runs(monkeypatch, no_pictures):

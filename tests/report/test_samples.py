@@ -150,10 +150,12 @@ def test_numbers_and_nesting_that_no_page_can_have(run):
     """Python reads whole numbers and lists of any size from JSON."""
     deep = json.loads("[" * 900 + "]" * 900)
     changes = {"log_probs": [0.0, 0.0, -(10**400), float("nan"), True], "conversation": deep, "advantage": 10**400}
-    made_runs.write_samples(run, "step_00000005.jsonl", [sample(0, 0, **changes)])
-    [shown] = next(f for f in SampleReader(run).read(100).files if f["step"] == 5)["samples"]
-    assert shown["log_probs"] == [None, None, 1.0]
+    no_ids = [sample(0, n, **{name: [1.0] * 4 + [float("nan")]}) for n, name in enumerate(("tokens", "mask"), 1)]
+    made_runs.write_samples(run, "step_00000005.jsonl", [sample(0, 0, **changes), *no_ids])
+    shown = next(f for f in SampleReader(run).read(100).files if f["step"] == 5)["samples"]
+    assert shown[0]["log_probs"] == [None, None, 1.0]
     assert "more is inside of this" in as_script_data(shown)
+    assert [("ids" in one, one["completion"]) for one in shown[1:]] == [(False, "answer 1"), (False, "answer 2")]
 
 
 def test_samples_without_tokens(run):
