@@ -253,7 +253,15 @@ def _is_whole(found: Mapping[str, Any]) -> bool:
         {"reward", "samples", "measures", "model", "length", "truncated", "faults"} <= found.keys()
         and isinstance(config, dict) and {"rollout", "data", "rewards"} <= config.keys()
         and isinstance(rows, list) and bool(rows)
-        and all(isinstance(row, dict) and {"row", "values"} <= row.keys() for row in rows)
+        and all(isinstance(row, dict) and _are_numbers(row.get("values"), found["samples"]) for row in rows)
+        and all(isinstance(row.get("row"), str) for row in rows)
+    )  # fmt: skip
+
+
+def _are_numbers(values: Any, count: Any) -> bool:
+    return (
+        isinstance(values, list) and len(values) == count > 0
+        and all(type(value) in (int, float) and math.isfinite(value) for value in values)
     )  # fmt: skip
 
 

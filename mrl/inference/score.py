@@ -89,7 +89,9 @@ class CompletedRows(SFTDataset):
         if not is_sampled(row):
             raise BadRow("has no prompt with tokens, which rows have since the first; give all of them one form")
         prompt, new = self._prompts.prompt(parse_prompt(row, "prompt")), row["tokens"]
-        mask = row["mask"] if "mask" in row else [1] * len(new)
+        mask = row.get("mask", [1] * len(new))
+        if not isinstance(mask, list) or len(mask) != len(new) or any(m not in (0, 1) for m in mask):
+            raise BadRow("has a mask that is not 0 or 1 for each of its tokens; leave it out to score all of them")
         return self._fit(index, WithImages(Encoded(prompt + new, [0] * len(prompt) + mask), {}))
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from mrl import metrics
 from mrl.config.rewards import FunctionReward, RewardsConfig
+from mrl.errors import ConfigError
 from mrl.inference import results
 from mrl.inference.statistics import mcnemar, wilson
 from mrl.inference.tasks import merged, read_task
@@ -200,6 +201,16 @@ def test_rows_are_paired_by_what_is_in_them():
     alike = result([[1.0, 1.0], [0.0, 0.0]], 2), result([[0.0, 0.0]] * 2, 2)
     tests = {measure["test"] for measure in results.compare(*alike)["measures"].values()}
     assert tests == {"paired permutation of signs"}, "McNemar's test is of greedy answers, not of samples that agree"
+
+
+def test_a_result_with_other_values_than_it_says_is_none(tmp_path):
+    whole, file = result([[1.0, 0.0]] * 2, 2), tmp_path / "a.json"
+    file.write_text(json.dumps(whole))
+    assert results.read_result(str(file)) == whole
+    for values in ([], [1.0], [1.0, None], [1.0, float("nan")], 3):
+        file.write_text(json.dumps({**whole, "rows": [whole["rows"][0], {"row": "1", "values": values}]}))
+        with pytest.raises(ConfigError, match="is no result of `mrl eval --out`"):
+            results.read_result(str(file))
 
 
 def test_a_comparison_is_printed_as_the_docs_have_it():

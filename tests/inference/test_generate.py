@@ -304,6 +304,7 @@ REFUSED_BY_RANKS = {
     "too long": (("--prompt", "hello " * 200), "prompt 1: the prompt has 214 tokens, and 64 is the most that the model's 128 positions leave"),
     "too long in a file": (("--prompts", "long.jsonl", "rollout.cache_tokens=100"), "long.jsonl:1: the prompt has 214 tokens, and 50 is the most that the 100 tokens of rollout.cache_tokens leave"),
     "too long to score": (("--prompts", "done.jsonl", "--score"), "done.jsonl:1: the row has 219 tokens, more than the model's 128 positions; shorten it"),
+    "a mask of another length": (("--prompts", "masked.jsonl", "--score"), "masked.jsonl:1: has a mask that is not 0 or 1 for each of its tokens; leave it out"),
     "longer than asked for": (("--prompt", "hello there", "data.max_prompt_length=3"), "data.max_prompt_length is 3"),
 }  # fmt: skip
 
@@ -314,9 +315,10 @@ def files(tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"text": "x"}\n')
     write_jsonl(tmp_path / "long.jsonl", [{"prompt": "hello " * 200}])
     write_jsonl(tmp_path / "done.jsonl", [{"prompt": "hello " * 200, "completion": "there!"}])
-    yield tmp_path
+    write_jsonl(tmp_path / "masked.jsonl", [{"prompt": "x", "tokens": [3, 4], "mask": [1]}])
     there = sorted(path.name for path in tmp_path.iterdir())
-    assert there == ["done.jsonl", "empty.jsonl", "long.jsonl", "odd.jsonl"], "something was written"
+    yield tmp_path
+    assert sorted(path.name for path in tmp_path.iterdir()) == there, "something was written"
 
 
 @pytest.mark.parametrize("name", REFUSED)
