@@ -117,6 +117,10 @@ def lines(
     of their own, which stays. refused: how many of those that were tried no run takes."""
     where = f"{units.counted(world_size, 'GPU')} ({gpu.name})"
     apart = f" ({refused} refused)" if refused else ""
+    if not tried:
+        yield f"no layout of {key} fits on {where}: parameters, gradients and optimizer alone are more in each"
+        yield "try more GPUs, or a larger one"
+        return
     if not found:
         yield f"none of {units.counted(tried, 'layout')} of {key} fits on {where}{apart}"
         yield "try more GPUs, a larger one, engine.offload=[optimizer], smaller micro-batches or shorter sequences"

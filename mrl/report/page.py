@@ -129,7 +129,7 @@ def _meaning(name: str) -> str | None:
 def _differences(found: Differences, count: int) -> dict[str, Any]:
     return {
         "runs": found.runs,
-        "none": found.none_in_words(count),
+        "none": None if found.keys or found.versions else found.none_in_words(count),
         "keys": {name: [value_text(value) for value in values] for name, values in found.keys.items()},
         "versions": {name: [value_text(value) for value in values] for name, values in found.versions.items()},
     }

@@ -11,7 +11,7 @@ from mrl.config.schema import EngineConfig, ModelConfig, OptimizerConfig
 from mrl.errors import ConfigError
 from mrl.parallel import ParallelDims
 from mrl.plan.gpus import gpu_of
-from mrl.plan.suggesting import candidates, search, spread
+from mrl.plan.suggesting import candidates, lines, search, spread
 from tests.cuda.models import COMMON, MODELS
 from tests.engine import tiny
 
@@ -58,6 +58,12 @@ def test_a_chunk_is_measured_once_for_all_layouts_that_have_it(planner, tmp_path
 def test_the_most_divided_is_tried_too():
     assert spread(range(10), 10) == list(range(10))
     assert spread(range(100), 8) == [0, 1, 2, 3, 4, 35, 67, 99]
+
+
+def test_a_model_that_no_layout_holds():
+    assert tried("Qwen/Qwen3-8B", 2, room=2**30) == []
+    said = list(lines([], "engine", [], 8, H100, 0, 0))
+    assert said[0].startswith("no layout of engine fits on 8 GPUs (h100-80gb): parameters,") and "0 layouts" not in said[0]
 
 
 def test_refusals_are_kept():

@@ -94,7 +94,8 @@ def test_runs_of_different_kinds_on_one_axis(tab, tmp_path):
         tmp_path / "rl", [(1, {"reward/mean": 0.1, "train/loss": 1.0}), (2, {"reward/mean": 0.2, "train/loss": 2.0})]
     )
     empty = made_runs.make_run(tmp_path / "empty", [])
-    tab.open(write(tmp_path / "out", sft, rl, empty, look=Look(smooth=0.5)))
+    tab.open(write(tmp_path / "out", sft, rl, empty, look=Look(smooth=0.995)))
+    assert tab.js("document.querySelector('#smooth').nextSibling.textContent") == "0.995"
     assert coloured(tab, "loss", BLUE) > 100 and coloured(tab, "loss", ORANGE) > 50
     assert coloured(tab, "reward", BLUE) == 0 and coloured(tab, "reward", ORANGE) > 50
     tab.js(

@@ -137,11 +137,14 @@ def test_differences_of_runs(tmp_path):
     _, data = made(first, second)
     assert data["differences"] == {
         "runs": ["a", "b"],
+        "none": None,
         "keys": {"optimizer.lr": ["0.001", "0.5"], "data.max_length": ["-", "null"]},
         "versions": {"torch": ["2.13.0", "2.14.0"], "command": ["mrl sft a.yaml", "mrl sft b.yaml"]},
     }
     found = differences_of([reader.run() for reader in readers([str(first), str(second)])])
     assert found.as_json(found.keys) == {"optimizer.lr": {"a": 0.001, "b": 0.5}, "data.max_length": {"b": None}}
+    (second / "config.yaml").unlink()
+    assert "versions are not compared" in made(first, second)[1]["differences"]["none"]
 
 
 def test_a_page_is_not_written_over_what_is_none_of_ours(tmp_path):
