@@ -19,7 +19,7 @@ from mrl.engine.lora.folder import adapters
 from mrl.engine.lora.shapes import AdapterShape
 
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),
+    ("GB300", 2500e12), ("GB200", 2500e12), ("B200", 2250e12), ("B100", 1750e12), ("GH200", 989e12),
     ("H200 NVL", 835e12), ("H200", 989e12),
     ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12),
     ("A100", 312e12), ("A800", 312e12), ("A40", 150e12), ("A30", 165e12), ("A10G", 70e12), ("A10", 125e12),

@@ -63,7 +63,9 @@ def test_the_most_divided_is_tried_too():
 def test_a_model_that_no_layout_holds():
     assert tried("Qwen/Qwen3-8B", 2, room=2**30) == []
     said = list(lines([], "engine", [], 8, H100, 0, 0))
-    assert said[0].startswith("no layout of engine fits on 8 GPUs (h100-80gb): parameters,") and "0 layouts" not in said[0]
+    assert (
+        said[0].startswith("no layout of engine fits on 8 GPUs (h100-80gb): parameters,") and "0 layouts" not in said[0]
+    )
 
 
 def test_refusals_are_kept():

@@ -274,7 +274,7 @@ def test_flops_of_latent_attention_and_shared_experts():
     "name, tflops",
     [
         ("NVIDIA H200", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA H20", 148),
+        ("NVIDIA GB300", 2500), ("NVIDIA GB200", 2500), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA H20", 148),
         ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA H200 NVL", 835), ("Tesla V100-SXM2-32GB", None),
         ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
