@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 END_S = 2.0
 """How long a killed program is waited for: one that sleeps inside a broken driver does not end."""
@@ -65,7 +65,7 @@ def program(*command: str, limit_s: float = 10.0, environment: Mapping[str, str]
     path = shutil.which(command[0])
     if path is None:
         return None
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with _file() as out, _file() as err:
         try:
             process = subprocess.Popen(
                 [path, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
@@ -78,6 +78,13 @@ def program(*command: str, limit_s: float = 10.0, environment: Mapping[str, str]
             file.seek(0)
             texts.append(file.read().decode(errors="backslashreplace"))
     return Answer(code, texts[0], texts[1], limit_s)
+
+
+def _file() -> IO[bytes]:
+    """Returns a file for what a program prints, in memory where the system has that: disks may be full."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.fdopen(os.memfd_create("mrl doctor"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _wait(process: subprocess.Popen, limit_s: float) -> int | None:

@@ -56,12 +56,31 @@ def section(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         among = mounts(pathlib.Path("/proc/self/mountinfo").read_text(errors="replace"))
     except OSError:  # no Linux
         among = []
-    cache, tmp = hub_cache(environment), tempfile.gettempdir()
-    yield folder("disk.here", "the current folder", os.getcwd(), among, "start runs on another disk, or set output_dir")
+    cache = hub_cache(environment)
+    yield _here(among)
     yield folder("disk.hub", "the Hugging Face cache", cache, among, "set HF_HOME to a folder on another disk")
-    yield folder("disk.tmp", "the folder of temporary files", tmp, among, "set TMPDIR to a folder on another disk")
-    yield from _of_tmp(environment.get("TMPDIR"), tmp, mount_of(tmp, among))
+    yield from _tmp(environment.get("TMPDIR"), among)
     yield from _shared_memory()
+
+
+def _here(among: Sequence[Mount]) -> Finding:
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        return fault("disk.here", f"the current folder has been removed ({error.strerror})", "cd to one that is there")
+    return folder("disk.here", "the current folder", here, among, "start runs on another disk, or set output_dir")
+
+
+def _tmp(named: str | None, among: Sequence[Mount]) -> Iterator[Finding]:
+    """named: TMPDIR."""
+    try:
+        tmp = tempfile.gettempdir()
+    except OSError as error:  # it has tried to write to each
+        what = f"no folder takes temporary files ({error.strerror or error}), and no run starts"
+        yield fault("disk.tmp", what, "make room, or set TMPDIR to a folder that can be written")
+        return
+    yield folder("disk.tmp", "the folder of temporary files", tmp, among, "set TMPDIR to a folder on another disk")
+    yield from _of_tmp(named, tmp, mount_of(tmp, among))
 
 
 def hub_cache(environment: Mapping[str, str]) -> str:

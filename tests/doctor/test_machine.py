@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mrl.doctor import clocks, cluster, disks, limits, network
+from mrl.doctor import ask, clocks, cluster, disks, limits, network
 from mrl.doctor.limits import ControlGroup
 from tests.doctor.conftest import by_name
 from tests.doctor.machines import printing, program
@@ -42,6 +42,21 @@ def test_this_machine_s_disks(tmp_path, monkeypatch):
     assert found["disk.here"].data["path"] == str(tmp_path) and found["disk.here"].data["free"] > 0
     assert found["disk.hub"].data["path"] == str(tmp_path / "not" / "there" / "hub")
     assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_no_current_folder_and_no_room_for_temporary_files(programs, tmp_path, monkeypatch):
+    """Where Python finds no folder that takes one, programs are asked all the same, and other disks looked at."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", list)
+    found = by_name(disks.section({}))
+    assert found["disk.tmp"].level == "fault" and "No usable temporary directory" in found["disk.tmp"].what
+    assert "has been removed" in found["disk.here"].what and {"disk.hub", "disk.shm"} <= found.keys()
+    program(programs, "some", "echo out; echo err >&2")
+    answer = ask.program("some")
+    assert (answer.code, answer.out) == (0, "out\n") and answer.err.endswith("err\n"), "sh misses its folder, too"
 
 
 @pytest.mark.parametrize(
