@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
@@ -149,9 +152,11 @@ def test_random_configs_and_rows(tmp_path):
 
 
 @pytest.mark.nightly
-def test_very_many_random_configs_and_rows(tmp_path):
-    found = [(number, outcome.wrong) for number, outcome in enumerate(fuzz.fuzz(4000, 1, tmp_path)) if outcome.wrong]
-    assert found == [], "make_case(1, NUMBER) is the case"
+def test_very_many_random_configs_and_rows():
+    """In a process of its own: one in which an engine was built has a stand-in for CUDA, which a dry run takes for a GPU."""
+    line = [sys.executable, "-m", "tests.config.fuzz", "--count", "4000", "--seed", "1"]
+    ran = subprocess.run(line, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True)
+    assert ran.returncode == 0, f"make_case(1, NUMBER) is the case: {ran.stdout[-4000:]}{ran.stderr[-2000:]}"
 
 
 @pytest.mark.nightly

@@ -247,7 +247,7 @@ MODELS = (
     *_of(
         "mcore_models/attention.py",
         "mcore_models/test_attention.py",
-        ("config.window_size[0] + 1 if windowed", "config.window_size[0] if windowed"),
+        ("config.window_size[0] + 1 if windowed", "config.window_size[0] + 2 if windowed"),
     ),
 )  # fmt: skip
 
