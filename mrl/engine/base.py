@@ -32,6 +32,7 @@ from mrl.engine.offload import KINDS, Offload
 from mrl.engine.requests import CACHE_TOKENS, PREFILL_TOKENS, Completion, GenerateRequest, no_progress
 from mrl.engine.schedule import learning_rate
 from mrl.engine.stored_weights import mtp_tensors_of_folder
+from mrl.engine.trained_state import TrainedState, Update
 
 T = TypeVar("T")
 Ctx = dict[str, Any]
@@ -176,12 +177,23 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Forgets accumulated gradients."""
 
     @abc.abstractmethod
-    def optimizer_step(self) -> GradNorm:
+    def optimizer_step(self, update: Update | None = None) -> GradNorm:
         """Clips by the global norm and updates the parameters.
 
-        A gradient that is not finite updates nothing, and the result says so. The gradients are spent by it: the next
+        update: what the step is made by; None: the config's optimizer and its schedule. A gradient that is not finite updates nothing, and the result says so. The gradients are spent by it: the next
         `forward_backward_step` that trains and `hf_gradients` come after an `optimizer_zero_grad`.
         """
+
+    def trained_state(self) -> TrainedState:
+        """Returns a copy, in host memory, of what trains: parameters, the optimizer's state, accumulated gradients.
+
+        It is this rank's alone. Gradients are as they have accumulated: reduced by none but `optimizer_step`.
+        """
+        raise NotImplementedError(f"the {self.backend} engine holds one model")
+
+    def set_trained_state(self, state: TrainedState) -> None:
+        """Puts back what `trained_state` of this engine gave: what follows is as if nothing had come between."""
+        raise NotImplementedError(f"the {self.backend} engine holds one model")
 
     @abc.abstractmethod
     def guard_before_step(self) -> Any:
@@ -207,6 +219,11 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Returns the rate of the step that is made now."""
         config = self.config
         return learning_rate(self.schedule_step, optimizer=self._optimizer_config, total_steps=config.total_steps)
+
+    def _update(self) -> Update:
+        """Returns how the step that is made now is made, by the config."""
+        config = self._optimizer_config
+        return Update(self._learning_rate(), config.betas, config.eps, config.weight_decay, config.clip_grad)
 
     @property
     def _optimizer_config(self) -> OptimizerConfig:

@@ -1,7 +1,7 @@
 """Log-probabilities of labels, and entropies, from vocabulary-parallel logits that are never gathered.
 
-Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `H` hidden size, `V` columns of the vocabulary that this
-rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
+Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `K` labels of a token, `H` hidden size, `V` columns of the
+vocabulary that this rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
 
 For logits `z` (already divided by the temperature), with `m = max z` and `s = sum exp(z - m)` over the vocabulary:
 
@@ -9,7 +9,7 @@ For logits `z` (already divided by the temperature), with `m = max z` and `s = s
     d log p(y) / dz_i = [i == y] - p_i    d entropy / dz_i = -p_i (log p_i + entropy)
 
 Each rank computes `m`, `s`, `sum exp(z - m) (z - m)` and `z_y` of its own columns chunk by chunk; two all-reduces
-of one and four floats per token join them. Columns at or past `vocab_size` are padding and take no part. Softmaxes
+of one and `2 + 2 K` floats per token join them. Columns at or past `vocab_size` are padding and take no part. Softmaxes
 are computed again in the backward pass, in chunks, so no fp32 [T, V] exists; logits are never written to.
 """
 
@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 EntropyMode = Literal["none", "detached", "differentiable"]
@@ -77,9 +78,10 @@ def log_probs_from_hidden(
     """Log-probability of each label under `logits = rule(hidden @ weight.T)`, and each distribution's entropy if asked.
 
     hidden: [T, H], the same on every rank of the group. weight: [V, H] local rows of the output layer. labels: [T]
-    global ids. chunk: tokens whose logits are computed at once; None chooses by size. Returns [T] fp32 (fp64 for fp64)
-    each, the same on every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A
-    label that no rank holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all
+    global ids, or [T, K] for several log-probs of one distribution. chunk: tokens whose logits are computed at once;
+    None chooses by size. Returns log-probs of the labels' shape and entropies [T], fp32 (fp64 for fp64), the same on
+    every rank of the group; the entropy is None for "none" and carries no gradient for "detached". A label that no rank
+    holds gives NaN. rows: [R] int64, different tokens: logits are made of these alone, and all
     others give 0; None: of all.
 
     keep_logits: keep the logits (in hidden's dtype) for the backward pass instead of computing them again there; None
@@ -94,8 +96,56 @@ def log_probs_from_hidden(
     wanted = labels if rows is None else labels[rows]
     found = _HiddenLogProbs.apply(hidden, weight, wanted, rows, spec, keep_logits, reduce_hidden_grad)
     if rows is not None:
-        found = tuple(values.new_zeros(hidden.shape[0]).index_copy(0, rows, values) for values in found)
+        found = tuple(v.new_zeros(hidden.shape[0], *v.shape[1:]).index_copy(0, rows, v) for v in found)
     return found[0], None if entropy == "none" else found[1]
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    top: int,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    rule: LogitRule = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Returns the `top` largest log-probs [T, top] of each token, largest first, and their global ids [T, top].
+
+    Arguments as of `log_probs_from_hidden`. Where the vocabulary has fewer the rest is -inf, with id 0. The same on
+    every rank of the group; nothing carries a gradient.
+    """
+    spec = _Spec(shard, temperature, "none", chunk or _chunk_tokens(weight.shape[0], hidden.device), rule)
+    parts, best = [], []
+    for part in _chunks(hidden.shape[0], spec.chunk):
+        z = spec.scaled(hidden[part] @ weight.t())
+        parts.append(_local_sums(z.clone(), torch.zeros(z.shape[0], dtype=torch.int64, device=z.device), spec))
+        best.append(_largest(z, top))
+    if not parts:
+        empty = hidden.new_zeros(0, top, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return empty, empty.to(torch.int64)
+    log_sum = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), shard.group)[2]
+    values, ids = torch.cat([v for v, _ in best]), torch.cat([i for _, i in best]) + shard.start
+    if shard.group is not None:
+        values, ids = (_gathered(t, shard.group) for t in (values, ids))
+        values, order = values.topk(top, dim=1)
+        ids = ids.gather(1, order)
+    return values - log_sum[:, None], ids.where(values != -torch.inf, torch.zeros_like(ids))
+
+
+def _largest(z_CV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The `top` largest of each row, and their columns; -inf where there are fewer."""
+    found = z_CV.topk(min(top, z_CV.shape[1]), dim=1)
+    lacking = (0, top - found.values.shape[1])
+    return F.pad(found.values, lacking, value=-torch.inf), F.pad(found.indices, lacking)
+
+
+def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, ranks * top] of each rank's [T, top], in the order of ranks."""
+    everyone = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(everyone, values.contiguous(), group=group)
+    return torch.cat(everyone, dim=1)
 
 
 _KEEP_LOGITS_ELEMENTS = 2**24
@@ -133,44 +183,51 @@ def _chunks(total: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, total)) for start in range(0, total, chunk)]
 
 
-def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
-    """(max [C], [4, C]: sum exp(z-m), sum exp(z-m)(z-m), z of the label, whether the label is here) of these columns.
+def _as_columns(values: Tensor) -> Tensor:
+    """[C, K] of [C] or [C, K]."""
+    return values[:, None] if values.dim() == 1 else values
 
-    The second sum is 0 where no entropy is asked for.
+
+def _local_sums(z_CV: Tensor, labels_C: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
+    """(max [C], [2 + 2 K, C]: sum exp(z-m), sum exp(z-m)(z-m), z of each label, whether each is here) of these columns.
+
+    labels_C: [C] or [C, K]. The second sum is 0 where no entropy is asked for.
     """
-    columns = z_CV.shape[1]
+    columns, labels_CK = z_CV.shape[1], _as_columns(labels_C)
     if columns == 0:  # this rank holds nothing but padding
-        return z_CV.new_full((z_CV.shape[0],), -torch.inf), z_CV.new_zeros(4, z_CV.shape[0])
+        sums = z_CV.new_zeros(2 + 2 * labels_CK.shape[1], z_CV.shape[0])
+        return z_CV.new_full((z_CV.shape[0],), -torch.inf), sums
     max_C = z_CV.amax(dim=1)
     shifted = z_CV - max_C[:, None]
     exp = shifted.exp_() if spec.entropy == "none" else shifted.exp()
-    local = labels_C - spec.shard.start
+    local = labels_CK - spec.shard.start
     here = (local >= 0) & (local < columns)
-    target = z_CV.gather(1, local.clamp(0, columns - 1)[:, None])[:, 0]
+    target = z_CV.gather(1, local.clamp(0, columns - 1))
     sums = [
         exp.sum(1),
         torch.zeros_like(max_C) if spec.entropy == "none" else torch.linalg.vecdot(exp, shifted),
-        target.where(here, target.new_zeros(())),
-        here.to(z_CV.dtype),
+        *target.where(here, target.new_zeros(())).unbind(1),
+        *here.to(z_CV.dtype).unbind(1),
     ]
     return max_C, torch.stack(sums)
 
 
 def _join(local_max: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins the ranks' columns. Returns (log-prob, entropy, log-sum-exp), each [T]."""
-    total, weighted, target, here = sums
+    """Joins the ranks' columns. Returns (log-probs [T, K], entropy [T], log-sum-exp [T])."""
+    total, weighted = sums[:2]
     largest = local_max
     if group is not None:
         largest = local_max.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         below = (local_max - largest).where(total > 0, torch.zeros_like(total))
         scale = below.exp()
-        sums = torch.stack([total * scale, (weighted + below * total) * scale, target, here])
+        sums = torch.cat([torch.stack([total * scale, (weighted + below * total) * scale]), sums[2:]])
         dist.all_reduce(sums, group=group)
-        total, weighted, target, here = sums
+        total, weighted = sums[:2]
+    target, here = sums[2:].chunk(2)
     log_total = total.log()
-    log_prob = (target - largest - log_total).where(here == 1, torch.full_like(total, torch.nan))
-    return log_prob, log_total - weighted / total, largest + log_total
+    log_probs = (target - largest - log_total).where(here == 1, torch.full_like(target, torch.nan))
+    return log_probs.t(), log_total - weighted / total, largest + log_total
 
 
 def _logits_gradient(
@@ -181,22 +238,25 @@ def _logits_gradient(
     entropy_terms: tuple[Tensor, Tensor] | None,
     spec: _Spec,
 ) -> Tensor:
-    """Gradient of the unscaled logits [C, V valid]. entropy_terms: (entropy [C], its gradient [C]) or None."""
+    """Gradient of the unscaled logits [C, V valid]. grad_C: of the log-probs, [C] or [C, K] as the labels are.
+    entropy_terms: (entropy [C], its gradient [C]) or None."""
+    labels_CK, grad_CK = _as_columns(labels_C), _as_columns(grad_C)
+    sum_C = grad_CK.sum(1)
     log_p = z_CV - lse_C[:, None]
     if entropy_terms is None:
         grad = log_p.exp_()
-        grad *= -grad_C[:, None]
+        grad *= -sum_C[:, None]
     else:
         grad = log_p.exp()
         entropy_C, entropy_grad_C = entropy_terms
         log_p += entropy_C[:, None]
         log_p *= -entropy_grad_C[:, None]
-        log_p -= grad_C[:, None]
+        log_p -= sum_C[:, None]
         grad *= log_p
-    local = labels_C - spec.shard.start
+    local = labels_CK - spec.shard.start
     here = (local >= 0) & (local < z_CV.shape[1])
     if z_CV.shape[1]:
-        grad.scatter_add_(1, local.clamp(0, z_CV.shape[1] - 1)[:, None], (grad_C * here)[:, None])
+        grad.scatter_add_(1, local.clamp(0, z_CV.shape[1] - 1), grad_CK * here)
     grad = grad if spec.temperature == 1.0 else grad.div_(spec.temperature)
     return spec.rule.backward(grad, z_CV, spec.temperature)
 
@@ -221,12 +281,12 @@ class _HiddenLogProbs(torch.autograd.Function):
             parts.append(_local_sums(spec.scaled(logits), labels[part], spec))
             if keep:
                 kept.append(logits)
-        log_prob, entropy, lse = _join_parts(parts, hidden, spec)
+        log_probs, entropy, lse = _join_parts(parts, labels, hidden, spec)
         ctx.save_for_backward(hidden, weight, labels, lse, entropy, *kept)
         ctx.spec, ctx.reduce_grad = spec, reduce_grad
         if spec.entropy != "differentiable":
             ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,9 +323,13 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _join_parts(parts: list[tuple[Tensor, Tensor]], like: Tensor, spec: _Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """`_join` of the chunks; of no tokens, empty tensors (the ranks of a group have the same tokens)."""
+def _join_parts(
+    parts: list[tuple[Tensor, Tensor]], labels: Tensor, like: Tensor, spec: _Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_join` of the chunks, log-probs in the shape of the labels; of no tokens, empty tensors (the ranks of a group
+    have the same tokens)."""
     if not parts:
         empty = like.new_zeros(0, dtype=torch.promote_types(like.dtype, torch.float32))
-        return empty, empty.clone(), empty.clone()
-    return _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group)
+        return empty.new_zeros(labels.shape), empty.clone(), empty.clone()
+    joined = _join(torch.cat([m for m, _ in parts]), torch.cat([s for _, s in parts], dim=1), spec.shard.group)
+    return joined[0].reshape(labels.shape), *joined[1:]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from tests.tiers import slow_but
 
-T, H, V = 13, 8, 29
+T, H, V, K = 13, 8, 29, 3
 
 
 def inputs(dtype=torch.float64, columns=V, scale=3.0):
@@ -25,20 +25,31 @@ def inputs(dtype=torch.float64, columns=V, scale=3.0):
 
 
 def reference(logits, labels, temperature=1.0):
+    """labels: [T] or [T, K]."""
     log_p = torch.log_softmax(logits / temperature, dim=-1)
-    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    return log_p.gather(1, labels.view(T, -1)).view(labels.shape), -(log_p.exp() * log_p).sum(1)
+
+
+def several_labels():
+    """[T, K], of which some tokens have one twice."""
+    labels = torch.randint(0, V, (T, K), generator=torch.Generator().manual_seed(1))
+    labels[::4, 1] = labels[::4, 0]
+    return labels
 
 
 def objective(log_probs, entropy):
     weights = torch.linspace(-1, 1, T, dtype=log_probs.dtype)
-    return (log_probs * weights).sum() + (0.0 if entropy is None else (entropy * weights.flip(0)).sum())
+    of_labels = weights if log_probs.dim() == 1 else torch.stack([weights * (k + 1) for k in range(K)], dim=1)
+    return (log_probs * of_labels).sum() + (0.0 if entropy is None else (entropy * weights.flip(0)).sum())
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, T])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])  # trap 19
 @pytest.mark.parametrize("keep_logits", [True, False])
-def test_values_and_gradients_match_log_softmax(keep_logits, temperature, chunk):
+@pytest.mark.parametrize("several", [False, True])
+def test_values_and_gradients_match_log_softmax(several, keep_logits, temperature, chunk):
     hidden, weight, labels = inputs()
+    labels = several_labels() if several else labels
     ours = [t.clone().requires_grad_() for t in (hidden, weight)]
     theirs = [t.clone().requires_grad_() for t in (hidden, weight)]
     options = {"shard": VocabShard(V), "temperature": temperature, "entropy": "differentiable", "chunk": chunk}
@@ -54,17 +65,20 @@ def test_values_and_gradients_match_log_softmax(keep_logits, temperature, chunk)
 
 @pytest.mark.parametrize("wanted", [[], [4], [0, 3, 4, 9, 12], list(range(T))])
 @pytest.mark.parametrize("keep_logits", [True, False])
-def test_rows_are_those_of_all_tokens_and_others_are_0(keep_logits, wanted):
+@pytest.mark.parametrize("several", [False, True])
+def test_rows_are_those_of_all_tokens_and_others_are_0(several, keep_logits, wanted):
     rows, mask = torch.tensor(wanted, dtype=torch.int64), torch.zeros(T, dtype=torch.float64)
     mask[rows] = 1.0
+    labels = several_labels() if several else inputs()[2]
+    of_labels = mask.view(T, *(1 for _ in labels.shape[1:]))
     ours, all_ours = ([t.clone().requires_grad_() for t in inputs()[:2]] for _ in range(2))
     options = {"shard": VocabShard(V), "entropy": "differentiable", "chunk": 2, "keep_logits": keep_logits}
-    log_probs, entropy = log_probs_from_hidden(*ours, inputs()[2], rows=rows, **options)
-    every, every_entropy = log_probs_from_hidden(*all_ours, inputs()[2], **options)
-    torch.testing.assert_close(log_probs, every * mask)
+    log_probs, entropy = log_probs_from_hidden(*ours, labels, rows=rows, **options)
+    every, every_entropy = log_probs_from_hidden(*all_ours, labels, **options)
+    torch.testing.assert_close(log_probs, every * of_labels)
     torch.testing.assert_close(entropy, every_entropy * mask)
     objective(log_probs, entropy).backward()
-    objective(every * mask, every_entropy * mask).backward()
+    objective(every * of_labels, every_entropy * mask).backward()
     for a, b in zip(ours, all_ours, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
@@ -140,6 +154,20 @@ def test_a_label_outside_the_vocabulary_is_nan():
     assert log_probs.isnan().tolist() == [False, True]
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_largest_log_probs_of_each_token(chunk):
+    hidden, weight, _ = inputs()
+    padded = torch.cat([weight, 9 * torch.ones(3, H, dtype=weight.dtype)])
+    found, ids = top_log_probs(hidden, padded, 5, shard=VocabShard(V), temperature=0.7, chunk=chunk)
+    expected = torch.log_softmax(hidden @ weight.t() / 0.7, dim=-1).topk(5)
+    torch.testing.assert_close((found, ids), tuple(expected))
+    found, ids = top_log_probs(hidden, padded, V + 2, shard=VocabShard(V))
+    assert found[:, V:].eq(-torch.inf).all() and not ids[:, V:].any() and ids.sort().values[:, 2:].equal(
+        torch.arange(V).expand(T, V)
+    )  # fmt: skip
+    assert [t.shape for t in top_log_probs(hidden[:0], weight, 5, shard=VocabShard(V))] == [(0, 5), (0, 5)]
+
+
 def test_no_tokens():
     hidden, weight, labels = (t[:0] if i != 1 else t for i, t in enumerate(inputs()))
     weight.requires_grad_()
@@ -148,16 +176,17 @@ def test_no_tokens():
     assert log_probs.shape == entropy.shape == (0,) and not weight.grad.any()
 
 
-def vocab_parallel_rank(rank, store, columns_per_rank):
-    """One of two ranks: its columns of the padded vocabulary give the single-rank values and gradients."""
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
-    hidden, weight, labels = inputs(columns=2 * columns_per_rank)
+def check_columns(rank, columns_per_rank, labels):
+    hidden, weight, _ = inputs(columns=2 * columns_per_rank)
     rows = slice(rank * columns_per_rank, (rank + 1) * columns_per_rank)
     shard = VocabShard(V, start=rows.start, group=dist.group.WORLD)
     full = weight.clone().requires_grad_()
     expected_hidden = hidden.clone().requires_grad_()
-    expected = reference((expected_hidden @ full.t())[:, :V], labels, 0.9)
+    logits = (expected_hidden @ full.t())[:, :V]
+    expected = reference(logits, labels, 0.9)
+    largest = torch.log_softmax(logits.detach(), dim=-1).topk(6)
     objective(*expected).backward()
+    torch.testing.assert_close(top_log_probs(hidden, weight[rows], 6, shard=shard, chunk=5), tuple(largest))
     for reduce in (True, False):
         local, h = weight[rows].clone().requires_grad_(), hidden.clone().requires_grad_()
         options = {"shard": shard, "temperature": 0.9, "entropy": "differentiable", "chunk": 5}
@@ -168,6 +197,13 @@ def vocab_parallel_rank(rank, store, columns_per_rank):
             dist.all_reduce(h.grad)
         torch.testing.assert_close(h.grad, expected_hidden.grad)
         torch.testing.assert_close(local.grad, full.grad[rows])
+
+
+def vocab_parallel_rank(rank, store, columns_per_rank):
+    """One of two ranks: its columns of the padded vocabulary give the single-rank values and gradients."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    for labels in (inputs()[2], several_labels()):
+        check_columns(rank, columns_per_rank, labels)
     dist.destroy_process_group()
 
 

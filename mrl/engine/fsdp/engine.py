@@ -37,6 +37,7 @@ from mrl.engine.generation import check_room
 from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
+from mrl.engine.trained_state import TrainedState, Update, on_host, put_back
 from mrl.engine.rng import Generators
 from mrl.mcore_models import platform
 
@@ -211,12 +212,30 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         self.offload.forget("gradients")
         self.seen_images = self._spent = False
 
-    def optimizer_step(self) -> GradNorm:
+    def optimizer_step(self, update: Update | None = None) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
-            norm = self._trained().step(self._learning_rate())
+            norm = self._trained().step(update or self._update())
             self.offload.spend("gradients")
         self._spent = True
         return norm
+
+    def trained_state(self) -> TrainedState:
+        optimizer, spent = self._trained(), self._spent
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            gradients = None if spent else optimizer.gradients()
+            weights = on_host(p.to_local() for p in optimizer.parameters.values())
+            moments = on_host(m.to_local() for m in optimizer.moments().values())
+        return TrainedState(weights, moments, optimizer.updates, gradients, spent)
+
+    @torch.no_grad()
+    def set_trained_state(self, state: TrainedState) -> None:
+        optimizer = self._trained()
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            put_back((p.to_local() for p in optimizer.parameters.values()), state.weights)
+            put_back((m.to_local() for m in optimizer.moments().values()), state.moments)
+            optimizer.updates = state.updates
+            optimizer.set_gradients(state.gradients)
+        self._spent = state.spent
 
     def _watched(self) -> Iterator[guards.Watched]:
         waiting = self.model.adapters.waiting() if self.model.adapters is not None else ()

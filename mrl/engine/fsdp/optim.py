@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
+from mrl.engine.trained_state import Update, on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,13 +30,8 @@ class Optimizer:
         decays = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in self.parameters.items()}
         decayed = [p for name, p in self.parameters.items() if decays[name]]
         others = [p for name, p in self.parameters.items() if not decays[name]]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )  # fmt: skip
+        groups = [{"params": decayed, "decays": True}, {"params": others, "decays": False}]
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=True)
         for p in self.parameters.values():
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device)} | {m: torch.zeros_like(p) for m in MOMENTS}
 
@@ -53,17 +49,30 @@ class Optimizer:
         """Adam's running averages as sharded tensors, named `exp_avg.PARAMETER` and `exp_avg_sq.PARAMETER`."""
         return {f"{m}.{name}": self.adamw.state[p][m] for name, p in self.parameters.items() for m in MOMENTS}
 
-    def step(self, lr: float) -> GradNorm:
+    def gradients(self) -> list[Tensor | None]:
+        """Returns copies of this rank's accumulated gradients, in host memory; None of a parameter that has none."""
+        return [None if p.grad is None else on_host([p.grad.to_local()])[0] for p in self.parameters.values()]
+
+    def set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+        """Puts back what `gradients` gave; None for none at all."""
+        copies = [None] * len(self.parameters) if gradients is None else gradients
+        for p, copied in zip(self.parameters.values(), copies, strict=True):
+            p.grad = None if copied is None else torch.zeros_like(p)
+            if copied is not None:
+                p.grad.to_local().copy_(copied)
+
+    def step(self, update: Update) -> GradNorm:
         """Clips and updates; where the norm is not finite, nothing is updated on any rank."""
         shards = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]
         norm = global_norm(shards, self.shards)
         if not math.isfinite(norm):
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
-        limit = self.config.clip_grad
+        limit = update.clip_grad
         if limit and norm > limit:
             torch._foreach_mul_(shards, limit / (norm + 1e-6))
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            decay = update.weight_decay if group["decays"] else 0.0
+            group.update(lr=update.lr, betas=update.betas, eps=update.eps, weight_decay=decay)
         self.adamw.step()
         return GradNorm(norm)
 

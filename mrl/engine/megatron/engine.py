@@ -33,6 +33,7 @@ from mrl.engine.base import (
 from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
+from mrl.engine.trained_state import TrainedState, Update
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in, platform
 
@@ -40,7 +41,7 @@ cpu_stand_in.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, watched  # noqa: E402
+from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, trained, watched  # noqa: E402
 from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402
@@ -76,6 +77,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             dims=dims, coords=self.model.coords, packed=config.packing, thd=self.model.spec == "te", head=config.head,
             vocab_size=self.model.hf["vocab_size"],
         )  # fmt: skip
+        self._accumulated = False  # gradients, since they were zeroed
         self._reduced = False
         self._spent = False  # by an optimizer step, since gradients were zeroed
 
@@ -137,6 +139,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     ) -> Outcome:
         assert forward_only or self.loss_fn is not None, "call set_loss_fn before training"
         assert forward_only or not self._reduced, "gradients were reduced already; call optimizer_zero_grad first"
+        self._accumulated |= not forward_only
         ctx = dict(PLAIN_CTX if ctx is None else ctx)
         order = self._plan(batch)
         micro_batches = [
@@ -210,7 +213,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
                 chunk.zero_grad_buffer()
             self.offload.spend("gradients")
         self.model.optimizer.zero_grad()
-        self._reduced = self._spent = False
+        self._accumulated = self._reduced = self._spent = False
 
     def _reduce(self) -> None:
         if not self._reduced:
@@ -218,14 +221,27 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self._reduced = True
 
     @installed
-    def optimizer_step(self) -> GradNorm:
+    def optimizer_step(self, update: Update | None = None) -> GradNorm:
         with self.offload.used("parameters", "gradients", "optimizer"):
             self._reduce()
-            optim.set_learning_rate(self.model.optimizer, self._learning_rate())
-            norm = optim.step(self.model.optimizer, self._optimizer_config.clip_grad)
+            norm = optim.step(self.model.optimizer, update or self._update())
             self.offload.spend("gradients")
         self._spent = True
         return norm
+
+    @installed
+    def trained_state(self) -> TrainedState:
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            model, unreduced = self.model, self._accumulated and not self._spent
+            assert self._spent or not self._reduced, "gradients were reduced for hf_gradients or a guard"
+            return trained.copy(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
+
+    @installed
+    def set_trained_state(self, state: TrainedState) -> None:
+        with self.offload.used("parameters", "gradients", "optimizer"):
+            trained.put(self.model.wrapped, self.model.optimizer, state)
+        self._accumulated = state.gradients is not None
+        self._reduced = self._spent = state.spent
 
     @installed
     def guard_before_step(self) -> Any:

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
+from mrl.engine.trained_state import Update
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
@@ -43,11 +44,7 @@ def wrap(models: Sequence[Model], config: TransformerConfig) -> list[Distributed
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms.
-
-    megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied
-    here.
-    """
+    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
@@ -58,7 +55,6 @@ def build_optimizer(
     )  # fmt: skip
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if isinstance(part.optimizer, torch.optim.AdamW):
                 group["fused"] = True  # one pass over memory; torch's default on a GPU copies whole lists of tensors
     return optimizer
@@ -89,15 +85,16 @@ def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
-def step(optimizer: MegatronOptimizer, clip_grad: float) -> GradNorm:
+def step(optimizer: MegatronOptimizer, update: Update) -> GradNorm:
     """One update from reduced gradients.
 
     1. Hand the gradients of this rank's shards to the fp32 master weights.
     2. The global L2 norm, each parameter counted once.
     3. Not finite: leave everything as it is and say so.
-    4. Scale the gradients down to `clip_grad`.
+    4. Scale the gradients down to `update.clip_grad`.
     5. AdamW on the shards, then gather the parameters.
     """
+    _set_hyperparameters(optimizer, update)
     with torch.no_grad():
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
@@ -105,16 +102,19 @@ def step(optimizer: MegatronOptimizer, clip_grad: float) -> GradNorm:
             return GradNorm(norm, skipped=f"the gradient norm is {norm}")
         for part in optimizers_of(optimizer):
             parameters = part.get_parameters()
-            if clip_grad > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+            if update.clip_grad > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=update.clip_grad, total_norm=norm)
         optimizer.step_with_ready_grads()
     return GradNorm(norm)
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+def _set_hyperparameters(optimizer: MegatronOptimizer, update: Update) -> None:
+    """Megatron marks groups that do not decay with a factor of 0, which only its own scheduler applies: it is applied
+    here."""
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
-            group["lr"] = lr
+            group.update(lr=update.lr, betas=update.betas, eps=update.eps)
+            group["weight_decay"] = update.weight_decay * group["wd_mult"]
 
 
 def shards(optimizer: MegatronOptimizer) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, torch.Tensor, slice]]:

@@ -1,0 +1,60 @@
+"""What trains of a megatron model, taken out and put back (`mrl.engine.trained_state`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from mrl.engine.megatron import optim, optim_state
+from mrl.engine.trained_state import TrainedState, on_host, put_back
+
+Chunks = Sequence[DistributedDataParallel]
+MOMENTS = optim_state.PARTS[1:]
+
+
+def copy(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
+    """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
+    found = [
+        None if (values := part.optimizer.state.get(main, {}).get(name)) is None else values
+        for part, _, main, _ in optim.shards(optimizer) for name in MOMENTS
+    ]  # fmt: skip
+    mains = [main for _, _, main, _ in optim.shards(optimizer) for _ in MOMENTS]
+    return TrainedState(
+        weights=on_host(_weights(chunks, optimizer)),
+        moments=on_host(torch.zeros_like(m) if t is None else t for t, m in zip(found, mains, strict=True)),
+        updates=optim_state.step_count(optimizer),
+        gradients=on_host(b.grad_data for b in optim.gradient_buffers(chunks)) if gradients else None,
+        spent=spent,
+    )
+
+
+@torch.no_grad()
+def put(chunks: Chunks, optimizer: MegatronOptimizer, state: TrainedState) -> None:
+    """Puts it back; gradients that the state has none of are zero then."""
+    put_back(_weights(chunks, optimizer), state.weights)
+    moments = []
+    for part, _, main, _ in optim.shards(optimizer):
+        of_main = part.optimizer.state[main]
+        for name in MOMENTS:
+            if name not in of_main:  # before its first step AdamW has none
+                of_main[name] = torch.zeros_like(main)
+            moments.append(of_main[name])
+    put_back(moments, state.moments)
+    for part in optim.optimizers_of(optimizer):
+        optim_state.set_step_count(part.optimizer, state.updates)
+    if state.gradients is None:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    else:
+        put_back([b.grad_data for b in optim.gradient_buffers(chunks)], state.gradients)
+    optimizer.zero_grad()
+
+
+def _weights(chunks: Chunks, optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Yields what trains, and the masters of this rank's shards."""
+    yield from (p.data for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    yield from (main.data for _, _, main, _ in optim.shards(optimizer))
