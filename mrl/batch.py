@@ -25,8 +25,9 @@ from torch import Tensor
 class Batch:
     """Sequences laid end to end, with whatever else belongs to their tokens or to them.
 
-    tokens: [T] int64. labels: [T] int64, the token after each token. loss_mask: [T] float32, the weight of
-    each label in the loss (0 where it does not train). lengths: [S] int64, sums to T, each at least 1.
+    tokens: [T] int64. labels: [T] int64, the token after each token, or [T, K] where several log-probs are wanted at
+    each. loss_mask: [T] float32, the weight of each label in the loss (0 where it does not train). lengths: [S] int64,
+    sums to T, each at least 1.
     token_fields: name -> [T, ...] (advantages, old log-probs, ...). sequence_fields: name -> [S, ...].
     multi_modal_inputs: of each sequence, name -> tensor [N, ...] of what its images are to the model, N its own for
     each (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are.

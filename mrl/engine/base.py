@@ -165,11 +165,12 @@ class BaseEngine(EngineChecks, abc.ABC):
         """Runs this rank's share of a mini-batch (see `shard_data`), micro-batch by micro-batch.
 
         ctx: "temperature", which an lm head divides its logits by; a caller that gives a ctx says it. "entropy": "none"
-        (what is left out), "detached" or "differentiable". The rest is the caller's own. None is `PLAIN_CTX`. Gradients
-        accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)` when
-        `forward_only`: predictions [T] in the order of `batch`, detached, on every rank of the replica; loss is the
-        global mean (the same float on every rank); `ctx["metrics"]` likewise. When `forward_only` and a loss function
-        is set, `ctx["loss"]` carries the loss.
+        (what is left out), "detached" or "differentiable". "top": of a `forward_only`, also the so many largest
+        log-probs of each token, "top_log_probs" and "top_tokens" [T, top]. The rest is the caller's own. None is
+        `PLAIN_CTX`. Gradients accumulate until `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or
+        `(predictions, ctx)` when `forward_only`: predictions [T, ...] in the order of `batch`, detached, on every rank
+        of the replica; loss is the global mean (the same float on every rank); `ctx["metrics"]` likewise. When
+        `forward_only` and a loss function is set, `ctx["loss"]` carries the loss.
         """
 
     @abc.abstractmethod
@@ -180,8 +181,9 @@ class BaseEngine(EngineChecks, abc.ABC):
     def optimizer_step(self, update: Update | None = None) -> GradNorm:
         """Clips by the global norm and updates the parameters.
 
-        update: what the step is made by; None: the config's optimizer and its schedule. A gradient that is not finite updates nothing, and the result says so. The gradients are spent by it: the next
-        `forward_backward_step` that trains and `hf_gradients` come after an `optimizer_zero_grad`.
+        update: what the step is made by; None: the config's optimizer and its schedule. A gradient that is not finite
+        updates nothing, and the result says so. The gradients are spent by it: the next `forward_backward_step` that
+        trains and `hf_gradients` come after an `optimizer_zero_grad`.
         """
 
     def trained_state(self) -> TrainedState:

@@ -1,7 +1,7 @@
 """Log-probabilities of labels, and entropies, from vocabulary-parallel logits that are never gathered.
 
-Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `K` labels of a token, `H` hidden size, `V` columns of the
-vocabulary that this rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
+Dimensions: `T` tokens, `R` of them whose log-probs are wanted, `K` labels of a token, `H` hidden size, `V` columns of
+the vocabulary that this rank holds (all of it without tensor parallelism), `C` tokens of a chunk.
 
 For logits `z` (already divided by the temperature), with `m = max z` and `s = sum exp(z - m)` over the vocabulary:
 

@@ -21,8 +21,7 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedState:
-    """This rank's part of what trains, as `BaseEngine.trained_state` copied it; `set_trained_state` of that engine reads
-    it, and no other one.
+    """This rank's part of what trains, as `BaseEngine.trained_state` copied it, for `set_trained_state` of that engine.
 
     weights: shards of parameters, and of their masters. moments: of AdamW, zero before its first step. gradients: as
     they have accumulated, None where there are none or a step has spent them.

@@ -12,7 +12,7 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from mrl.config.schema import FSDPConfig
+from mrl.config.schema import FSDPConfig, LoraConfig
 from tests.engine.contract import PAD
 from tests.engine.harness import run_case
 from tests.engine.layouts import FEW, LAYOUTS, SPLIT, WHOLE, WIDE_LAYOUTS, world_and_role
@@ -62,6 +62,20 @@ def test_contract(folder, layout, case):
 @pytest.mark.parametrize(("layout", "case", "family"), slow_but(FAST_MORE, MORE_CASES))
 def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
+
+
+SERVED = ("models_take_turns", "an_update_takes_the_place_of_the_config", "several_labels_and_the_largest")
+OURS = [layout for layout in [*SPLIT, "megatron pp2 vpp2", "megatron cp2"] if not layout.startswith("external")]
+
+
+@pytest.mark.parametrize("layout", slow_but([], OURS))
+def test_what_a_server_asks(folder, layout):
+    """What `mrl serve` needs beside; an engine of another package need not have it."""
+    model = folder("llama", layers=4, tied=True)
+    for case in SERVED:
+        run(layout, case, model)
+    run(layout, "models_take_turns", model, role={"dtype": "bfloat16", "offload": ("optimizer",)})
+    run(layout, "models_take_turns", model, role={"model": {"lora": LoraConfig(rank=4, alpha=8.0)}})
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ from mrl.engine.generation import check_room
 from mrl.engine.kept import KeptSequences
 from mrl.engine.microbatch import plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
-from mrl.engine.trained_state import TrainedState, Update, on_host, put_back
 from mrl.engine.rng import Generators
+from mrl.engine.trained_state import TrainedState, Update, on_host, put_back
 from mrl.mcore_models import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

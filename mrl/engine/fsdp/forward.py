@@ -20,7 +20,7 @@ from mrl.engine.fsdp.output import hidden_states, output_weight
 from mrl.engine.fsdp.rotary import FollowingRotary
 from mrl.engine.fsdp.ulysses import Ulysses
 from mrl.engine.fsdp.vision import Images
-from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden
+from mrl.engine.logprobs import LogitRule, VocabShard, log_probs_from_hidden, top_log_probs
 
 
 def fsdp_loss(loss_sum: Tensor, *, denominator: float, ranks: int) -> Tensor:
@@ -47,7 +47,7 @@ class ModelInputs:
 
     tokens: Tensor  # [R, L/C], one row where packed, else one for each sequence, padded on the right
     positions: Tensor  # [R, L/C]; [3, R, L/C] of a model that reads images
-    labels: Tensor  # [R * L/C]
+    labels: Tensor  # [R * L/C] or [R * L/C, K]
     trained: Tensor | None  # which of these places count in the loss; None for all
     document_lengths: list[int] | None  # of the documents in the one packed row of L places, None when padded
     places: Tensor | None
@@ -100,7 +100,7 @@ def prepare(
     aligned = {
         "tokens": laid_out(batch.tokens),
         "positions": laid_out(batch.position_ids),  # 0 of padding, which no model is short of
-        "labels": laid_out(batch.labels),
+        "labels": laid_out(batch.labels.movedim(0, -1)),
         "counts": laid_out(batch.loss_mask) != 0,
     }
     if reads_images is not None:
@@ -115,7 +115,7 @@ def prepare(
     return ModelInputs(
         tokens=own["tokens"].to(device),
         positions=own["positions"].to(device),
-        labels=own["labels"].flatten().to(device),
+        labels=own["labels"].flatten(-2).movedim(-1, 0).to(device),
         trained=None if counts.all() else counts.nonzero()[:, 0].to(device),
         document_lengths=documents,
         places=None if len(places) == shape[0] * shape[1] and ulysses.size == 1 else places.to(device),
@@ -140,25 +140,23 @@ def hidden_of(hf: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def predict(hf: nn.Module, inputs: ModelInputs, *, head: str, ctx: Ctx, rule: LogitRule) -> Predictions:
-    """Returns steps two and three: log-probs [T] and, if asked for, entropies [T], 0 where no label trains; or values
-    [T].
+    """Returns steps two and three: log-probs in the labels' shape and, if asked for, entropies [T], 0 where no label
+    trains, and the largest log-probs [T, top]; or values [T].
 
     head: "lm" or "value". rule: what the model makes of what its output layer gives.
-    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable.
+    ctx: "temperature" divides the logits; "entropy" is none (default), detached or differentiable; "top" how many.
     """
     hidden, weight = output_weight(hf, hidden_of(hf, inputs))
     if head == "value":
         values = (hidden @ weight.t())[:, 0].clone().float()  # FSDP wants no view of what its module made
         return {"values": inputs.restore(values)}
+    shard, temperature = VocabShard(weight.shape[0]), ctx["temperature"]
     log_probs, entropy = log_probs_from_hidden(
-        hidden,
-        weight,
-        inputs.labels,
-        shard=VocabShard(weight.shape[0]),
-        rows=inputs.trained,
-        temperature=ctx["temperature"],
-        entropy=ctx.get("entropy", "none"),
-        rule=rule,
-    )
+        hidden, weight, inputs.labels, shard=shard, rows=inputs.trained, temperature=temperature,
+        entropy=ctx.get("entropy", "none"), rule=rule,
+    )  # fmt: skip
     outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+    if top := ctx.get("top", 0):
+        found = top_log_probs(hidden, weight, top, shard=shard, temperature=temperature, rule=rule)
+        outputs |= dict(zip(("top_log_probs", "top_tokens"), found, strict=True))
     return {name: inputs.restore(values) for name, values in outputs.items()}

@@ -26,7 +26,7 @@ class ModelInputs:
     """What one rank feeds the model."""
 
     tokens: Tensor  # [P/cp] int64, 0 in padding
-    labels: Tensor  # [P/cp] int64, 0 in padding
+    labels: Tensor  # [P/cp] or [P/cp, K] int64, 0 in padding
     padding: Tensor  # [P/cp] bool, True there
     trained: Tensor | None  # which of these places have a label that counts in the loss; None for all
     layout: PackedLayout  # which places belong together
@@ -55,7 +55,10 @@ def prepare(
     starts = torch.tensor([0, *padded[:-1]]).cumsum(0)[: len(lengths)]
     places = batch.position_ids.cpu() + starts.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     total = sum(padded)
-    tokens, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    tokens, labels = (
+        torch.zeros(total, dtype=torch.int64),
+        torch.zeros(total, *batch.labels.shape[1:], dtype=torch.int64),
+    )
     padding, counts = torch.ones(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
     tokens[places], labels[places], padding[places] = batch.tokens.cpu(), batch.labels.cpu(), False
     counts[places] = batch.loss_mask.cpu() != 0

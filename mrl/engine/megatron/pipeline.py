@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.batch import Batch
 from mrl.engine.base import Ctx, LossFn, Predictions
-from mrl.engine.logprobs import VocabShard, log_probs_from_hidden
+from mrl.engine.logprobs import VocabShard, log_probs_from_hidden, top_log_probs
 from mrl.engine.megatron import inputs as model_inputs
 from mrl.engine.megatron.scaling import megatron_loss, megatron_scale
 from mrl.mcore_models import platform
@@ -99,7 +99,8 @@ def _forward_step(
 
 
 def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_inputs.ModelInputs, ctx: Ctx) -> Tensor:
-    """[P/cp, 1 or 2] fp32: log-probs of the labels that train, 0 elsewhere, and entropies if `ctx["entropy"]` asks."""
+    """[P/cp, columns] fp32, as `_named` tells them apart: log-probs of the labels that train, 0 elsewhere, and what the
+    ctx asks for beside."""
     group = parallel_state.get_tensor_model_parallel_group()
     shard = VocabShard(setup.vocab_size, group.rank() * weight.shape[0], group if group.size() > 1 else None)
     mode = ctx.get("entropy", "none")
@@ -113,15 +114,29 @@ def _log_probs(hidden: Tensor, weight: Tensor, *, setup: Setup, ins: model_input
         entropy=mode,
         reduce_hidden_grad=not setup.dims.sp,
     )
-    return torch.stack([log_probs] if entropy is None else [log_probs, entropy], dim=-1)
+    columns = [log_probs.view(len(log_probs), -1)] + ([] if entropy is None else [entropy[:, None]])
+    if top := ctx.get("top", 0):
+        largest, tokens = top_log_probs(hidden, weight, top, shard=shard, temperature=ctx["temperature"])
+        columns += [largest, tokens.to(largest.dtype)]  # exact up to 2**24
+    return torch.cat(columns, dim=-1)
+
+
+def _named(columns: Tensor, data: Batch, ctx: Ctx) -> Predictions:
+    """Tells the columns [T, ...] of `_log_probs` apart."""
+    labels = 1 if data.labels.dim() == 1 else data.labels.shape[1]
+    entropies, top = int(ctx.get("entropy", "none") != "none"), ctx.get("top", 0)
+    of_labels, entropy, largest, tokens = columns.split([labels, entropies, top, top], dim=-1)
+    found = {"log_probs": of_labels.reshape(data.labels.shape)}
+    found |= {"entropy": entropy[:, 0]} if entropies else {}
+    return found | ({"top_log_probs": largest, "top_tokens": tokens.to(torch.int64)} if top else {})
 
 
 def _loss(micro_batch: MicroBatch, setup: Setup, call: Call, count: int, output: Tensor) -> tuple[Tensor, dict]:
     """Step three: outputs back in order, the hook, the loss as megatron wants it (see scaling.py)."""
     cp_group = parallel_state.get_context_parallel_group()
-    columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group).unbind(-1)
-    names = ["values"] if setup.head == "value" else ["log_probs", "entropy"][: len(columns)]
-    predictions: Predictions = dict(zip(names, columns, strict=True))
+    columns = model_inputs.restore(output[0], micro_batch.inputs, cp_group)
+    is_lm = setup.head == "lm"
+    predictions = _named(columns, micro_batch.data, micro_batch.ctx) if is_lm else {"values": columns[:, 0]}
     nothing = output.sum() * 0.0  # keeps every rank's backward pass the same, also for an empty micro-batch
     loss = nothing
     if micro_batch.data.num_sequences:
