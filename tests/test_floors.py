@@ -21,7 +21,7 @@ FLOORS = {
     "algorithms": 1, "data": 1, "rewards": 1, "converters": 1,
     "mcore_models": 2,
     "engine": 3,
-    "trainers": 4, "roles": 4, "rollout": 4, "convert": 4, "report": 4, "plan": 4, "inference": 4,
+    "trainers": 4, "roles": 4, "rollout": 4, "convert": 4, "report": 4, "plan": 4, "inference": 4, "serve": 4,
     "cli": 5, "commands": 5, "doctor": 5, "check": 5, "launch": 5, "__main__": 5,
 }  # fmt: skip
 
