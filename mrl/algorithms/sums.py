@@ -64,8 +64,8 @@ def _cispo(lp: Tensor, fields: Fields, options: Options, lengths: Tensor) -> Ten
 
 
 def _dro(lp: Tensor, fields: Fields, options: Options, lengths: Tensor) -> Tensor:
-    # A prompt's q is 0, which is no policy's: a penalty would pull its tokens to certainty. A sampled token with q 0 was
-    # certain, and its lp is near 0 too.
+    # A prompt's q is 0, which is no policy's: a penalty would pull its tokens to certainty. A sampled token with q 0
+    # was certain, and its lp is near 0 too.
     penalty = (lp - fields["logprobs"]).square() * (options["beta"] / 2)
     return -(lp * fields["advantages"] - penalty.masked_fill(fields["logprobs"] == 0, 0.0))
 

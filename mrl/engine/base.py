@@ -337,6 +337,10 @@ class BaseEngine(EngineChecks, abc.ABC):
         """
         raise NotImplementedError(f"the {self.backend} engine has no adapters")
 
+    def set_adapter_scale(self, scale: float) -> None:
+        """Multiplies B A by `scale` from now on, in place of what `model.lora` says; checkpoints do not hold it."""
+        raise NotImplementedError(f"the {self.backend} engine has no adapters")
+
     def load_adapter(self, path: str) -> None:
         """Replaces the adapters by those of a folder that mrl or peft wrote for the same selection (`set_adapters`).
 

@@ -46,7 +46,7 @@ class Call:
 
 
 def read_call(body: bytes) -> Call:
-    """Returns what a client sent. Raises UserError where it is no `ForwardBackwardRequest`, or its loss is not known."""
+    """Returns what a client sent. Raises UserError where it is no such message, or its loss is not known."""
     try:
         sent = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:

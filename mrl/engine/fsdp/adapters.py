@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -71,6 +72,13 @@ class Adapters:
         for name, parameter in self.trained().items():
             offset, rows = _rows(parameter)
             parameter.to_local().copy_(tensors[name][offset : offset + rows])
+
+    def set_scale(self, scale: float) -> None:
+        """All adapters are scaled by `scale`."""
+        for module in self.hf.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling[ADAPTER] = scale
+        self.shapes = {name: dataclasses.replace(shape, scale=scale) for name, shape in self.shapes.items()}
 
     def waiting(self) -> set[str]:
         """Returns the names of A whose B is zero on this rank: there its gradient is exactly zero, and rightly."""

@@ -282,6 +282,10 @@ class FSDPEngine(FSDPChecks, BaseEngine):
         with self.offload.used("parameters"):
             self.model.adapters.load(tensors)
 
+    def set_adapter_scale(self, scale: float) -> None:
+        assert self.model.adapters is not None, "there are no adapters"
+        self.model.adapters.set_scale(scale)
+
     # -- generation and weights out -----------------------------------------------------------------------------------
 
     def generate(

@@ -278,6 +278,9 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         with self.offload.used("parameters", "optimizer"):
             self.model.set_adapters(tensors)
 
+    def set_adapter_scale(self, scale: float) -> None:
+        lora.set_scale(self.model.chunks, scale)
+
     def generate(
         self,
         requests: Sequence[GenerateRequest],

@@ -266,6 +266,13 @@ def fill(
     return read
 
 
+def set_scale(models: Iterable[Model], scale: float) -> None:
+    """All adapters of the models are scaled by `scale`."""
+    for model in models:
+        for adapter in lora.adapters_of(model):
+            adapter.scale = scale
+
+
 @contextlib.contextmanager
 def off(models: Iterable[Model]) -> Iterator[None]:
     """Inside, the models are without their adapters."""

@@ -1,0 +1,247 @@
+"""The desk of the server: what clients ask for goes on queues, what the ranks have made of it is fetched.
+
+Requests arrive on the thread of the HTTP server and get a promise at once. The main thread, which alone computes, takes
+turns: one operation of a model, or all samples that wait for one snapshot. Models come by turns, and each model's
+operations in the order of their numbers, whatever order they arrived in.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+from mrl.errors import UserError
+
+Category = Literal["user", "server", "unknown"]
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+KEPT_S = 900.0
+"""Seconds that a result is kept: a client whose connection broke asks again within 300 s."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a promise came to."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclasses.dataclass(eq=False)
+class Promise:
+    """A result that is on its way."""
+
+    id: str
+    model: str | None = None
+    result: Result | None = None
+    done_at: float = 0.0
+    told: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
+
+
+@dataclasses.dataclass(eq=False)
+class Waiting:
+    """An operation on a queue."""
+
+    operation: Any
+    promise: Promise
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What the ranks do next."""
+
+    queue: Hashable
+    waiting: Sequence[Waiting]
+
+
+class Busy(Exception):
+    """There is no room on a queue; ask again later."""
+
+
+class Gone(Exception):
+    """A promise that is not known: its result was kept for KEPT_S seconds, or the server has been started anew."""
+
+
+class _Numbered:
+    """The operations of a model, which are taken in the order of their numbers."""
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+        self.waiting: dict[int, Waiting] = {}
+
+    def ready(self) -> bool:
+        return self.next in self.waiting
+
+    def take(self) -> list[Waiting]:
+        self.next += 1
+        return [self.waiting.pop(self.next - 1)]
+
+
+class _Together:
+    """Operations of which all that wait are done at once."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+
+    def ready(self) -> bool:
+        return bool(self.waiting)
+
+    def take(self) -> list[Waiting]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+class Desk:
+    """Queues and promises of one server. Every method may be called on any thread."""
+
+    def __init__(self, *, most_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most_waiting, self.clock = most_waiting, clock
+        self._lock = threading.Condition()
+        self._queues: dict[Hashable, _Numbered | _Together] = {}
+        self._turns: collections.deque[Hashable] = collections.deque()  # every queue, the one that waits longest first
+        self._promises: dict[str, Promise] = {}
+        self._by_key: dict[Hashable, Promise] = {}
+        self._ids = itertools.count(1)
+        self._closed: str | None = None
+
+    # -- of clients --------------------------------------------------------------------------------------------------
+
+    def open(self, queue: Hashable, *, first: int) -> None:
+        """Makes the queue of a model, whose first operation has the number `first`."""
+        with self._lock:
+            self._add(queue, _Numbered(first))
+
+    def _add(self, queue: Hashable, made: _Numbered | _Together) -> None:
+        self._queues[queue] = made
+        self._turns.append(queue)
+
+    def drop(self, queue: Hashable, why: UserError) -> None:
+        """Ends a queue; what waits there fails."""
+        with self._lock:
+            made = self._queues.pop(queue, None)
+            if made is None:
+                return
+            self._turns.remove(queue)
+            left = list(made.waiting.values() if isinstance(made, _Numbered) else made.waiting)
+        for waiting in left:
+            self.fail(waiting.promise, "user", str(why))
+
+    def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None) -> Promise:
+        """Puts an operation of a model on its queue. The same number gets the first promise again.
+
+        Raises KeyError where there is no such queue, and Busy.
+        """
+        key = (queue, number)
+        with self._lock:
+            if key in self._by_key:
+                return self._by_key[key]
+            made = self._queues[queue]
+            assert isinstance(made, _Numbered)
+            if number < made.next:  # it was done, and its result is no longer kept: it is not to be done twice
+                return Promise(f"gone-{number}", model)
+            self._check_room(made)
+            promise = self._promise(key, model)
+            made.waiting[number] = Waiting(operation, promise)
+            self._lock.notify_all()
+            return promise
+
+    def put_together(self, queue: Hashable, key: Hashable, operation: Any) -> Promise:
+        """Puts an operation on a queue of those that are done together. The same key gets the first promise again.
+
+        Raises Busy.
+        """
+        with self._lock:
+            if key in self._by_key:
+                return self._by_key[key]
+            if queue not in self._queues:
+                self._add(queue, _Together())
+            made = self._queues[queue]
+            assert isinstance(made, _Together)
+            self._check_room(made)
+            promise = self._promise(key, None)
+            made.waiting.append(Waiting(operation, promise))
+            self._lock.notify_all()
+            return promise
+
+    def _check_room(self, made: _Numbered | _Together) -> None:
+        waiting = (len(q.waiting) for q in self._queues.values() if isinstance(q, type(made)))
+        if self._closed is not None or sum(waiting) >= self.most_waiting:
+            raise Busy
+
+    def _promise(self, key: Hashable, model: str | None) -> Promise:
+        self._forget()
+        promise = Promise(f"{next(self._ids)}", model)
+        self._promises[promise.id] = self._by_key[key] = promise
+        return promise
+
+    def _forget(self) -> None:
+        """Forgets results that were kept for long enough."""
+        before = self.clock() - KEPT_S
+        old = {p.id for p in self._promises.values() if p.result is not None and p.done_at < before}
+        if old:
+            self._promises = {id: p for id, p in self._promises.items() if id not in old}
+            self._by_key = {key: p for key, p in self._by_key.items() if p.id not in old}
+
+    def find(self, id: str) -> Promise:
+        """Returns a promise. Raises Gone."""
+        with self._lock:
+            if id not in self._promises:
+                raise Gone
+            return self._promises[id]
+
+    def tell(self, promise: Promise, when_done: Callable[[], None]) -> None:
+        """Calls `when_done` when the promise is done; at once where it is."""
+        with self._lock:
+            if promise.result is None:
+                promise.told.append(when_done)
+                return
+        when_done()
+
+    # -- of the ranks ------------------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float) -> Turn | None:
+        """Returns the next turn, of the queue that has waited for longest; None where nothing comes within the time."""
+        with self._lock:
+            self._lock.wait_for(self._any_ready, timeout_s)
+            for queue in self._turns:
+                made = self._queues[queue]
+                if made.ready():
+                    self._turns.remove(queue)
+                    self._turns.append(queue)
+                    taken = made.take()
+                    if isinstance(made, _Together):
+                        del self._queues[queue]
+                        self._turns.remove(queue)
+                    return Turn(queue, taken)
+            return None
+
+    def _any_ready(self) -> bool:
+        return any(made.ready() for made in self._queues.values())
+
+    def finish(self, promise: Promise, result: Result) -> None:
+        """Says what a promise came to."""
+        with self._lock:
+            promise.result, promise.done_at = result, self.clock()
+            told, promise.told = promise.told, []
+        for each in told:
+            each()
+
+    def fail(self, promise: Promise, category: Category, line: str) -> None:
+        """Says that a promise came to nothing, and why."""
+        self.finish(promise, failed(category, line))
+
+    def close(self, why: str) -> None:
+        """Takes nothing more: what arrives is told to come again, what waits goes on."""
+        with self._lock:
+            self._closed = why
+
+
+def failed(category: Category, line: str) -> Result:
+    """Returns the result of a call that failed, as the client shows it."""
+    return Result(json.dumps({"error": line, "category": category}).encode())

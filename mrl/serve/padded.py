@@ -1,0 +1,60 @@
+"""Adapters of any rank in an engine whose adapters have one rank.
+
+A model's A and B are the first rows and columns of the engine's, and zeros follow. Where a row of A and the column of B
+beside it are both zero, so are both gradients (each has the other as a factor), AdamW's moments, and what it decays: what
+is padded stays zero for ever. Modules that a model does not adapt are zeros alone, for the same reason.
+
+Dimensions: `r` the rank of the model's adapters, `R` that of the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mrl.engine.lora.shapes import AdapterShape, initial_a
+
+Shapes = Mapping[str, AdapterShape]
+
+
+def initial(shapes: Shapes, rank: int, seed: int, *, attention: bool, mlp: bool) -> dict[str, Tensor]:
+    """Returns what a model's adapters start from, by the names of peft's files, in the engine's shapes.
+
+    shapes: of the model's own rank `r`. rank: `R`. attention, mlp: whether these modules are adapted.
+    """
+    found = {}
+    for shape in shapes.values():
+        wanted = attention if is_attention(shape) else mlp
+        a = initial_a(shape, seed) if wanted else torch.zeros(shape.a_shape)
+        found |= {shape.a_name: a, shape.b_name: torch.zeros(shape.b_shape)}
+    return widened(found, shapes, rank)
+
+
+def is_attention(shape: AdapterShape) -> bool:
+    """Returns whether the adapter is of a module of attention; else it is of an MLP, an expert or a router."""
+    return ".self_attn." in f".{shape.name}." or ".attn." in f".{shape.name}."
+
+
+def widened(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
+    """Returns tensors of rank `r` with zeros up to rank `R`. shapes: of `r`."""
+    found = {}
+    for shape in shapes.values():
+        experts, lacking = max(shape.experts, 1), rank - shape.rank
+        a = tensors[shape.a_name].view(experts, shape.rank, -1)
+        b = tensors[shape.b_name].view(shape.out_features, shape.rank, experts)
+        found[shape.a_name] = torch.cat([a, a.new_zeros(experts, lacking, a.shape[2])], dim=1).flatten(0, 1)
+        found[shape.b_name] = torch.cat([b, b.new_zeros(b.shape[0], lacking, experts)], dim=1).flatten(1)
+    return found
+
+
+def narrowed(tensors: Mapping[str, Tensor], shapes: Shapes, rank: int) -> dict[str, Tensor]:
+    """Undoes `widened`. shapes: of `r`. rank: `R`."""
+    found = {}
+    for shape in shapes.values():
+        experts = max(shape.experts, 1)
+        a = tensors[shape.a_name].view(experts, rank, -1)[:, : shape.rank]
+        b = tensors[shape.b_name].view(shape.out_features, rank, experts)[:, : shape.rank]
+        found[shape.a_name], found[shape.b_name] = a.flatten(0, 1).contiguous(), b.flatten(1).contiguous()
+    return found
