@@ -1,0 +1,272 @@
+"""The models of a server over its one engine. Every rank has these and does each operation together with the others.
+
+The engine holds the model whose turn it is; what trains of the others waits in host memory (`mrl.engine.trained_state`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mrl.algorithms.sums import DENOMINATOR, SummedLoss
+from mrl.batch import Batch
+from mrl.config.schema import LoraConfig
+from mrl.engine.base import BaseEngine, Completion, GenerateRequest
+from mrl.engine.collective import on_main
+from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
+from mrl.engine.sampling import SamplingKey
+from mrl.engine.trained_state import TrainedState
+from mrl.errors import UserError
+from mrl.rollout.stops import StopTexts
+from mrl.serve import padded
+from mrl.serve.operations import (
+    Create, Export, Forget, Freeze, Kind, Load, Pass, Sample, SampleAll, Save, Step, Thaw,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A model that waits for its turn, or is sampled from."""
+
+    kind: Kind
+    state: TrainedState
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What became of a `Sample`."""
+
+    completions: Sequence[Completion]
+    prompt_log_probs: Sequence[float] | None  # of the tokens after the first
+    top_of_prompt: tuple[Tensor, Tensor] | None  # log-probs [tokens - 1, top], and their ids
+    top_of_samples: Sequence[tuple[Tensor, Tensor]] | None  # of each completion [tokens, top]
+
+
+class Models:
+    """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train."""
+
+    def __init__(
+        self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, lora: LoraConfig | None, *, folder: str,
+        cache_tokens: int, prefill_tokens: int,
+    ) -> None:  # fmt: skip
+        self.engine, self.tokenizer, self.lora, self.folder = engine, tokenizer, lora, folder
+        self.limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+        self.start = engine.trained_state()
+        self.waiting: dict[str, Held] = {}
+        self.snapshots: dict[str, Held] = {}
+        self.active: tuple[str, Kind] | None = None
+        self._stops: dict[tuple[str, ...], StopTexts] = {}
+        self._do: Mapping[type, Callable[[Any], Any]] = {
+            Create: self._create, Load: self._load, Pass: self._pass, Step: self._step, Save: self._save,
+            Export: self._export, Freeze: self._freeze, Thaw: self._thaw, SampleAll: self._sample_all,
+            Forget: self._forget,
+        }  # fmt: skip
+
+    def do(self, operation: Any) -> Any:
+        """Does an operation and returns what came of it. Collective. A UserError is raised on every rank alike, and the
+        models are as they were."""
+        return self._do[type(operation)](operation)
+
+    # -- whose turn it is --------------------------------------------------------------------------------------------
+
+    def _put_away(self) -> None:
+        if self.active is not None:
+            name, kind = self.active
+            self.waiting[name] = Held(kind, self.engine.trained_state())
+        self.active = None
+
+    def _take(self, name: str) -> Kind:
+        """Gives the engine the model `name`."""
+        if self.active is None or self.active[0] != name:
+            self._put_away()
+            held = self.waiting.pop(name)
+            self._fill(held)
+            self.active = name, held.kind
+        return self.active[1]
+
+    def _fill(self, held: Held) -> None:
+        self.engine.set_trained_state(held.state)
+        if self.lora is not None:
+            self.engine.set_adapter_scale(self._scale(held.kind))
+
+    def _scale(self, kind: Kind) -> float:
+        assert self.lora is not None and kind.rank is not None
+        return self.lora.alpha / (math.sqrt(kind.rank) if self.lora.rslora else kind.rank)
+
+    def _of_rank(self, rank: int) -> LoraConfig:
+        assert self.lora is not None
+        return dataclasses.replace(self.lora, rank=rank)
+
+    def _shapes(self, kind: Kind) -> padded.Shapes:
+        assert kind.rank is not None
+        return adapters(self.folder, self._of_rank(kind.rank), "lm")
+
+    # -- models that train -------------------------------------------------------------------------------------------
+
+    def _create(self, asked: Create) -> None:
+        self._put_away()
+        self._fill(Held(asked.kind, self.start))
+        if self.lora is not None:
+            kind = asked.kind
+            start = padded.initial(
+                self._shapes(kind), self.lora.rank, kind.seed, attention=kind.attention, mlp=kind.mlp
+            )
+            self.engine.set_adapters(start)
+        self.engine.optimizer_zero_grad()
+        self.active = asked.model, asked.kind
+
+    def _load(self, asked: Load) -> None:
+        self._put_away()
+        self._fill(Held(asked.kind, self.start))
+        self.engine.load_checkpoint(asked.folder)
+        if not asked.optimizer:
+            state = self.engine.trained_state()
+            moments = [torch.zeros_like(moment) for moment in state.moments]
+            self.engine.set_trained_state(dataclasses.replace(state, moments=moments, updates=0))
+        self.engine.optimizer_zero_grad()
+        self.active = asked.model, asked.kind
+
+    def _pass(self, asked: Pass) -> tuple[Tensor, float]:
+        """Returns the log-probs of all positions and the loss."""
+        self._take(asked.model)
+        self.engine.set_loss_fn(SummedLoss(asked.loss, asked.options), DENOMINATOR)
+        share = self.engine.shard_data(asked.batch)
+        if asked.forward_only:
+            with self.engine.eval_mode():
+                found, ctx = self.engine.forward_backward_step(share, forward_only=True)
+            loss = ctx["loss"]
+        else:
+            with self.engine.train_mode():
+                found, loss, _ = self.engine.forward_backward_step(share)
+        return self.engine.unshard_data(found, asked.batch)["log_probs"], loss
+
+    def _step(self, asked: Step) -> dict[str, float]:
+        self._take(asked.model)
+        norm = self.engine.optimizer_step(asked.update)
+        self.engine.optimizer_zero_grad()
+        if norm.skipped is not None:
+            fix = "look at the last data and the learning rate"
+            raise UserError("optim_step", why=f"updated nothing: {norm.skipped}", fix=fix)
+        return {"grad_norm": float(norm)}
+
+    def _save(self, asked: Save) -> str:
+        """Returns the folder of the checkpoint."""
+        kind = self._take(asked.model)
+        state = {"model": asked.model, "kind": dataclasses.asdict(kind)}
+        number = self.engine.trained_state().updates
+        return self.engine.save_checkpoint(asked.folder, global_step=number, max_ckpt_to_keep=1, state=state)
+
+    def _export(self, asked: Export) -> None:
+        """Writes the folder whole or not at all."""
+        kind = self._take(asked.model)
+        partial = f"{asked.folder}.partial"
+        on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        if self.lora is None:
+            self.engine.export_hf(partial)
+        else:
+            assert kind.rank is not None
+            of_rank, shapes = self._of_rank(kind.rank), self._shapes(kind)
+            tensors = dict(self.engine.adapter_weights())
+            own = padded.narrowed(tensors, shapes, self.lora.rank) if tensors else {}  # they come on the main rank
+            on_main(lambda: write_adapter(partial, of_rank, self.folder, own.items()))
+        on_main(lambda: _replace(partial, asked.folder))
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _frozen(self, kind: Kind) -> Held:
+        """Returns the weights that the engine has now, without what only training needs."""
+        state = self.engine.trained_state()
+        moments = self.start.moments
+        return Held(kind, dataclasses.replace(state, moments=moments, updates=0, gradients=None, spent=False))
+
+    def _freeze(self, asked: Freeze) -> None:
+        kind = self._take(asked.model)
+        self.snapshots[asked.snapshot] = self._frozen(kind)
+
+    def _thaw(self, asked: Thaw) -> None:
+        self._put_away()
+        self._fill(Held(asked.kind, self.start))
+        if self.lora is None:
+            self.engine.load_hf(asked.folder)
+        else:
+            _, tensors = read_adapter(asked.folder)
+            self.engine.set_adapters(padded.widened(tensors, self._shapes(asked.kind), self.lora.rank))
+        self.snapshots[asked.snapshot] = self._frozen(asked.kind)
+
+    def _forget(self, asked: Forget) -> None:
+        for name in asked.models:
+            self.waiting.pop(name, None)
+            if self.active is not None and self.active[0] == name:
+                self.active = None
+        for name in asked.snapshots:
+            self.snapshots.pop(name, None)
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    def _sample_all(self, asked: SampleAll) -> list[Sampled]:
+        self._put_away()
+        kind = Kind(None if self.lora is None else self.lora.rank)
+        self._fill(Held(kind, self.start) if asked.snapshot is None else self.snapshots[asked.snapshot])
+        requests = [self._request(sample, i) for sample in asked.samples for i in range(sample.count)]
+        drawn = iter(self.engine.generate(requests, **self.limits))
+        completions = [[next(drawn) for _ in range(sample.count)] for sample in asked.samples]
+        return self._with_log_probs(asked.samples, completions)
+
+    def _request(self, sample: Sample, index: int) -> GenerateRequest:
+        stop = tuple(sample.stop)
+        if stop and stop not in self._stops:
+            self._stops[stop] = StopTexts(self.tokenizer, stop)
+        return GenerateRequest(
+            tokens=sample.tokens, max_new_tokens=sample.max_new_tokens, stop_tokens=sample.stop_tokens,
+            sampling=sample.sampling, key=SamplingKey(seed=sample.seed, sample=index), stop_at=self._stops.get(stop),
+        )  # fmt: skip
+
+    def _with_log_probs(self, samples: Sequence[Sample], completions: Sequence[Sequence[Completion]]) -> list[Sampled]:
+        """Adds what is asked of prompts and of the tokens' neighbours, by a forward pass for each that asks."""
+        found = []
+        for sample, drawn in zip(samples, completions, strict=True):
+            prompt, of_samples = None, None
+            if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
+                prompt = self._read(sample.tokens, top=sample.top_of_prompt, temperature=1.0)
+            if sample.top_of_samples:
+                first, temperature = len(sample.tokens) - 1, sample.sampling.temperature or 1.0
+                of_samples = []
+                for one in drawn:
+                    whole = self._read(
+                        [*sample.tokens, *one.tokens], top=sample.top_of_samples, temperature=temperature
+                    )
+                    of_samples.append((whole[1][first:], whole[2][first:]))
+            log_probs = [] if prompt is None else prompt[0].tolist()
+            top = None if prompt is None or not sample.top_of_prompt else prompt[1:]
+            found.append(Sampled(drawn, log_probs if sample.prompt_log_probs else None, top, of_samples))
+        return found
+
+    def _read(self, tokens: Sequence[int], *, top: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""
+        ids = torch.tensor(tokens)
+        count = len(ids) - 1
+        one = Batch(
+            tokens=ids[:-1], labels=ids[1:], loss_mask=torch.ones(count), lengths=torch.tensor([count]),
+            denominators={DENOMINATOR: 1.0, "tokens": float(count), "sequences": 1.0},
+        )  # fmt: skip
+        self.engine.set_loss_fn(None, DENOMINATOR)
+        with self.engine.eval_mode():
+            ctx = {"temperature": temperature, "top": top}
+            found, _ = self.engine.forward_backward_step(self.engine.shard_data(one), ctx, forward_only=True)
+            whole = self.engine.unshard_data(found, one)
+        nothing = torch.zeros(count, 0)
+        return whole["log_probs"], whole.get("top_log_probs", nothing), whole.get("top_tokens", nothing)
+
+
+def _replace(partial: str, folder: str) -> None:
+    if os.path.exists(folder):
+        shutil.rmtree(folder)
+    os.rename(partial, folder)

@@ -1,0 +1,135 @@
+"""What the main rank tells all ranks to do. They are sent as they are: plain data and tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from mrl.batch import Batch
+from mrl.engine.sampling import SamplingParams
+from mrl.engine.trained_state import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a model is beside its weights; a checkpoint of it says so."""
+
+    rank: int | None = None  # of its adapters; None: all weights train
+    seed: int = 0  # of A at the start
+    attention: bool = True  # modules that have adapters
+    mlp: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Create:
+    """A new model, from the base's weights."""
+
+    model: str
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A new model, from a checkpoint. optimizer: with what the optimizer had gathered."""
+
+    model: str
+    kind: Kind
+    folder: str
+    optimizer: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A forward pass over data, and a backward pass unless `forward_only`."""
+
+    model: str
+    batch: Batch
+    loss: str
+    options: Mapping[str, float]
+    forward_only: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An optimizer step on the gradients that have accumulated."""
+
+    model: str
+    update: Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """A checkpoint: `folder/step_XXXXXXXX`."""
+
+    model: str
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """The weights as others read them: an adapter's folder, or a Hugging Face folder."""
+
+    model: str
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Freeze:
+    """A snapshot of a model's weights, to sample from."""
+
+    model: str
+    snapshot: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Thaw:
+    """A snapshot of what `Export` wrote."""
+
+    snapshot: str
+    kind: Kind
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Completions of one prompt, and log-probs of its tokens."""
+
+    tokens: Sequence[int]
+    count: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    seed: int
+    stop_tokens: Sequence[int]
+    stop: Sequence[str]
+    prompt_log_probs: bool = False
+    top_of_prompt: int = 0  # the so many largest at each token of the prompt
+    top_of_samples: int = 0  # and of the completions
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleAll:
+    """Samples from one snapshot; None is the base model."""
+
+    snapshot: str | None
+    samples: Sequence[Sample]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forget:
+    """Models and snapshots that nobody asks for any more."""
+
+    models: Sequence[str] = ()
+    snapshots: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """Nothing: ranks that wait for long would take the main rank for dead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """The server ends."""
+
+
+Operation = Create | Load | Pass | Step | Save | Export | Freeze | Thaw | SampleAll | Forget | Rest | End
