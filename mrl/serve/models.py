@@ -1,6 +1,7 @@
 """The models of a server over its one engine. Every rank has these and does each operation together with the others.
 
-The engine holds the model whose turn it is; what trains of the others waits in host memory (`mrl.engine.trained_state`).
+The engine holds the model whose turn it is; what trains of the others waits in host memory
+(`mrl.engine.trained_state`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
 from mrl.errors import UserError
 from mrl.rollout.stops import StopTexts
+from mrl.serve import operations as ops
 from mrl.serve import padded
-from mrl.serve.operations import (
-    Create, Export, Forget, Freeze, Kind, Load, Pass, Sample, SampleAll, Save, Step, Thaw,
-)  # fmt: skip
+from mrl.serve.operations import Kind, Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Models:
         self.active: tuple[str, Kind] | None = None
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._do: Mapping[type, Callable[[Any], Any]] = {
-            Create: self._create, Load: self._load, Pass: self._pass, Step: self._step, Save: self._save,
-            Export: self._export, Freeze: self._freeze, Thaw: self._thaw, SampleAll: self._sample_all,
-            Forget: self._forget,
+            ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step, ops.Save: self._save,
+            ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw, ops.SampleAll: self._sample_all,
+            ops.Forget: self._forget,
         }  # fmt: skip
 
     def do(self, operation: Any) -> Any:
@@ -111,7 +111,7 @@ class Models:
 
     # -- models that train -------------------------------------------------------------------------------------------
 
-    def _create(self, asked: Create) -> None:
+    def _create(self, asked: ops.Create) -> None:
         self._put_away()
         self._fill(Held(asked.kind, self.start))
         if self.lora is not None:
@@ -123,7 +123,7 @@ class Models:
         self.engine.optimizer_zero_grad()
         self.active = asked.model, asked.kind
 
-    def _load(self, asked: Load) -> None:
+    def _load(self, asked: ops.Load) -> None:
         self._put_away()
         self._fill(Held(asked.kind, self.start))
         self.engine.load_checkpoint(asked.folder)
@@ -134,7 +134,7 @@ class Models:
         self.engine.optimizer_zero_grad()
         self.active = asked.model, asked.kind
 
-    def _pass(self, asked: Pass) -> tuple[Tensor, float]:
+    def _pass(self, asked: ops.Pass) -> tuple[Tensor, float]:
         """Returns the log-probs of all positions and the loss."""
         self._take(asked.model)
         self.engine.set_loss_fn(SummedLoss(asked.loss, asked.options), DENOMINATOR)
@@ -148,7 +148,7 @@ class Models:
                 found, loss, _ = self.engine.forward_backward_step(share)
         return self.engine.unshard_data(found, asked.batch)["log_probs"], loss
 
-    def _step(self, asked: Step) -> dict[str, float]:
+    def _step(self, asked: ops.Step) -> dict[str, float]:
         self._take(asked.model)
         norm = self.engine.optimizer_step(asked.update)
         self.engine.optimizer_zero_grad()
@@ -157,14 +157,14 @@ class Models:
             raise UserError("optim_step", why=f"updated nothing: {norm.skipped}", fix=fix)
         return {"grad_norm": float(norm)}
 
-    def _save(self, asked: Save) -> str:
+    def _save(self, asked: ops.Save) -> str:
         """Returns the folder of the checkpoint."""
         kind = self._take(asked.model)
         state = {"model": asked.model, "kind": dataclasses.asdict(kind)}
         number = self.engine.trained_state().updates
         return self.engine.save_checkpoint(asked.folder, global_step=number, max_ckpt_to_keep=1, state=state)
 
-    def _export(self, asked: Export) -> None:
+    def _export(self, asked: ops.Export) -> None:
         """Writes the folder whole or not at all."""
         kind = self._take(asked.model)
         partial = f"{asked.folder}.partial"
@@ -187,11 +187,11 @@ class Models:
         moments = self.start.moments
         return Held(kind, dataclasses.replace(state, moments=moments, updates=0, gradients=None, spent=False))
 
-    def _freeze(self, asked: Freeze) -> None:
+    def _freeze(self, asked: ops.Freeze) -> None:
         kind = self._take(asked.model)
         self.snapshots[asked.snapshot] = self._frozen(kind)
 
-    def _thaw(self, asked: Thaw) -> None:
+    def _thaw(self, asked: ops.Thaw) -> None:
         self._put_away()
         self._fill(Held(asked.kind, self.start))
         if self.lora is None:
@@ -201,7 +201,7 @@ class Models:
             self.engine.set_adapters(padded.widened(tensors, self._shapes(asked.kind), self.lora.rank))
         self.snapshots[asked.snapshot] = self._frozen(asked.kind)
 
-    def _forget(self, asked: Forget) -> None:
+    def _forget(self, asked: ops.Forget) -> None:
         for name in asked.models:
             self.waiting.pop(name, None)
             if self.active is not None and self.active[0] == name:
@@ -211,7 +211,7 @@ class Models:
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
-    def _sample_all(self, asked: SampleAll) -> list[Sampled]:
+    def _sample_all(self, asked: ops.SampleAll) -> list[Sampled]:
         self._put_away()
         kind = Kind(None if self.lora is None else self.lora.rank)
         self._fill(Held(kind, self.start) if asked.snapshot is None else self.snapshots[asked.snapshot])

@@ -1,8 +1,8 @@
 """Adapters of any rank in an engine whose adapters have one rank.
 
 A model's A and B are the first rows and columns of the engine's, and zeros follow. Where a row of A and the column of B
-that it meets are both zero, so are both gradients (each has the other as a factor), AdamW's moments, and what it decays:
-what is padded stays zero for ever. Modules that a model does not adapt are zeros alone, for the same reason.
+that it meets are both zero, so are both gradients (each has the other as a factor), AdamW's moments, and what it
+decays: what is padded stays zero for ever. Modules that a model does not adapt are zeros alone, for the same reason.
 
 Dimensions: `r` the rank of the model's adapters, `R` that of the engine's.
 """

@@ -1,0 +1,163 @@
+"""What the server has promised to remember: sessions, models, what was saved and what can be sampled from.
+
+`ledger.jsonl` in the run's directory has a line for each event, written before the client is told; the next start reads
+it. A model's weights are in its checkpoints alone: one that trained on after its last save is gone with the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import time
+from typing import Any, Literal
+
+from mrl.errors import UserError
+from mrl.serve.operations import Kind
+
+PREFIX = "tinker://"
+Part = Literal["weights", "sampler_weights"]
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,100}:train:[0-9]{1,9}")
+
+
+@dataclasses.dataclass
+class ModelRecord:
+    """A model of a client."""
+
+    id: str
+    session: str
+    kind: Kind
+    base: str
+    metadata: dict[str, Any]
+    asked_at: float
+    here: bool = False  # whether the ranks have it
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What was saved under a name."""
+
+    run: str  # the model's id
+    part: Part
+    name: str
+    kind: Kind
+    base: str
+    time: float
+    bytes: int
+    expires: float | None = None
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return f"{PREFIX}{self.run}/{self.part}/{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerRecord:
+    """What a sampling client samples from. snapshot: what the ranks hold; path: what was saved; neither: the base."""
+
+    id: str
+    session: str
+    base: str
+    path: str | None = None
+    snapshot: str | None = None
+
+
+class Ledger:
+    """The records of one server. Used by the thread of the HTTP server alone, and by the main thread with its lock."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder, self.file = folder / "models", folder / "ledger.jsonl"
+        self.sessions: dict[str, float] = {}  # id -> when it was last heard of
+        self.models: dict[str, ModelRecord] = {}
+        self.saved: dict[str, Saved] = {}
+        self.samplers: dict[str, SamplerRecord] = {}
+        self._read()
+
+    def _read(self) -> None:
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # the last line of a server that was killed
+            getattr(self, f"_on_{event.pop('event')}")(**event)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **fields}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        getattr(self, f"_on_{event}")(**fields)
+
+    def _on_session(self, id: str, time: float) -> None:
+        self.sessions[id] = time
+
+    def _on_model(self, kind: dict[str, Any], **fields: Any) -> None:
+        record = ModelRecord(kind=Kind(**kind), **fields)
+        self.models[record.id] = record
+
+    def _on_saved(self, kind: dict[str, Any], **fields: Any) -> None:
+        saved = Saved(kind=Kind(**kind), **fields)
+        self.saved[saved.path] = saved
+
+    def _on_deleted(self, path: str) -> None:
+        self.saved.pop(path, None)
+
+    def _on_sampler(self, **fields: Any) -> None:
+        record = SamplerRecord(**fields)
+        self.samplers[record.id] = record
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def session(self, id: str) -> None:
+        self._write("session", id=id, time=time.time())
+
+    def model(self, record: ModelRecord) -> None:
+        fields = {name: value for name, value in vars(record).items() if name not in ("here", "kind")}
+        self._write("model", kind=dataclasses.asdict(record.kind), **fields)
+
+    def save(self, saved: Saved) -> None:
+        self._write("saved", **dataclasses.asdict(saved))
+
+    def delete(self, path: str) -> None:
+        """Removes what was saved."""
+        saved = self.find(path)
+        self._write("deleted", path=path)
+        shutil.rmtree(self.folder_of(saved.run, saved.part, saved.name), ignore_errors=True)
+
+    def sampler(self, record: SamplerRecord) -> None:
+        self._write("sampler", **dataclasses.asdict(record))
+
+    def expire(self, now: float) -> None:
+        """Removes what was saved for a time that is over."""
+        for saved in list(self.saved.values()):
+            if saved.expires is not None and saved.expires <= now:
+                self.delete(saved.path)
+
+    # -- where things are --------------------------------------------------------------------------------------------
+
+    def folder_of(self, run: str, part: str, name: str) -> pathlib.Path:
+        """Returns the folder of what is saved under a name. Raises UserError for a name that may lead elsewhere."""
+        check_name(name)
+        if not _RUN.fullmatch(run) or part not in ("weights", "sampler_weights"):
+            raise UserError("path", f"{PREFIX}{run}/{part}/{name}", "is no path of this server", "give one that it gave")
+        return self.folder / run / part / name
+
+    def find(self, path: str) -> Saved:
+        """Returns what was saved. Raises UserError."""
+        if path not in self.saved:
+            fix = "list what there is: ServiceClient().create_rest_client().list_user_checkpoints()"
+            raise UserError("path", path, "is not saved on this server", fix)
+        return self.saved[path]
+
+
+def check_name(name: str) -> None:
+    """Raises UserError for a name that is no name of a folder."""
+    if not _NAME.fullmatch(name):
+        raise UserError("name", name, "is no name", "give 1 to 255 letters, digits, _, . and -, not with a . first")
