@@ -121,6 +121,11 @@ class Desk:
         self._queues[queue] = made
         self._turns.append(queue)
 
+    def has(self, queue: Hashable) -> bool:
+        """Returns whether a model has a queue."""
+        with self._lock:
+            return queue in self._queues
+
     def drop(self, queue: Hashable, why: UserError) -> None:
         """Ends a queue; what waits there fails."""
         with self._lock:

@@ -146,7 +146,8 @@ class Ledger:
         """Returns the folder of what is saved under a name. Raises UserError for a name that may lead elsewhere."""
         check_name(name)
         if not _RUN.fullmatch(run) or part not in ("weights", "sampler_weights"):
-            raise UserError("path", f"{PREFIX}{run}/{part}/{name}", "is no path of this server", "give one that it gave")
+            path = f"{PREFIX}{run}/{part}/{name}"
+            raise UserError("path", path, "is no path of this server", "give one that it gave")
         return self.folder / run / part / name
 
     def find(self, path: str) -> Saved:

@@ -65,9 +65,9 @@ class Models:
         self.active: tuple[str, Kind] | None = None
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._do: Mapping[type, Callable[[Any], Any]] = {
-            ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step, ops.Save: self._save,
-            ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw, ops.SampleAll: self._sample_all,
-            ops.Forget: self._forget,
+            ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step,
+            ops.Save: self._save, ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw,
+            ops.SampleAll: self._sample_all, ops.Forget: self._forget,
         }  # fmt: skip
 
     def do(self, operation: Any) -> Any:

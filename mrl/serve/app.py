@@ -1,0 +1,190 @@
+"""The HTTP side of the server: who may ask, how much, and what a mistake is answered with.
+
+Starlette gives routing and streaming, and uvicorn the server: small, well kept, and enough, as what a client sends is
+checked here by hand. Nothing that arrives is unpickled or run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import json
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mrl.errors import UserError, one_line
+from mrl.serve.desk import Busy, Desk, Gone, Promise, Result
+from mrl.serve.requests import Refused, read_json
+
+HOLD_S = 25.0
+"""Seconds that a client waits for a result before it is told to ask again; its own limit is 45."""
+
+BUSY_S = 1
+"""Seconds after which a client that found no room is to come again."""
+
+Handler = Callable[["Asked"], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request that may be answered: its key was right and its body is not too long."""
+
+    request: Request
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The body. Raises Refused."""
+        return read_json(self.body)
+
+    @property
+    def path(self) -> Mapping[str, str]:
+        return self.request.path_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """Who may ask, and how much. key: None where nobody needs one."""
+
+    key: str | None
+    most_bytes: int
+
+    async def open(self, request: Request) -> Asked:
+        """Returns a request with its body. Raises Refused."""
+        if self.key is None:
+            if "origin" in request.headers:  # a web page of any site can reach a server on loopback
+                raise Refused(403, "a browser may not ask: set serve.key and send it")
+        elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
+            raise Refused(401, "the key is not this server's: set TINKER_API_KEY to what serve.key has")
+        return Asked(request, await self._body(request))
+
+    async def _body(self, request: Request) -> bytes:
+        limit = f"the body has more than {self.most_bytes} bytes (serve.max_body_mb)"
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self.most_bytes:
+            raise Refused(413, limit)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refused(415, "the body is compressed, which this server did not ask for")
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > self.most_bytes:
+                raise Refused(413, limit)
+        return b"".join(parts)
+
+
+def _key_of(request: Request) -> str:
+    bearer = request.headers.get("authorization", "")
+    return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+
+
+def route(method: str, path: str, handler: Handler, door: Door) -> Route:
+    """Returns a route whose handler sees what the door lets in; its mistakes are answered in one line."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(await door.open(request))
+        except Refused as refused:
+            return refusal(refused.status, refused.line)
+        except UserError as error:
+            return refusal(400, str(error))
+        except Busy:
+            return refusal(429, "there is no room on the queue: come again", {"retry-after": str(BUSY_S)})
+        except ClientDisconnect:
+            return refusal(400, "the body broke off")
+        except Exception:
+            logging.getLogger("mrl.serve").exception("%s %s", method, path)
+            return refusal(500, "a fault of the server, which its log has")
+
+    return Route(path, answer, methods=[method])
+
+
+def refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": one_line(line, 400)}, status, headers)
+
+
+def promised(promise: Promise, **more: Any) -> JSONResponse:
+    """Returns the answer to a call whose result is fetched later."""
+    about = {"request_id": promise.id} | ({"model_id": promise.model} if promise.model is not None else {})
+    return JSONResponse(about | more)
+
+
+def as_result(value: Any) -> Result:
+    """Returns a result of JSON."""
+    return Result(json.dumps(value).encode())
+
+
+def retrieving(desk: Desk) -> Handler:
+    """Returns the handler of /retrieve_future: it holds the request until the promise is done, for HOLD_S at most."""
+
+    async def retrieve(asked: Asked) -> Response:
+        id = asked.json.get("request_id")
+        if not isinstance(id, str):
+            raise Refused(400, "request_id is no text")
+        try:
+            promise = desk.find(id)
+        except Gone:
+            raise Refused(410, f"there is no promise {id[:40]} here (any more)") from None
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        desk.tell(promise, lambda: _set(loop, done))
+        try:
+            await asyncio.wait_for(done.wait(), HOLD_S)
+        except TimeoutError:
+            return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
+        assert promise.result is not None
+        return Response(promise.result.body, media_type=promise.result.media_type)
+
+    return retrieve
+
+
+def _set(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+        loop.call_soon_threadsafe(done.set)
+
+
+class HTTPServer:
+    """The server on a thread of its own. Raises UserError where it cannot listen."""
+
+    def __init__(self, routes: list[Route], *, host: str, port: int) -> None:
+        async def unknown(request: Request, error: Exception) -> Response:
+            return refusal(404, f"{request.url.path} is nothing that this server has")
+
+        async def other_method(request: Request, error: Exception) -> Response:
+            return refusal(405, f"{request.url.path} is not for {request.method}")
+
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.socket = socket.create_server((host, port), family=family, backlog=2048)
+        except OSError as error:
+            fix = "give another --port, or end what listens there"
+            raise UserError("--port", port, f"cannot be listened on at {host} ({error.strerror})", fix) from None
+        self.port: int = self.socket.getsockname()[1]
+        app = Starlette(routes=routes, exception_handlers={404: unknown, 405: other_method})
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5, server_header=False,
+            timeout_keep_alive=75,
+        )  # fmt: skip
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), name="http", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends after the answers that are on their way."""
+        self.server.should_exit = True
+        self.thread.join(10)
+        self.socket.close()

@@ -1,0 +1,72 @@
+"""Reading what a client sent, and refusing it in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from mrl.errors import UserError
+
+T = TypeVar("T")
+_KINDS: dict[type, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
+}  # fmt: skip
+_MISSING: Any = object()
+LARGEST = 2**63 - 1
+
+
+class Refused(Exception):
+    """A request that is answered by a status and one line. A client raises at 400 to 404 and 422; at 408, 409, 429 and
+    5xx it comes again."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(line)
+        self.status, self.line = status, line
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body. Raises Refused."""
+    try:
+        found = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        raise Refused(400, "the body is no JSON") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no JSON object")
+    return found
+
+
+def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MISSING) -> T:
+    """Returns a field of a body, of the given kind; null counts as absent. Raises UserError."""
+    value = body.get(name)
+    if value is None:
+        if default is _MISSING:
+            raise UserError(name, why="is missing", fix=f"give {_KINDS[kind]}")
+        return default
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**53 else value
+    if type(value) is not kind:
+        raise UserError(name, value, f"is not {_KINDS[kind]}", "give one")
+    if kind is float and not abs(value) < float("inf"):
+        raise UserError(name, value, "is not finite", "give a finite number")
+    if kind is int and not -LARGEST <= value <= LARGEST:  # type: ignore[operator]
+        raise UserError(name, value, "is out of range", "give a smaller number")
+    if kind is str and not _printable(value):  # type: ignore[arg-type]
+        raise UserError(name, value, "has characters that are none", "give UTF-8")
+    return value
+
+
+def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least: int = 0) -> int:
+    """Returns a whole number of at least `least`. Raises UserError."""
+    value = field(body, name, int, default)
+    if value is not default and value < least:
+        raise UserError(name, value, f"is below {least}", f"give at least {least}")
+    return value
+
+
+def _printable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeError:
+        return False
+    return True

@@ -1,0 +1,312 @@
+"""The calls of a training client: sessions, models, passes, steps, saves (docs/serve.md).
+
+Everything here runs on the thread of the HTTP server. What the ranks do is put on the desk as `Work`; what they have done
+is made an answer on the main thread, by the `answer` beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from mrl.config.schema import LoraConfig
+from mrl.engine.trained_state import Update
+from mrl.errors import UserError
+from mrl.serve import datums
+from mrl.serve import operations as ops
+from mrl.serve.app import Asked, as_result, promised
+from mrl.serve.desk import PROTOBUF, Desk, Promise, Result
+from mrl.serve.ledger import PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
+from mrl.serve.operations import Kind
+from mrl.serve.requests import Refused, field, number
+
+OLDEST_CLIENT = (0, 29)
+FULL = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An operation, and what makes its outcome an answer."""
+
+    operation: Any
+    answer: Callable[[Any], Result]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What is served. base: the model's name, for clients. tokenizer: where they load its tokenizer from."""
+
+    base: str
+    tokenizer: str
+    limits: datums.Limits
+    lora: LoraConfig | None  # the adapters of the engine; None: one model, of which all weights train
+
+
+class Training:
+    """The handlers, with what they share."""
+
+    def __init__(self, served: Served, ledger: Ledger, desk: Desk) -> None:
+        self.served, self.ledger, self.desk = served, ledger, desk
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    async def create_session(self, asked: Asked) -> Response:
+        version = field(asked.json, "sdk_version", str, "")
+        if parsed(version) < OLDEST_CLIENT:
+            oldest = ".".join(map(str, OLDEST_CLIENT))
+            raise Refused(
+                400,
+                f"tinker {version or 'of no version'} is too old for this server: pip install -U 'tinker>={oldest}'",
+            )
+        id = f"s{secrets.token_hex(8)}"
+        self.ledger.session(id)
+        return JSONResponse({"session_id": id, "info_message": self._differences()})
+
+    def _differences(self) -> str:
+        lora = self.served.lora
+        if lora is None:
+            return (
+                f"mrl serve: all weights of {self.served.base} train, of one model at a time; lora_config is not read"
+            )
+        return (
+            f"mrl serve: adapters of rank 1 to {lora.rank} on {self.served.base}, alpha {lora.alpha:g}; the output layer "
+            "has none (train_unembed is not read)"
+        )
+
+    async def session_heartbeat(self, asked: Asked) -> Response:
+        id = field(asked.json, "session_id", str)
+        if id not in self.ledger.sessions:
+            raise Refused(410, f"there is no session {id[:40]} here (any more)")
+        self.ledger.sessions[id] = time.time()
+        return JSONResponse({})
+
+    async def finish_session(self, asked: Asked) -> Response:
+        return JSONResponse({"session_id": asked.path["id"]})
+
+    def _session(self, body: Mapping[str, Any]) -> str:
+        id = field(body, "session_id", str)
+        if id not in self.ledger.sessions:
+            raise UserError("session_id", id, "is no session of this server", "make a new ServiceClient")
+        return id
+
+    # -- models ------------------------------------------------------------------------------------------------------
+
+    async def create_model(self, asked: Asked) -> Response:
+        body = asked.json
+        record = self._new_model(body, self._kind(field(body, "lora_config", dict, {})))
+        self._check_base(field(body, "base_model", str, self.served.base))
+        self._check_optimizer(body)
+        return promised(self._begin(record, ops.Create(record.id, record.kind)))
+
+    def _new_model(self, body: Mapping[str, Any], kind: Kind) -> ModelRecord:
+        session, count = self._session(body), number(body, "model_seq_id")
+        metadata = field(body, "user_metadata", dict, {})
+        return ModelRecord(f"{session}:train:{count}", session, kind, self.served.base, metadata, time.time())
+
+    def _begin(self, record: ModelRecord, operation: ops.Create | ops.Load) -> Promise:
+        """Puts the first operation of a model on its own queue, once."""
+
+        def begun(_: Any) -> Result:
+            record.here = True
+            return as_result({"model_id": record.id, "path": getattr(operation, "path", None)})
+
+        known = self.ledger.models.get(record.id)
+        if known is None:
+            others = [model.id for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
+            if self.served.lora is None and others:
+                fix = "end it, or serve adapters (model.lora)"
+                raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
+            self.ledger.model(record)
+            self.desk.open(record.id, first=0)
+        elif not self.desk.has(record.id):
+            raise self._lost(record.id)
+        return self.desk.put(record.id, 0, Work(operation, begun), model=record.id)
+
+    def _kind(self, config: Mapping[str, Any]) -> Kind:
+        lora = self.served.lora
+        if lora is None:
+            return Kind()
+        rank = number(config, "rank", lora.rank, least=1)
+        if rank > lora.rank:
+            fix = f"give at most {lora.rank}, or serve with model.lora.rank={rank}"
+            raise UserError("lora_config.rank", rank, f"is above the rank {lora.rank} of this server", fix)
+        attention, mlp = (field(config, f"train_{part}", bool, True) for part in ("attn", "mlp"))
+        if not attention and not mlp:
+            raise UserError("lora_config", why="trains neither attention nor MLP", fix="set train_attn or train_mlp")
+        return Kind(rank, number(config, "seed", 0), attention, mlp)
+
+    def _check_base(self, name: str) -> None:
+        if name != self.served.base:
+            raise UserError("base_model", name, "is not served here", f"give {self.served.base}")
+
+    def _check_optimizer(self, body: Mapping[str, Any]) -> None:
+        kind = field(body, "optimizer_config", dict, {}).get("type", "adamw")
+        if kind != "adamw":
+            raise UserError("optimizer_config.type", kind, "is not known here", "use adamw")
+
+    def _model(self, body: Mapping[str, Any]) -> ModelRecord:
+        id = field(body, "model_id", str)
+        if id not in self.ledger.models:
+            raise UserError("model_id", id, "is no model of this server", "create one")
+        if not self.desk.has(id):
+            raise self._lost(id)
+        return self.ledger.models[id]
+
+    def _lost(self, id: str) -> UserError:
+        saved = [one for one in self.ledger.saved.values() if one.run == id and one.part == "weights"]
+        newest = max(saved, key=lambda one: one.time).path if saved else None
+        why = "is gone: the server was started anew, or its client was gone for long"
+        fix = f"go on from {newest}" if newest else "nothing of it was saved: create another"
+        return UserError("model_id", id, why, fix)
+
+    async def get_info(self, asked: Asked) -> Response:
+        id = field(asked.json, "model_id", str)
+        if id not in self.ledger.models:
+            raise UserError("model_id", id, "is no model of this server", "create one")
+        kind = self.ledger.models[id].kind
+        data = {"model_name": self.served.base, "tokenizer_id": self.served.tokenizer, "arch": "unknown"}
+        about = {"model_id": id, "model_data": data, "is_lora": kind.rank is not None, "model_name": self.served.base}
+        return JSONResponse(about | {"lora_rank": kind.rank, "optimizer_config": {"type": "adamw"}, "type": "get_info"})
+
+    async def unload_model(self, asked: Asked) -> Response:
+        model = self._model(asked.json)
+        promise = self.desk.put_together(("unload", model.id), ("unload", model.id), self._unload(model))
+        return promised(promise)
+
+    def _unload(self, model: ModelRecord) -> Work:
+        def done(_: Any) -> Result:
+            self.forget(model.id, UserError("model_id", model.id, "was unloaded", "create another"))
+            return as_result({"model_id": model.id})
+
+        return Work(ops.Forget(models=[model.id]), done)
+
+    def forget(self, id: str, why: UserError) -> None:
+        """Says that the ranks no longer have a model."""
+        self.ledger.models[id].here = False
+        self.desk.drop(id, why)
+
+    # -- passes and steps --------------------------------------------------------------------------------------------
+
+    async def forward_backward(self, asked: Asked) -> Response:
+        call = datums.read_call(asked.body)
+        model = self._model({"model_id": call.model})
+        batch = datums.batch_of(call, self.served.limits)
+
+        def answer(found: Any) -> Result:
+            log_probs, loss = found
+            return Result(datums.answer(batch, log_probs, {"loss": loss}), PROTOBUF)
+
+        work = Work(ops.Pass(model.id, batch, call.loss, call.options, call.forward_only), answer)
+        return promised(self.desk.put(model.id, call.number, work, model=model.id))
+
+    async def optim_step(self, asked: Asked) -> Response:
+        body = asked.json
+        model = self._model(body)
+        self._check_optimizer(
+            {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
+        )
+        given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
+        work = Work(ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}))
+        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
+
+    # -- saves -------------------------------------------------------------------------------------------------------
+
+    async def save_weights(self, asked: Asked) -> Response:
+        body = asked.json
+        model, name = self._model(body), field(body, "path", str, "")
+        name = name or f"step{number(body, 'seq_id', least=1):08d}"
+        folder = self._place(model, "weights", name, body)
+        work = Work(ops.Save(model.id, str(folder)), lambda _: self._saved(model, "weights", name, body))
+        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
+
+    def _place(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Any:
+        check_name(name)
+        path = f"{PREFIX}{model.id}/{part}/{name}"
+        if path in self.ledger.saved and not field(body, "overwrite", bool, part == "sampler_weights"):
+            raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
+        return self.ledger.folder_of(model.id, part, name)
+
+    def _saved(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Result:
+        ttl = field(body, "ttl_seconds", int, None)
+        folder = self.ledger.folder_of(model.id, part, name)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        now = time.time()
+        saved = Saved(
+            model.id, part, name, model.kind, model.base, now, size, None if ttl is None else now + ttl,
+            field(body, "user_metadata", dict, {}),
+        )  # fmt: skip
+        self.ledger.save(saved)
+        return as_result({"path": saved.path, "type": "save_weights"})
+
+    async def load_weights(self, asked: Asked) -> Response:
+        body = asked.json
+        if "session_id" not in body:
+            why = "loads into a model that trains, which this server does not do"
+            raise UserError("load_weights", why=why, fix="use create_training_client_from_state")
+        saved = self.ledger.find(field(body, "path", str))
+        if saved.part != "weights":
+            raise UserError("path", saved.path, "has weights to sample from alone", "give one of save_state")
+        if field(body, "base_model", str, saved.base) != self.served.base:
+            raise UserError("path", saved.path, f"is of {saved.base}", f"this server has {self.served.base}")
+        self._check_optimizer(body)
+        self._check_kind(saved)
+        record = self._new_model(body, saved.kind)
+        folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
+        load = ops.Load(record.id, saved.kind, folder, field(body, "optimizer", bool, False))
+        return promised(self._begin(record, load))
+
+    def _check_kind(self, saved: Saved) -> None:
+        lora = self.served.lora
+        if (saved.kind.rank is None) != (lora is None):
+            what = "all weights" if saved.kind.rank is None else "adapters"
+            raise UserError("path", saved.path, f"has {what}", "serve with the model.lora that it was saved under")
+
+    async def save_weights_for_sampler(self, asked: Asked) -> Response:
+        body = asked.json
+        model, name = self._model(body), field(body, "path", str, "")
+        count = number(body, "seq_id", least=1)
+        if name:
+            folder = self._place(model, "sampler_weights", name, body)
+            work = Work(ops.Export(model.id, str(folder)), lambda _: self._saved(model, "sampler_weights", name, body))
+            return promised(self.desk.put(model.id, count, work, model=model.id))
+        id = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
+        snapshot = f"{model.id}:{count}"
+
+        def frozen(_: Any) -> Result:
+            self.ledger.sampler(SamplerRecord(id, model.session, model.base, snapshot=snapshot))
+            return as_result({"sampling_session_id": id, "type": "save_weights_for_sampler"})
+
+        work = Work(ops.Freeze(model.id, snapshot), frozen)
+        return promised(self.desk.put(model.id, count, work, model=model.id))
+
+
+def update_of(given: Mapping[str, Any]) -> Update:
+    """Returns an optimizer step of what the client gives; what it leaves out is the client's default. Raises
+    UserError."""
+    values = {
+        name: field(given, name, float, default)
+        for name, default in (
+            ("learning_rate", 1e-4), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-12), ("weight_decay", 0.0),
+            ("grad_clip_norm", 0.0),
+        )
+    }  # fmt: skip
+    for name, value in values.items():
+        if value < 0 or (name.startswith("beta") and value >= 1) or value > 1e6:
+            room = "at least 0 and below 1" if name.startswith("beta") else "at least 0"
+            raise UserError(f"adam_params.{name}", value, "is out of range", f"give {room}")
+    return Update(
+        values["learning_rate"], (values["beta1"], values["beta2"]), values["eps"], values["weight_decay"],
+        values["grad_clip_norm"],
+    )  # fmt: skip
+
+
+def parsed(version: str) -> tuple[int, int]:
+    """Returns the first two numbers of a version, zeros where it has none."""
+    found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
