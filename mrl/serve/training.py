@@ -1,7 +1,7 @@
 """The calls of a training client: sessions, models, passes, steps, saves (docs/serve.md).
 
-Everything here runs on the thread of the HTTP server. What the ranks do is put on the desk as `Work`; what they have done
-is made an answer on the main thread, by the `answer` beside it.
+Everything here runs on the thread of the HTTP server. What the ranks do is put on the desk as `Work`; what they have
+done is made an answer on the main thread, by the `answer` beside it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""The calls of a sampling client (docs/serve.md). Everything here runs on the thread of the HTTP server."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.responses import JSONResponse, Response
+from torch import Tensor
+
+from mrl.engine.sampling import SamplingParams
+from mrl.errors import UserError
+from mrl.serve import datums, messages
+from mrl.serve.app import Asked, promised
+from mrl.serve.desk import PROTOBUF, Desk, Result
+from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
+from mrl.serve.models import Sampled
+from mrl.serve.operations import Sample
+from mrl.serve.requests import field, number
+from mrl.serve.training import Served, Work
+
+NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
+EMPTY_LOG_PROB = -99999.0
+"""What the client takes for a cell without a token."""
+MOST_SAMPLES = 4096
+
+
+class Sampling:
+    """The handlers, with what they share. end_tokens: that end a completion where the client names none."""
+
+    def __init__(self, served: Served, ledger: Ledger, desk: Desk, end_tokens: Sequence[int]) -> None:
+        self.served, self.ledger, self.desk, self.end_tokens = served, ledger, desk, end_tokens
+
+    async def create_sampling_session(self, asked: Asked) -> Response:
+        body = asked.json
+        session = field(body, "session_id", str)
+        if session not in self.ledger.sessions:
+            raise UserError("session_id", session, "is no session of this server", "make a new ServiceClient")
+        path = field(body, "model_path", str, None)
+        id = f"{session}:sample:{number(body, 'sampling_session_seq_id')}"
+        if id not in self.ledger.samplers:
+            self.ledger.sampler(self._sampler(id, session, path, field(body, "base_model", str, None)))
+        return JSONResponse({"sampling_session_id": id, "type": "create_sampling_session"})
+
+    def _sampler(self, id: str, session: str, path: str | None, base: str | None) -> SamplerRecord:
+        if path is None:
+            if base not in (None, self.served.base):
+                raise UserError("base_model", base, "is not served here", f"give {self.served.base}")
+            return SamplerRecord(id, session, self.served.base)
+        if not path.startswith(PREFIX):
+            raise UserError("model_path", path, f"is no {PREFIX} path", "give one that a save gave")
+        saved = self.ledger.find(path)
+        if saved.part != "sampler_weights":
+            raise UserError("model_path", path, "has weights to train on alone", "give one of save_weights_for_sampler")
+        return SamplerRecord(id, session, saved.base, path=path)
+
+    async def sampler(self, asked: Asked) -> Response:
+        record = self._record(asked.path["id"])
+        return JSONResponse({"sampler_id": record.id, "base_model": record.base, "model_path": record.path})
+
+    def _record(self, id: str) -> SamplerRecord:
+        if id not in self.ledger.samplers:
+            raise UserError("sampling_session_id", id, "is no sampler of this server", "make another sampling client")
+        return self.ledger.samplers[id]
+
+    async def asample(self, asked: Asked) -> Response:
+        body = asked.json
+        record = self._record(field(body, "sampling_session_id", str))
+        sample = self.sample_of(body)
+        key = ("sample", record.id, number(body, "seq_id", secrets.randbits(60)))
+
+        def answer(found: Sampled) -> Result:
+            return Result(as_message(found, sample), PROTOBUF)
+
+        promise = self.desk.put_together(source_of(record), key, Work(sample, answer))
+        return promised(promise, sample_sequence_ids=[f"{promise.id}:{i}" for i in range(sample.count)])
+
+    def sample_of(self, body: Mapping[str, Any]) -> Sample:
+        """Returns what a client asks for. Raises UserError."""
+        for name in NOT_DONE:
+            if body.get(name):
+                raise UserError(name, why="is not done by this server", fix="leave it out")
+        tokens = self._prompt(field(body, "prompt", dict))
+        params = field(body, "sampling_params", dict, {})
+        room = self.served.limits.length - len(tokens)
+        most = number(params, "max_tokens", max(1, room), least=1)
+        if most > room:
+            fix = f"ask for at most {room}, or raise serve.max_length"
+            raise UserError("sampling_params.max_tokens", most, f"is more than fits after {len(tokens)} tokens", fix)
+        count = number(body, "num_samples", 1, least=1)
+        if count > MOST_SAMPLES:
+            raise UserError("num_samples", count, "is too many at once", f"ask for at most {MOST_SAMPLES}")
+        seed = field(params, "seed", int, None)
+        stop, stop_tokens = self._stops(params.get("stop"))
+        return Sample(
+            tokens, count, most, _sampling(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
+            field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),
+            self._top(body, "topk_sample_logprobs"),
+        )  # fmt: skip
+
+    def _prompt(self, prompt: Mapping[str, Any]) -> list[int]:
+        tokens: list[int] = []
+        for i, chunk in enumerate(field(prompt, "chunks", list)):
+            where = f"prompt.chunks[{i}]"
+            if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
+                raise UserError(where, why="is no encoded_text", fix="send token ids: this model reads no images here")
+            ids = field(chunk, "tokens", list)
+            if not all(type(id) is int and abs(id) < 2**31 for id in ids):
+                raise UserError(f"{where}.tokens", why="has what is no token id", fix="send whole numbers")
+            tokens += ids
+        datums.check_tokens(torch.tensor(tokens, dtype=torch.int64), "prompt", self.served.limits)
+        return tokens
+
+    def _stops(self, stop: Any) -> tuple[list[str], list[int]]:
+        """(texts, token ids) that end a completion."""
+        if stop is None:
+            return [], list(self.end_tokens)
+        stops = [stop] if isinstance(stop, str) else stop
+        if isinstance(stops, list) and all(type(each) is int and 0 <= each < 2**31 for each in stops):
+            return [], stops
+        if isinstance(stops, list) and all(isinstance(each, str) and each for each in stops):
+            return stops, list(self.end_tokens)
+        raise UserError("sampling_params.stop", stop, "is no text, list of texts or list of token ids", "give one")
+
+    def _top(self, body: Mapping[str, Any], name: str) -> int:
+        top = number(body, name, 0)
+        if top > self.served.limits.vocab_size:
+            raise UserError(name, top, "is above the vocabulary", f"give at most {self.served.limits.vocab_size}")
+        return top
+
+
+def source_of(record: SamplerRecord) -> tuple[str, str | None, str | None]:
+    """Returns the queue of all samples from one place: what was saved, a snapshot, or neither for the base."""
+    return ("samples", record.path, record.snapshot)
+
+
+def _sampling(params: Mapping[str, Any]) -> SamplingParams:
+    temperature, top_p = field(params, "temperature", float, 1.0), field(params, "top_p", float, 1.0)
+    top_k = field(params, "top_k", int, -1)
+    if temperature < 0 or temperature > 100:
+        raise UserError("sampling_params.temperature", temperature, "is out of range", "give 0 to 100")
+    if not 0 < top_p <= 1:
+        raise UserError("sampling_params.top_p", top_p, "is out of range", "give more than 0 and at most 1")
+    if top_k < -1:
+        raise UserError("sampling_params.top_k", top_k, "is out of range", "give -1 for all, or a number of tokens")
+    return SamplingParams(temperature, max(top_k, 0), top_p)
+
+
+def as_message(found: Sampled, sample: Sample) -> bytes:
+    """Returns a `SampleResponse`."""
+    out = messages.SampleResponse()
+    for i, one in enumerate(found.completions):
+        sequence = out.sequences.add(stop_reason=messages.STOP if one.finished else messages.LENGTH)
+        sequence.tokens = np.array(one.tokens, "<i4").tobytes()
+        sequence.logprobs = np.array(one.log_probs, "<f4").tobytes()
+        if found.top_of_samples is not None:
+            _fill(sequence.topk_sampled_logprobs, *found.top_of_samples[i], first=False)
+    if found.prompt_log_probs is not None:
+        out.prompt_logprobs = np.array([math.nan, *found.prompt_log_probs], "<f4").tobytes()
+    if sample.top_of_prompt:
+        nothing = torch.zeros(0, sample.top_of_prompt)
+        _fill(out.topk_prompt_logprobs, *(found.top_of_prompt or (nothing, nothing.long())), first=True)
+    return out.SerializeToString()
+
+
+def _fill(out: Any, log_probs: Tensor, ids: Tensor, *, first: bool) -> None:
+    """Fills a `TopkLogprobs`. first: nothing is known of the first token of a prompt: its cells are empty."""
+    empty = ~log_probs.isfinite()
+    log_probs, ids = log_probs.masked_fill(empty, EMPTY_LOG_PROB), ids.masked_fill(empty, 0)
+    if first:
+        log_probs = torch.cat([log_probs.new_full((1, log_probs.shape[1]), EMPTY_LOG_PROB), log_probs])
+        ids = torch.cat([ids.new_zeros(1, ids.shape[1]), ids])
+    out.token_ids = ids.cpu().numpy().astype("<i4").tobytes()
+    out.logprobs = log_probs.cpu().float().numpy().astype("<f4").tobytes()
+    out.k, out.length = log_probs.shape[1], log_probs.shape[0]
