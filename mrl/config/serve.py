@@ -1,0 +1,42 @@
+"""Every key of `mrl serve`: one model that clients train over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mrl.config.schema import EngineConfig, LogConfig, ModelConfig, key
+
+ROOM = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeKeys:
+    name: str | None = key(None, "what clients call the model; null is model.path as it stands")
+    key: str | None = key(
+        None, "key that clients send (TINKER_API_KEY, it begins with tml-); null lets everybody on this machine ask"
+    )
+    max_length: int = key(4096, "longest sequence in tokens, of a datum or of a prompt with its completion", minimum=2)
+    packing: bool = key(True, "lay sequences end to end without padding; false pads")
+    max_waiting: int = key(
+        2000, "samples, and calls of models, that wait at once; more are told to come again", minimum=1
+    )
+    max_body_mb: int = key(64, "longest body of a request, in megabytes", minimum=1, maximum=2048)
+    silent_s: float = key(
+        600.0, "models of a client that has not been heard of for so long are let go, but for what was saved", above=0
+    )
+    cache_tokens: int = key(
+        65536, "tokens whose keys and values a replica of the model keeps at once, while it samples", minimum=1
+    )
+    prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    output_dir: str = key("runs/serve", "the server's directory, with all that is saved", may_change=True)
+    seed: int = key(0, "seed of dropout", minimum=0, maximum=2**32 - 1)
+    model: ModelConfig = key(
+        ModelConfig, "the base model; with model.lora clients train adapters, else all its weights"
+    )
+    engine: EngineConfig = key(EngineConfig, "the engine and its layout")
+    serve: ServeKeys = key(ServeKeys, "the server", may_change=True)
+    log: LogConfig = key(LogConfig, "what is shown", may_change=True)

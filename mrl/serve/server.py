@@ -1,0 +1,238 @@
+"""`mrl serve` on every rank: the main one listens, and all do what its clients ask.
+
+Operations go from the main rank to the others by broadcast. A rank that waits for one sleeps in a socket: it takes no
+processor. Every PULSE_S seconds without work the main rank sends nothing at all, so that no rank takes another for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from starlette.responses import JSONResponse
+
+from mrl.config.checks import micro_batch_tokens
+from mrl.config.schema import OptimizerConfig, RoleConfig
+from mrl.config.serve import ServeConfig
+from mrl.converters.hf_config import read_hf_config, vocab_size_of
+from mrl.converters.hub import model_folder
+from mrl.data.tokenizer import load_tokenizer
+from mrl.engine.base import BaseEngine
+from mrl.engine.collective import is_main
+from mrl.engine.registry import build_engine
+from mrl.errors import Stopped, UserError
+from mrl.rollout.stops import end_tokens
+from mrl.serve import operations as ops
+from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
+from mrl.serve.datums import Limits
+from mrl.serve.desk import Desk, Turn
+from mrl.serve.ledger import Ledger
+from mrl.serve.models import Models
+from mrl.serve.sampling import Sampling
+from mrl.serve.training import Served, Training
+from mrl.trainers.console import Console, open_console
+from mrl.trainers.signals import StopSignal
+
+PULSE_S = 60.0
+LOOK_S = 0.5
+"""How often the main rank looks for a signal and for clients that are gone."""
+
+API = "/api/v1"
+
+
+def run(config: ServeConfig, host: str, port: int) -> None:
+    """Serves until a signal comes. Called on every rank. Raises UserError, and Stopped after the signal."""
+    with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
+        models, served, ends = _build(config, console)
+        if not is_main():
+            _follow(models)
+            return
+        server = Server(config, served, ends, host, port)
+        with StopSignal("the server ends what it is at, and saves what trains") as stop:
+            server.say_ready(console)
+            lead(server, models, stop)
+        raise Stopped("stopped; what trained is saved, and the next start has it")
+
+
+def _build(config: ServeConfig, console: Console) -> tuple[Models, Served, Sequence[int]]:
+    """Returns the models of this rank, what is served of them, and the ids that end a completion."""
+    console.doing("reading the model's folder")
+    folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
+    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None)
+    engine = build_engine(role_config(config, folder))
+    console.doing("building the model")
+    engine.init_model()
+    keys, lora = config.serve, config.model.lora
+    models = Models(
+        engine, tokenizer, lora, folder=folder, cache_tokens=keys.cache_tokens, prefill_tokens=keys.prefill_tokens
+    )
+    vocab_size = vocab_size_of(read_hf_config(folder)) or len(tokenizer)
+    served = Served(keys.name or config.model.path, folder, Limits(vocab_size, keys.max_length), lora)
+    return models, served, end_tokens(folder, tokenizer)
+
+
+def role_config(config: ServeConfig, folder: str) -> RoleConfig:
+    """Returns what the engine is built from. Each step says how it is made: the optimizer's own numbers are not read."""
+    tokens = micro_batch_tokens(config.engine.micro_batch, config.serve.max_length)
+    micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
+    return RoleConfig(
+        model=dataclasses.replace(config.model, path=folder),
+        engine=dataclasses.replace(config.engine, micro_batch=micro_batch), optimizer=OptimizerConfig(),
+        seed=config.seed, packing=config.serve.packing,
+    )  # fmt: skip
+
+
+class Server:
+    """What the main rank has beside the models: records, queues, and the thread that listens."""
+
+    def __init__(self, config: ServeConfig, served: Served, ends: Sequence[int], host: str, port: int) -> None:
+        self.config, self.served, self.host = config, served, host
+        self.desk = Desk(most_waiting=config.serve.max_waiting)
+        self.ledger = Ledger(pathlib.Path(config.output_dir))
+        self.training = Training(served, self.ledger, self.desk)
+        self.sampling = Sampling(served, self.ledger, self.desk, ends)
+        self.http = HTTPServer(self._routes(), host=host, port=port)
+        self.http.start()
+
+    def _routes(self) -> list[Any]:
+        training, sampling = self.training, self.sampling
+        door = Door(self.config.serve.key, self.config.serve.max_body_mb * 2**20)
+        handlers = {
+            "POST client/config": _constant({"parallel_fwdbwd_chunks": False}),
+            "POST client/dynamic_config": _constant({}),
+            "POST telemetry": _constant({"status": "accepted"}),
+            "GET healthz": _constant({"status": "ok"}),
+            "GET get_server_capabilities": _constant(self._capabilities()),
+            "POST create_session": training.create_session,
+            "POST session_heartbeat": training.session_heartbeat,
+            "POST sessions/{id}/finish": training.finish_session,
+            "POST create_model": training.create_model,
+            "POST get_info": training.get_info,
+            "POST unload_model": training.unload_model,
+            "POST forward_backward": training.forward_backward,
+            "POST optim_step": training.optim_step,
+            "POST save_weights": training.save_weights,
+            "POST load_weights": training.load_weights,
+            "POST save_weights_for_sampler": training.save_weights_for_sampler,
+            "POST create_sampling_session": sampling.create_sampling_session,
+            "GET samplers/{id}": sampling.sampler,
+            "POST asample": sampling.asample,
+            "POST retrieve_future": retrieving(self.desk),
+        }
+        return [
+            route(method, f"{API}/{path}", handler, door)
+            for (method, path), handler in ((name.split(), handler) for name, handler in handlers.items())
+        ]
+
+    def _capabilities(self) -> dict[str, Any]:
+        model = {"model_name": self.served.base, "max_context_length": self.served.limits.length}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+    def say_ready(self, console: Console) -> None:
+        """Says what a client needs."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        console.say(f"serving {self.served.base}")
+        console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
+        console.say(f"export TINKER_API_KEY={self.config.serve.key or 'tml-local'}")
+
+    def silent(self, now: float) -> list[str]:
+        """Returns the models of clients that have not been heard of for long."""
+        gone = {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
+        return [model.id for model in self.ledger.models.values() if model.here and model.session in gone]
+
+
+def _constant(answer: Any) -> Any:
+    async def handler(asked: Asked) -> JSONResponse:
+        return JSONResponse(answer)
+
+    return handler
+
+
+# -- the main rank -----------------------------------------------------------------------------------------------------
+
+
+def lead(server: Server, models: Models, stop: StopSignal) -> None:
+    """Takes turns from the desk until a signal comes."""
+    last = time.monotonic()
+    while not stop.requested:
+        turn = server.desk.take(LOOK_S)
+        if turn is not None:
+            do_turn(server, models, turn)
+        elif time.monotonic() - last > PULSE_S:
+            together(models, ops.Rest())
+            _let_go(server, models)
+        else:
+            continue
+        last = time.monotonic()
+    server.desk.close("the server ends")
+    server.http.stop()
+    together(models, ops.End())
+
+
+def do_turn(server: Server, models: Models, turn: Turn) -> None:
+    """Does what a queue has brought, and keeps every promise of it."""
+    works = [waiting.operation for waiting in turn.waiting]
+    kind = turn.queue[0] if isinstance(turn.queue, tuple) else "model"
+    try:
+        if kind == "samples":
+            snapshot = _snapshot(server, models, *turn.queue[1:])  # type: ignore[misc]
+            found = together(models, ops.SampleAll(snapshot, [work.operation for work in works]))
+        else:
+            found = [together(models, works[0].operation)]
+        results = [work.answer(each) for work, each in zip(works, found, strict=True)]
+    except UserError as error:
+        for waiting in turn.waiting:
+            server.desk.fail(waiting.promise, "user", str(error))
+        return
+    for waiting, result in zip(turn.waiting, results, strict=True):
+        server.desk.finish(waiting.promise, result)
+
+
+def _snapshot(server: Server, models: Models, path: str | None, snapshot: str | None) -> str | None:
+    """Returns the name of the snapshot to sample from, which is read where it is only saved."""
+    if path is None:
+        if snapshot is not None and snapshot not in models.snapshots:
+            fix = "make another sampling client; a named save is kept"
+            raise UserError("sampling_session_id", snapshot, "is gone: the server was started anew", fix)
+        return snapshot
+    if path not in models.snapshots:
+        saved = server.ledger.find(path)
+        folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
+        together(models, ops.Thaw(path, saved.kind, folder))
+    return path
+
+
+def _let_go(server: Server, models: Models) -> None:
+    """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
+    server.ledger.expire(time.time())
+    if silent := server.silent(time.time()):
+        together(models, ops.Forget(models=silent))
+        for id in silent:
+            server.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
+
+
+def together(models: Models, operation: Any) -> Any:
+    """Does an operation on all ranks; the main one tells the others. Returns what came of it."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list([operation], src=0)
+    return None if isinstance(operation, (ops.Rest, ops.End)) else models.do(operation)
+
+
+# -- the other ranks ---------------------------------------------------------------------------------------------------
+
+
+def _follow(models: Models) -> None:
+    """Does what the main rank says, until it ends."""
+    while True:
+        said: list[Any] = [None]
+        dist.broadcast_object_list(said, src=0)
+        if isinstance(said[0], ops.End):
+            return
+        if not isinstance(said[0], ops.Rest):
+            with contextlib.suppress(UserError):  # which the main rank answers its client
+                models.do(said[0])
