@@ -12,7 +12,7 @@ ROOM = 2**31 - 1
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeKeys:
     name: str | None = key(None, "what clients call the model; null is model.path as it stands")
-    key: str | None = key(
+    api_key: str | None = key(
         None, "key that clients send (TINKER_API_KEY, it begins with tml-); null lets everybody on this machine ask"
     )
     max_length: int = key(4096, "longest sequence in tokens, of a datum or of a prompt with its completion", minimum=2)

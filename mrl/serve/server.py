@@ -1,7 +1,7 @@
 """`mrl serve` on every rank: the main one listens, and all do what its clients ask.
 
 Operations go from the main rank to the others by broadcast. A rank that waits for one sleeps in a socket: it takes no
-processor. Every PULSE_S seconds without work the main rank sends nothing at all, so that no rank takes another for dead.
+processor. After PULSE_S seconds without work the main rank sends an empty one, so that no rank takes another for dead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mrl.config.serve import ServeConfig
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
-from mrl.engine.base import BaseEngine
 from mrl.engine.collective import is_main
 from mrl.engine.registry import build_engine
 from mrl.errors import Stopped, UserError
@@ -77,7 +76,7 @@ def _build(config: ServeConfig, console: Console) -> tuple[Models, Served, Seque
 
 
 def role_config(config: ServeConfig, folder: str) -> RoleConfig:
-    """Returns what the engine is built from. Each step says how it is made: the optimizer's own numbers are not read."""
+    """Returns what the engine is built from. Steps say how they are made: the optimizer's own numbers are not read."""
     tokens = micro_batch_tokens(config.engine.micro_batch, config.serve.max_length)
     micro_batch = dataclasses.replace(config.engine.micro_batch, tokens=tokens)
     return RoleConfig(
@@ -101,7 +100,7 @@ class Server:
 
     def _routes(self) -> list[Any]:
         training, sampling = self.training, self.sampling
-        door = Door(self.config.serve.key, self.config.serve.max_body_mb * 2**20)
+        door = Door(self.config.serve.api_key, self.config.serve.max_body_mb * 2**20)
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False}),
             "POST client/dynamic_config": _constant({}),
@@ -138,7 +137,7 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         console.say(f"serving {self.served.base}")
         console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
-        console.say(f"export TINKER_API_KEY={self.config.serve.key or 'tml-local'}")
+        console.say(f"export TINKER_API_KEY={self.config.serve.api_key or 'tml-local'}")
 
     def silent(self, now: float) -> list[str]:
         """Returns the models of clients that have not been heard of for long."""

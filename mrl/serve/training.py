@@ -75,8 +75,8 @@ class Training:
                 f"mrl serve: all weights of {self.served.base} train, of one model at a time; lora_config is not read"
             )
         return (
-            f"mrl serve: adapters of rank 1 to {lora.rank} on {self.served.base}, alpha {lora.alpha:g}; the output layer "
-            "has none (train_unembed is not read)"
+            f"mrl serve: adapters of rank 1 to {lora.rank} on {self.served.base}, alpha {lora.alpha:g}; the output "
+            "layer has none (train_unembed is not read)"
         )
 
     async def session_heartbeat(self, asked: Asked) -> Response:
