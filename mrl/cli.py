@@ -148,14 +148,25 @@ def _made(name: str, of: TrainingCommand | Command | Group) -> click.Command:
         if isinstance(of, TrainingCommand):
             from mrl.launch.start import start
 
-            code = start(of, **words)
+            given = {key: words.pop(option.strip("-")) for option, key in of.options.items()}
+            overrides = (f"{key}={value}" for key, value in given.items() if value is not None)
+            code = start(of, **words | {"overrides": (*words["overrides"], *overrides)})
         else:
             code = of.run(**words)
         if code:
             click.get_current_context().exit(code)
 
-    params = OF_TRAINING if isinstance(of, TrainingCommand) else of.params
+    params = of.params if isinstance(of, Command) else [*OF_TRAINING, *_of_keys(of)]
     return click.Command(params=[_parameter(one) for one in params], callback=run, **given)
+
+
+def _of_keys(of: TrainingCommand) -> list[Option]:
+    """Returns the options of a command that trains which set keys of its config."""
+    keys = {key.path: key for key in walk(of.root)}
+    return [
+        Option(names=option, metavar=option.strip("-").upper(), help=f"{path}: {keys[path].help}.")
+        for option, path in of.options.items()
+    ]
 
 
 def _epilog(examples: str) -> str:

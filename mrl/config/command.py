@@ -50,10 +50,17 @@ class Length(Protocol):
 
 
 class Config(Protocol):
-    """What the config of every command that trains has; its root has more sections."""
+    """What the config of every command of this kind has; its root has more sections."""
 
     @property
     def output_dir(self) -> str: ...
+
+    @property
+    def log(self) -> LogConfig: ...
+
+
+class OnRows(Config, Protocol):
+    """What the config of a command has that trains on rows for a number of steps: all but `mrl serve`."""
 
     @property
     def data(self) -> RowsConfig: ...
@@ -63,9 +70,6 @@ class Config(Protocol):
 
     @property
     def checkpoint(self) -> CheckpointConfig: ...
-
-    @property
-    def log(self) -> LogConfig: ...
 
 
 C = TypeVar("C", bound=Config)
@@ -113,6 +117,7 @@ class TrainingCommand(abc.ABC, Generic[C]):
     checked: str | None = None  # "module:NAME" of a `mrl.check.command.Checked`; None: `mrl check` refuses its configs
     order: int = 100  # place among the commands that train, where documentation and messages list them
     generates: bool = False  # whether its models sample text
+    options: Mapping[str, str] = {}  # option of the command line -> the key that it sets, as "--port": "serve.port"
     null_is: Mapping[str, str] = {}  # key -> the key whose value it takes where it is null
 
     def check(self, config: C) -> None:
@@ -144,14 +149,22 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def longest(self, config: C) -> tuple[int, str]:
         """Returns tokens of the longest sequence, and the key that sets it, or the keys with their values."""
 
+    def on_rows(self, config: C) -> OnRows | None:
+        """Returns the config with the sections of a run on rows; None where it has none of them."""
+        return typing.cast(OnRows, config)
+
+    def packing(self, config: C) -> bool:
+        """Returns whether micro-batches hold sequences end to end."""
+        return _rows(self, config).data.packing
+
     def rows_of_batch(self, config: C) -> int:
         """Rows of data.train that one global batch is made of."""
-        return config.train.global_batch_size
+        return _rows(self, config).train.global_batch_size
 
     def smallest_batch(self, config: C, role: str) -> tuple[str, int]:
         """Returns the sequences of which every data-parallel replica of a part gets at least one: their key and
         number."""
-        return "train.global_batch_size", config.train.global_batch_size
+        return "train.global_batch_size", _rows(self, config).train.global_batch_size
 
     def check_processes(self, config: C, parts: Sequence[Part], world_size: int) -> None:
         """Raises ConfigError where the run is not to be on so many processes for a reason beside its parts' layouts."""
@@ -173,12 +186,12 @@ class TrainingCommand(abc.ABC, Generic[C]):
         micro_batch = dataclasses.replace(part.engine.micro_batch, tokens=tokens)
         return RoleConfig(
             model=part.model, engine=dataclasses.replace(part.engine, micro_batch=micro_batch),
-            optimizer=part.optimizer, head=part.head, packing=config.data.packing,
+            optimizer=part.optimizer, head=part.head, packing=self.packing(config),
         )  # fmt: skip
 
     def phases(self, config: C) -> Phases:
         """Returns what a step consists of, for `mrl plan`: by default an update of every part that trains."""
-        size = config.train.global_batch_size
+        size = _rows(self, config).train.global_batch_size
         built = self.needed(config)
         trained = [part for part in self.parts(config) if part.optimizer is not None and part.role in built]
         return Phases(tuple(Phase(f"update of the {p.role or 'model'}", p.role, "train", size) for p in trained))
@@ -186,6 +199,12 @@ class TrainingCommand(abc.ABC, Generic[C]):
     def server(self, config: C) -> Server | None:
         """Returns the inference server that a run samples from, as many as there are; None where it needs none."""
         return None
+
+
+def _rows(command: TrainingCommand[Any], config: Any) -> OnRows:
+    found = command.on_rows(config)
+    assert found is not None, f"mrl {command.name} trains on no rows"
+    return found
 
 
 def own_names() -> list[str]:

@@ -24,7 +24,7 @@ from mrl.config.checks import (
     parallel_dims,
     smallest_world,
 )
-from mrl.config.command import Config, Part, TrainingCommand
+from mrl.config.command import Config, OnRows, Part, TrainingCommand
 from mrl.config.schema import CheckpointConfig, ModelConfig, RowsConfig
 from mrl.engine.checks import Sequences
 from mrl.errors import ConfigError, DataError, ModelError, first_line, quoted, unwritable
@@ -44,7 +44,9 @@ def devices(command: TrainingCommand, config: Config) -> set[str]:
 def check_files(command: TrainingCommand, config: Config) -> list[Part]:
     """Raises a UserError where a file or folder that `config` names is missing. Returns what the run is made of."""
     _check_output_dir(config.output_dir)
-    _check_checkpoint(config.checkpoint)
+    rows = command.on_rows(config)
+    if rows is not None:
+        _check_checkpoint(rows.checkpoint)
     needed = command.needed(config)
     parts = [
         dataclasses.replace(part, hf=read_model_config(part.model, part.key("model")))
@@ -52,8 +54,9 @@ def check_files(command: TrainingCommand, config: Config) -> list[Part]:
         if part.role in needed
     ]
     command.check_files(config)
-    _check_data(config.data)
-    _check_rows(command, config)
+    if rows is not None:
+        _check_data(rows.data)
+        _check_rows(rows, command.rows_of_batch(config))
     return parts
 
 
@@ -81,7 +84,7 @@ def check_layout(
             dims = parallel_dims(part.engine.parallel, world_size)
             check_replicas(dims, *command.smallest_batch(config, part.role), part.role)
             longest, key = command.longest(config)
-            packed, generated = config.data.packing, command.generates
+            packed, generated = command.packing(config), command.generates
             check_part(part, dims, Sequences(longest, key, packed=packed, generated=generated), here=here)
         made.append(dims)
     command.check_processes(config, parts, world_size)
@@ -249,12 +252,11 @@ def _check_data(data: RowsConfig) -> None:
         raise DataError("data.chat_template", quoted(data.chat_template), "does not exist", "give a Jinja file")
 
 
-def _check_rows(command: TrainingCommand, config: Config) -> None:
+def _check_rows(config: OnRows, rows_of_batch: int) -> None:
     """Whether the rows of a plain file of JSON lines are far too few for a batch. It reads as many as that takes,
     hardly ever more than a few; other forms the run looks at."""
     path = os.path.expanduser(config.data.train)
     batch = config.train.global_batch_size
-    rows_of_batch = command.rows_of_batch(config)
     needed = math.ceil(rows_of_batch / MOST_PASSES)
     if not path.endswith((".jsonl", ".json")) or not os.path.isfile(path):
         return

@@ -84,7 +84,8 @@ def batch_of(call: Call, limits: Limits) -> Batch:
     if not call.data:
         raise UserError("data", why="is empty", fix="send at least one datum")
     fields = LOSSES[call.loss].fields
-    tokens, labels = [], []
+    tokens: list[Tensor] = []
+    labels: list[Tensor] = []
     columns: dict[str, list[Tensor]] = {name: [] for name in fields}
     for i, datum in enumerate(call.data):
         ids = tokens_of(datum.model_input, f"data[{i}].model_input", limits)

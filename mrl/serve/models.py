@@ -58,7 +58,7 @@ class Models:
         cache_tokens: int, prefill_tokens: int,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.lora, self.folder = engine, tokenizer, lora, folder
-        self.limits = {"cache_tokens": cache_tokens, "prefill_tokens": prefill_tokens}
+        self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
@@ -216,7 +216,7 @@ class Models:
         kind = Kind(None if self.lora is None else self.lora.rank)
         self._fill(Held(kind, self.start) if asked.snapshot is None else self.snapshots[asked.snapshot])
         requests = [self._request(sample, i) for sample in asked.samples for i in range(sample.count)]
-        drawn = iter(self.engine.generate(requests, **self.limits))
+        drawn = iter(self.engine.generate(requests, cache_tokens=self.cache_tokens, prefill_tokens=self.prefill_tokens))
         completions = [[next(drawn) for _ in range(sample.count)] for sample in asked.samples]
         return self._with_log_probs(asked.samples, completions)
 

@@ -24,7 +24,7 @@ def initial(shapes: Shapes, rank: int, seed: int, *, attention: bool, mlp: bool)
 
     shapes: of the model's own rank `r`. rank: `R`. attention, mlp: whether these modules are adapted.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for shape in shapes.values():
         wanted = attention if is_attention(shape) else mlp
         a = initial_a(shape, seed) if wanted else torch.zeros(shape.a_shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -38,20 +39,20 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MISSING) -> T:
     """Returns a field of a body, of the given kind; null counts as absent. Raises UserError."""
-    value = body.get(name)
+    value: Any = body.get(name)
     if value is None:
         if default is _MISSING:
             raise UserError(name, why="is missing", fix=f"give {_KINDS[kind]}")
         return default
-    if kind is float and type(value) is int:
-        value = float(value) if abs(value) < 2**53 else value
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        value = float(value)
     if type(value) is not kind:
         raise UserError(name, value, f"is not {_KINDS[kind]}", "give one")
-    if kind is float and not abs(value) < float("inf"):
+    if type(value) is float and not math.isfinite(value):
         raise UserError(name, value, "is not finite", "give a finite number")
-    if kind is int and not -LARGEST <= value <= LARGEST:  # type: ignore[operator]
+    if type(value) is int and abs(value) > LARGEST:
         raise UserError(name, value, "is out of range", "give a smaller number")
-    if kind is str and not _printable(value):  # type: ignore[arg-type]
+    if type(value) is str and not _is_utf8(value):
         raise UserError(name, value, "has characters that are none", "give UTF-8")
     return value
 
@@ -64,7 +65,7 @@ def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least
     return value
 
 
-def _printable(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeError:

@@ -21,7 +21,7 @@ from mrl.serve.ledger import PREFIX, Ledger, SamplerRecord
 from mrl.serve.models import Sampled
 from mrl.serve.operations import Sample
 from mrl.serve.requests import field, number
-from mrl.serve.training import Served, Work
+from mrl.serve.training import Samples, Served, Work
 
 NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_last_n")
 EMPTY_LOG_PROB = -99999.0
@@ -133,9 +133,9 @@ class Sampling:
         return top
 
 
-def source_of(record: SamplerRecord) -> tuple[str, str | None, str | None]:
-    """Returns the queue of all samples from one place: what was saved, a snapshot, or neither for the base."""
-    return ("samples", record.path, record.snapshot)
+def source_of(record: SamplerRecord) -> Samples:
+    """Returns the queue of all samples from one place."""
+    return Samples(record.path, record.snapshot)
 
 
 def _sampling(params: Mapping[str, Any]) -> SamplingParams:

@@ -33,7 +33,7 @@ from mrl.serve.desk import Desk, Turn
 from mrl.serve.ledger import Ledger
 from mrl.serve.models import Models
 from mrl.serve.sampling import Sampling
-from mrl.serve.training import Served, Training
+from mrl.serve.training import Samples, Served, Training
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.signals import StopSignal
 
@@ -44,14 +44,14 @@ LOOK_S = 0.5
 API = "/api/v1"
 
 
-def run(config: ServeConfig, host: str, port: int) -> None:
+def run(config: ServeConfig, command_line: str = "") -> None:
     """Serves until a signal comes. Called on every rank. Raises UserError, and Stopped after the signal."""
     with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
         models, served, ends = _build(config, console)
         if not is_main():
             _follow(models)
             return
-        server = Server(config, served, ends, host, port)
+        server = Server(config, served, ends)
         with StopSignal("the server ends what it is at, and saves what trains") as stop:
             server.say_ready(console)
             lead(server, models, stop)
@@ -89,13 +89,13 @@ def role_config(config: ServeConfig, folder: str) -> RoleConfig:
 class Server:
     """What the main rank has beside the models: records, queues, and the thread that listens."""
 
-    def __init__(self, config: ServeConfig, served: Served, ends: Sequence[int], host: str, port: int) -> None:
-        self.config, self.served, self.host = config, served, host
+    def __init__(self, config: ServeConfig, served: Served, ends: Sequence[int]) -> None:
+        self.config, self.served = config, served
         self.desk = Desk(most_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = Training(served, self.ledger, self.desk)
         self.sampling = Sampling(served, self.ledger, self.desk, ends)
-        self.http = HTTPServer(self._routes(), host=host, port=port)
+        self.http = HTTPServer(self._routes(), host=config.serve.host, port=config.serve.port)
         self.http.start()
 
     def _routes(self) -> list[Any]:
@@ -134,7 +134,8 @@ class Server:
 
     def say_ready(self, console: Console) -> None:
         """Says what a client needs."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = self.config.serve.host
+        host = f"[{host}]" if ":" in host else host
         console.say(f"serving {self.served.base}")
         console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         console.say(f"export TINKER_API_KEY={self.config.serve.api_key or 'tml-local'}")
@@ -176,10 +177,9 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
 def do_turn(server: Server, models: Models, turn: Turn) -> None:
     """Does what a queue has brought, and keeps every promise of it."""
     works = [waiting.operation for waiting in turn.waiting]
-    kind = turn.queue[0] if isinstance(turn.queue, tuple) else "model"
     try:
-        if kind == "samples":
-            snapshot = _snapshot(server, models, *turn.queue[1:])  # type: ignore[misc]
+        if isinstance(turn.queue, Samples):
+            snapshot = _snapshot(server, models, turn.queue.path, turn.queue.snapshot)
             found = together(models, ops.SampleAll(snapshot, [work.operation for work in works]))
         else:
             found = [together(models, works[0].operation)]

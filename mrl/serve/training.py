@@ -39,6 +39,14 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Samples:
+    """The queue of what is sampled from one place: what was saved, a snapshot, or neither for the base."""
+
+    path: str | None
+    snapshot: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Served:
     """What is served. base: the model's name, for clients. tokenizer: where they load its tokenizer from."""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mrl import metrics
-from mrl.config.command import Config
+from mrl.config.command import OnRows
 from mrl.config.load import read_yaml
 from mrl.config.schema import LoraConfig, ModelConfig, RoleConfig
 from mrl.converters.families import FAMILIES
@@ -135,7 +135,7 @@ def log_without_evaluation(ranks: Ranks, log: metrics.MetricsLog, progress: Prog
 def load_newest(
     ranks: Ranks,
     directory: RunDirectory,
-    config: Config,
+    config: OnRows,
     console: Console,
     start: Start,
     load: Callable[[str], dict[str, Any]],
@@ -171,7 +171,7 @@ def say_other_choices(console: Console, before: Mapping[str, str], now: Mapping[
             console.say(f"changed since the checkpoint: trained under {name} {before[name]}, now {now[name]}")
 
 
-def check_outside(config: Config) -> None:
+def check_outside(config: OnRows) -> None:
     """Checks what the main process will need outside of this run: an account, a remote folder that can be written."""
     metrics.check_login(config.log)
     if config.checkpoint.remote is not None:

@@ -20,7 +20,7 @@ import torch
 
 import mrl
 from mrl.batch import Batch
-from mrl.config.command import Config, command_of
+from mrl.config.command import OnRows, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
@@ -74,7 +74,7 @@ class RunDirectory:
         """Everything that a person finds here."""
         return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
 
-    def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
+    def prepare(self, config: OnRows, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
@@ -138,7 +138,7 @@ class Start:
     moved: Sequence[Change] = ()  # data or model that have another name than in config.yaml
 
 
-def choose_start(run: RunDirectory, config: Config, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
     """Decides by `checkpoint.resume`. Raises ConfigError where the run would overwrite another one's files.
 
     damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
@@ -216,7 +216,7 @@ def _refuse_foreign(run: RunDirectory) -> None:
         )
 
 
-def _check_same_run(run: RunDirectory, config: Config, newest: str) -> list[Change]:
+def _check_same_run(run: RunDirectory, config: OnRows, newest: str) -> list[Change]:
     """Refuses another run's directory: another config than its config.yaml, or a start from another checkpoint.
 
     Returns what has another name there (`moving`).

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Sequence
 
 from mrl import metrics
-from mrl.config.command import Config, Part, Server, TrainingCommand
+from mrl.config.command import Config, OnRows, Part, Server, TrainingCommand
 from mrl.errors import ConfigError, quoted
 from mrl.launch import preflight
 from mrl.launch.slurm.options import SlurmConfig, seconds_of
@@ -26,7 +26,9 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
     Files are looked at from here: this machine sees what the nodes will see.
     """
     _check_devices(preflight.devices(command, config), options)
-    _check_restarts(config, options)
+    rows = command.on_rows(config)
+    if rows is not None:
+        _check_restarts(rows, options)
     parts = preflight.check_files(command, config)
     try:
         layouts = preflight.check_layout(command, config, parts, options.world_size, here=False)
@@ -40,7 +42,7 @@ def check_job(command: TrainingCommand, config: Config, options: SlurmConfig) ->
         *_across_nodes(parts, layouts, options),
         *_check_cores(options),
         *_check_server_cores(options),
-        *_check_time(config, options),
+        *(_check_time(rows, options) if rows is not None else ()),
     ]
 
 
@@ -127,7 +129,7 @@ def _check_devices(asked: set[str], options: SlurmConfig) -> None:
         )
 
 
-def _check_restarts(config: Config, options: SlurmConfig) -> None:
+def _check_restarts(config: OnRows, options: SlurmConfig) -> None:
     if config.checkpoint.resume == "never" and options.max_restarts:
         raise ConfigError(
             "checkpoint.resume",
@@ -168,7 +170,7 @@ def _check_server_cores(options: SlurmConfig) -> list[str]:
     ]
 
 
-def _check_time(config: Config, options: SlurmConfig) -> list[str]:
+def _check_time(config: OnRows, options: SlurmConfig) -> list[str]:
     """Returns what a failed node can lose, and whether there is time to save before the limit."""
     limit_s = seconds_of(options.time) if options.time is not None else None
     step_s, every = step_seconds(pathlib.Path(config.output_dir)), config.checkpoint.every

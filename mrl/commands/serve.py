@@ -1,0 +1,73 @@
+"""`mrl serve`: training over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.config.command import OnRows, Part, TrainingCommand
+from mrl.config.phases import Phases
+from mrl.config.schema import OptimizerConfig
+from mrl.config.serve import ServeConfig
+from mrl.parallel import ParallelDims
+
+
+class Serve(TrainingCommand[ServeConfig]):
+    name = "serve"
+    help = """Train and sample over HTTP, with the `tinker` client: the loop runs there, the model here.
+
+    The YAML file CONFIG names the base model, its adapters and the layout. KEY=VALUE sets any config key; `mrl config
+    serve` lists them.
+    """
+    examples = """
+        mrl serve serve.yaml
+        mrl serve serve.yaml --port 8001 engine.parallel.tp=2 --nproc 2
+        mrl serve serve.yaml --host 0.0.0.0 serve.api_key=tml-long-and-secret
+        mrl serve serve.yaml --dry-run"""
+    root = ServeConfig
+    trainer = "mrl.serve.server:run"
+    order = 3
+    generates = True
+    options = {"--host": "serve.host", "--port": "serve.port"}
+
+    def check(self, config: ServeConfig) -> None:
+        from mrl.config.serve_checks import check_serve
+
+        check_serve(config)
+
+    def recognise(self, raw: Mapping[str, Any]) -> str | None:
+        return "a server (it has the section serve)" if "serve" in raw else None
+
+    def on_rows(self, config: ServeConfig) -> OnRows | None:
+        return None
+
+    def packing(self, config: ServeConfig) -> bool:
+        return config.serve.packing
+
+    def parts(self, config: ServeConfig) -> list[Part]:
+        return [Part("", config.model, config.engine, optimizer=OptimizerConfig())]
+
+    def longest(self, config: ServeConfig) -> tuple[int, str]:
+        return config.serve.max_length, "serve.max_length"
+
+    def smallest_batch(self, config: ServeConfig, role: str) -> tuple[str, int]:
+        return "serve.max_waiting", config.serve.max_waiting  # a replica may have nothing to do
+
+    def describe(self, config: ServeConfig, parts: Sequence[Part], layouts: Sequence[ParallelDims]) -> list[str]:
+        from mrl.launch.describe import micro_batch, processes
+
+        [dims], lora = layouts, config.model.lora
+        models = "one model, of which all weights train" if lora is None else f"adapters of rank 1 to {lora.rank}"
+        return [
+            f"layout: {dims.describe()} on {processes(dims)}",
+            f"micro-batch: {micro_batch(config.engine, config.serve.max_length)}",
+            f"models: {models}",
+        ]
+
+    def phases(self, config: ServeConfig) -> Phases:
+        from mrl.config.phases import Phase
+
+        return Phases((Phase("update of the model", "", "train", 1),))
+
+
+COMMAND = Serve()
