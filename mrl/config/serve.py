@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mrl.config.schema import EngineConfig, LogConfig, ModelConfig, key
+from mrl.config.schema import REQUIRED, EngineConfig, LogConfig, ModelConfig, key
 
 ROOM = 2**31 - 1
 
@@ -37,7 +37,7 @@ class ServeConfig:
     output_dir: str = key("runs/serve", "the server's directory, with all that is saved", may_change=True)
     seed: int = key(0, "seed of dropout", minimum=0, maximum=2**32 - 1)
     model: ModelConfig = key(
-        ModelConfig, "the base model; with model.lora clients train adapters, else all its weights"
+        REQUIRED, "the base model; with model.lora clients train adapters over it, else all its weights"
     )
     engine: EngineConfig = key(EngineConfig, "the engine and its layout")
     serve: ServeKeys = key(ServeKeys, "the server", may_change=True)

@@ -48,13 +48,14 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MIS
         value = float(value)
     if type(value) is not kind:
         raise UserError(name, value, f"is not {_KINDS[kind]}", "give one")
-    if type(value) is float and not math.isfinite(value):
-        raise UserError(name, value, "is not finite", "give a finite number")
-    if type(value) is int and abs(value) > LARGEST:
-        raise UserError(name, value, "is out of range", "give a smaller number")
-    if type(value) is str and not _is_utf8(value):
-        raise UserError(name, value, "has characters that are none", "give UTF-8")
-    return value
+    found: Any = value
+    if kind is float and not math.isfinite(found):
+        raise UserError(name, found, "is not finite", "give a finite number")
+    if kind is int and abs(found) > LARGEST:
+        raise UserError(name, found, "is out of range", "give a smaller number")
+    if kind is str and not _is_utf8(found):
+        raise UserError(name, found, "has characters that are none", "give UTF-8")
+    return found
 
 
 def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least: int = 0) -> int:
