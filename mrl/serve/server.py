@@ -48,14 +48,15 @@ def run(config: ServeConfig, command_line: str = "") -> None:
     """Serves until a signal comes. Called on every rank. Raises UserError, and Stopped after the signal."""
     with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
         models, served, ends = _build(config, console)
-        if not is_main():
-            _follow(models)
-            return
-        server = Server(config, served, ends)
-        with StopSignal("the server ends what it is at, and saves what trains") as stop:
-            server.say_ready(console)
-            lead(server, models, stop)
-        raise Stopped("stopped; what trained is saved, and the next start has it")
+        says = "the server ends what it is at" if is_main() else None
+        with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
+            if is_main():
+                server = Server(config, served, ends)
+                server.say_ready(console)
+                lead(server, models, stop)
+            else:
+                _follow(models)
+        raise Stopped("stopped by a signal; run the same command again to go on with what was saved")
 
 
 def _build(config: ServeConfig, console: Console) -> tuple[Models, Served, Sequence[int]]:
