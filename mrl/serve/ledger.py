@@ -131,6 +131,10 @@ class Ledger:
         self._write("deleted", path=path)
         shutil.rmtree(self.folder_of(saved.run, saved.part, saved.name), ignore_errors=True)
 
+    def keep_for(self, saved: Saved, seconds: int | None) -> None:
+        """Keeps what was saved for so many seconds from now; None for ever."""
+        self.save(dataclasses.replace(saved, expires=None if seconds is None else time.time() + seconds))
+
     def sampler(self, record: SamplerRecord) -> None:
         self._write("sampler", **dataclasses.asdict(record))
 

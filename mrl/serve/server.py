@@ -32,6 +32,7 @@ from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Turn
 from mrl.serve.ledger import Ledger
 from mrl.serve.models import Models
+from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
 from mrl.serve.training import Samples, Served, Training
 from mrl.trainers.console import Console, open_console
@@ -100,7 +101,7 @@ class Server:
         self.http.start()
 
     def _routes(self) -> list[Any]:
-        training, sampling = self.training, self.sampling
+        training, sampling, records = self.training, self.sampling, Records(self.ledger)
         door = Door(self.config.serve.api_key, self.config.serve.max_body_mb * 2**20)
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False}),
@@ -123,6 +124,16 @@ class Server:
             "GET samplers/{id}": sampling.sampler,
             "POST asample": sampling.asample,
             "POST retrieve_future": retrieving(self.desk),
+            "GET training_runs": records.training_runs,
+            "GET training_runs/{id}": records.training_run,
+            "GET training_runs/{id}/checkpoints": records.checkpoints_of_run,
+            "GET training_runs/{id}/checkpoints/{part}/{name}/archive": records.archive,
+            "DELETE training_runs/{id}/checkpoints/{part}/{name}": records.delete_checkpoint,
+            "PUT training_runs/{id}/checkpoints/{part}/{name}/ttl": records.set_ttl,
+            "GET checkpoints": records.checkpoints,
+            "POST weights_info": records.weights_info,
+            "GET sessions": records.sessions,
+            "GET sessions/{id}": records.session,
         }
         return [
             route(method, f"{API}/{path}", handler, door)

@@ -1,0 +1,140 @@
+"""The calls that look at what there is: runs, checkpoints, sessions (docs/serve.md)."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import tarfile
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from mrl.errors import UserError
+from mrl.serve.app import Asked
+from mrl.serve.ledger import Ledger, ModelRecord, Saved
+from mrl.serve.requests import Refused, field, number
+
+OWNER = "local"
+MOST = 1000
+"""Entries of one answer."""
+
+
+class Records:
+    """The handlers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    async def training_runs(self, asked: Asked) -> Response:
+        runs = sorted(self.ledger.models.values(), key=lambda model: -model.asked_at)
+        page, cursor = _page(asked, runs)
+        return JSONResponse({"training_runs": [self._run(model) for model in page], "cursor": cursor})
+
+    async def training_run(self, asked: Asked) -> Response:
+        return JSONResponse(self._run(self._model(asked.path["id"])))
+
+    def _model(self, id: str) -> ModelRecord:
+        if id not in self.ledger.models:
+            raise Refused(404, f"there is no training run {id[:80]} here")
+        return self.ledger.models[id]
+
+    def _run(self, model: ModelRecord) -> dict[str, Any]:
+        saved = self._saved_of(model.id)
+        return {
+            "training_run_id": model.id, "base_model": model.base, "model_owner": OWNER,
+            "is_lora": model.kind.rank is not None, "lora_rank": model.kind.rank, "corrupted": False,
+            "last_request_time": _time(model.asked_at), "user_metadata": model.metadata or None,
+            "last_checkpoint": _last(saved, "weights"), "last_sampler_checkpoint": _last(saved, "sampler_weights"),
+        }  # fmt: skip
+
+    def _saved_of(self, run: str) -> list[Saved]:
+        return sorted((one for one in self.ledger.saved.values() if one.run == run), key=lambda one: one.time)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def checkpoints(self, asked: Asked) -> Response:
+        page, cursor = _page(asked, sorted(self.ledger.saved.values(), key=lambda one: -one.time))
+        return JSONResponse({"checkpoints": [as_checkpoint(one) for one in page], "cursor": cursor})
+
+    async def checkpoints_of_run(self, asked: Asked) -> Response:
+        model = self._model(asked.path["id"])
+        return JSONResponse({"checkpoints": [as_checkpoint(one) for one in self._saved_of(model.id)]})
+
+    def _found(self, asked: Asked) -> Saved:
+        run, part, name = asked.path["id"], asked.path["part"], asked.path["name"]
+        path = f"tinker://{run}/{part}/{name}"
+        if path not in self.ledger.saved:
+            raise Refused(404, f"{path[:200]} is not saved here")
+        return self.ledger.saved[path]
+
+    async def delete_checkpoint(self, asked: Asked) -> Response:
+        self.ledger.delete(self._found(asked).path)
+        return Response(status_code=204)
+
+    async def set_ttl(self, asked: Asked) -> Response:
+        saved, seconds = self._found(asked), field(asked.json, "ttl_seconds", int, None)
+        if seconds is not None and seconds < 1:
+            raise UserError("ttl_seconds", seconds, "is below 1", "give at least 1, or null for ever")
+        self.ledger.keep_for(saved, seconds)
+        return JSONResponse({})
+
+    async def archive(self, asked: Asked) -> Response:
+        """A tar of what was saved: of sampler weights the folder that peft or transformers loads."""
+        saved = self._found(asked)
+        folder = self.ledger.folder_of(saved.run, saved.part, saved.name)
+        written = io.BytesIO()
+        with tarfile.open(fileobj=written, mode="w") as tar:
+            for file in sorted(folder.rglob("*")):
+                tar.add(file, arcname=str(file.relative_to(folder)), recursive=False)
+        return Response(written.getvalue(), media_type="application/x-tar")
+
+    async def weights_info(self, asked: Asked) -> Response:
+        saved = self.ledger.find(field(asked.json, "tinker_path", str))
+        lora, kind = saved.kind.rank is not None, saved.kind
+        parts = {"train_attn": kind.attention, "train_mlp": kind.mlp, "train_unembed": False} if lora else {}
+        return JSONResponse({"base_model": saved.base, "is_lora": lora, "lora_rank": kind.rank} | parts)
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    async def sessions(self, asked: Asked) -> Response:
+        page, _ = _page(asked, sorted(self.ledger.sessions, key=lambda id: -self.ledger.sessions[id]))
+        return JSONResponse({"sessions": page})
+
+    async def session(self, asked: Asked) -> Response:
+        id = asked.path["id"]
+        if id not in self.ledger.sessions:
+            raise Refused(404, f"there is no session {id[:80]} here")
+        runs = [model.id for model in self.ledger.models.values() if model.session == id]
+        samplers = [record.id for record in self.ledger.samplers.values() if record.session == id]
+        return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers})
+
+
+def as_checkpoint(saved: Saved) -> dict[str, Any]:
+    """Returns what a client is told of a save."""
+    return {
+        "checkpoint_id": f"{saved.part}/{saved.name}",
+        "checkpoint_type": "training" if saved.part == "weights" else "sampler",
+        "time": _time(saved.time), "tinker_path": saved.path, "size_bytes": saved.bytes, "public": False,
+        "expires_at": None if saved.expires is None else _time(saved.expires),
+        "user_metadata": dict(saved.metadata) or None,
+    }  # fmt: skip
+
+
+def _last(saved: Sequence[Saved], part: str) -> dict[str, Any] | None:
+    of_part = [one for one in saved if one.part == part]
+    return as_checkpoint(of_part[-1]) if of_part else None
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def _page(asked: Asked, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Returns the part that a query asks for by limit and offset, and where it is in the whole."""
+    query = {name: int(value) if value.isdigit() else value for name, value in asked.request.query_params.items()}
+    limit, offset = min(number(query, "limit", 20), MOST), number(query, "offset", 0)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
+    return list(everything[offset : offset + limit]), cursor
