@@ -93,7 +93,7 @@ def batch_of(call: Call, limits: Limits) -> Batch:
         targets = inputs[_TARGETS]
         _check_targets(targets, len(ids), i, limits, call)
         if labels and targets.shape[1:] != labels[0].shape[1:]:
-            why = f"has targets [N, {_columns(targets)}] and data[0] [N, {_columns(labels[0])}]"
+            why = f"has targets {_columns(targets)} and data[0] {_columns(labels[0])}"
             raise UserError(f"data[{i}]", why=why, fix="send them in calls of their own")
         for name in fields:
             if inputs[name].shape != targets.shape:
@@ -114,7 +114,7 @@ def batch_of(call: Call, limits: Limits) -> Batch:
 
 
 def _columns(targets: Tensor) -> str:
-    return str(targets.shape[1]) if targets.dim() == 2 else "1 column less"
+    return "[N]" if targets.dim() == 1 else f"[N, {targets.shape[1]}]"
 
 
 def tokens_of(chunks: Sequence[Any], where: str, limits: Limits) -> Tensor:

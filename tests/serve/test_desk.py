@@ -1,0 +1,102 @@
+"""Queues and promises: order, turns, one promise a number, results that are kept for a while."""
+
+import json
+import threading
+
+import pytest
+
+from mrl.errors import UserError
+from mrl.serve.desk import KEPT_S, Busy, Desk, Gone, Result
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def desk(clock):
+    return Desk(most_waiting=4, clock=clock)
+
+
+def taken(desk):
+    turn = desk.take(0)
+    return None if turn is None else (turn.queue, [waiting.operation for waiting in turn.waiting])
+
+
+def test_a_models_operations_come_in_the_order_of_their_numbers(desk):
+    desk.open("a", first=0)
+    desk.put("a", 2, "third")
+    assert taken(desk) is None, "those before it have not arrived"
+    desk.put("a", 0, "first")
+    desk.put("a", 1, "second")
+    assert [taken(desk)[1] for _ in range(3)] == [["first"], ["second"], ["third"]] and taken(desk) is None
+
+
+def test_models_and_samples_take_turns(desk):
+    for name in ("a", "b"):
+        desk.open(name, first=1)
+    for name, number in (("a", 1), ("a", 2), ("b", 1)):
+        desk.put(name, number, f"{name}{number}")
+    desk.put_together("s", "key 1", "s1")
+    desk.put_together("s", "key 2", "s2")
+    assert [taken(desk) for _ in range(4)] == [("a", ["a1"]), ("b", ["b1"]), ("s", ["s1", "s2"]), ("a", ["a2"])]
+    assert not desk.has("s"), "a queue of samples is there while some wait"
+
+
+def test_one_number_is_done_once(desk, clock):
+    desk.open("a", first=1)
+    promise = desk.put("a", 1, "once")
+    assert desk.put("a", 1, "once") is promise and taken(desk) == ("a", ["once"]) and taken(desk) is None
+    desk.finish(promise, Result(b"done"))
+    assert desk.put("a", 1, "once") is promise and desk.find(promise.id).result == Result(b"done")
+    clock.now = KEPT_S + 1
+    desk.put("a", 2, "twice")  # which forgets
+    with pytest.raises(Gone):
+        desk.find(desk.put("a", 1, "once").id)
+    assert taken(desk) == ("a", ["twice"]) and taken(desk) is None
+
+
+def test_no_room(desk):
+    desk.open("a", first=1)
+    for number in (1, 2, 3, 4):
+        desk.put("a", number, number)
+    with pytest.raises(Busy):
+        desk.put("a", 5, 5)
+    desk.put_together("s", 1, "samples have room of their own")
+    desk.close("the end")
+    with pytest.raises(Busy):
+        desk.put_together("s", 2, "none")
+    assert taken(desk) == ("a", [1]), "what waits is done"
+
+
+def test_an_ended_queue_fails_what_waits(desk):
+    desk.open("a", first=1)
+    promise = desk.put("a", 3, "waits")
+    desk.drop("a", UserError("model_id", "a", "was unloaded", "create another"))
+    said = json.loads(promise.result.body)
+    assert said == {"error": 'model_id: value "a" was unloaded; create another', "category": "user"}
+    assert not desk.has("a")
+    with pytest.raises(KeyError):
+        desk.put("a", 4, "more")
+
+
+def test_whoever_waits_is_told(desk):
+    desk.open("a", first=1)
+    promise, told = desk.put("a", 1, "x"), []
+    desk.tell(promise, lambda: told.append("at once"))
+    assert not told
+    threading.Timer(0.05, lambda: desk.put("a", 2, "y")).start()
+    assert taken(desk) == ("a", ["x"])
+    assert desk.take(10).waiting[0].operation == "y", "it waits for what comes"
+    desk.finish(promise, Result(b""))
+    desk.tell(promise, lambda: told.append("later"))
+    assert told == ["at once", "later"]
