@@ -229,6 +229,15 @@ class Desk:
     def _any_ready(self) -> bool:
         return any(made.ready() for made in self._queues.values())
 
+    def put_back(self, queue: Hashable, waiting: Sequence[Waiting]) -> None:
+        """Puts operations that are not done back on a queue of those that are done together, before what has come."""
+        with self._lock:
+            if queue not in self._queues:
+                self._add(queue, _Together())
+            made = self._queues[queue]
+            assert isinstance(made, _Together)
+            made.waiting = [*waiting, *made.waiting]
+
     def finish(self, promise: Promise, result: Result) -> None:
         """Says what a promise came to."""
         with self._lock:

@@ -7,6 +7,7 @@ The engine holds the model whose turn it is; what trains of the others waits in 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import shutil
@@ -22,6 +23,7 @@ from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.collective import on_main
+from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
 from mrl.engine.trained_state import TrainedState
@@ -50,6 +52,34 @@ class Sampled:
     top_of_samples: Sequence[tuple[Tensor, Tensor]] | None  # of each completion [tokens, top]
 
 
+@dataclasses.dataclass
+class _Running:
+    """A sample that is being drawn, in parts."""
+
+    sample: Sample
+    prompt: int  # a number of the prompt: requests of equal numbers and seeds are equal
+    completions: list[Completion]  # so far
+
+    @staticmethod
+    def of(sample: Sample) -> _Running:
+        digest = hashlib.sha256(repr(list(sample.tokens)).encode()).digest()
+        nothing = [Completion([], [], finished=False) for _ in range(sample.count)]
+        return _Running(sample, int.from_bytes(digest[:7], "big"), nothing)
+
+    @property
+    def going(self) -> list[int]:
+        """The completions that are not whole."""
+        most = self.sample.max_new_tokens
+        return [i for i, one in enumerate(self.completions) if not one.finished and len(one.tokens) < most]
+
+    def add(self, index: int, more: Completion) -> None:
+        """Adds what was drawn to a completion."""
+        before = self.completions[index]
+        self.completions[index] = Completion(
+            before.tokens + more.tokens, before.log_probs + more.log_probs, more.finished
+        )
+
+
 class Models:
     """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train."""
 
@@ -63,6 +93,7 @@ class Models:
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
         self.active: tuple[str, Kind] | None = None
+        self.running: dict[str | None, tuple[dict[str, _Running], KeptSequences]] = {}  # by snapshot
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step,
@@ -208,46 +239,61 @@ class Models:
                 self.active = None
         for name in asked.snapshots:
             self.snapshots.pop(name, None)
+            self.running.pop(name, None)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
-    def _sample_all(self, asked: ops.SampleAll) -> list[Sampled]:
+    def _sample_all(self, asked: ops.SampleAll) -> dict[str, Sampled]:
+        """Returns what has ended, by the names of its samples."""
+        running, kept = self.running.setdefault(asked.snapshot, ({}, KeptSequences(self.cache_tokens)))
+        for name in asked.dropped:
+            running.pop(name, None)
+        running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
         self._put_away()
         kind = Kind(None if self.lora is None else self.lora.rank)
         self._fill(Held(kind, self.start) if asked.snapshot is None else self.snapshots[asked.snapshot])
-        requests = [self._request(sample, i) for sample in asked.samples for i in range(sample.count)]
-        drawn = iter(self.engine.generate(requests, cache_tokens=self.cache_tokens, prefill_tokens=self.prefill_tokens))
-        completions = [[next(drawn) for _ in range(sample.count)] for sample in asked.samples]
-        return self._with_log_probs(asked.samples, completions)
+        going = [(one, i) for one in running.values() for i in one.going]
+        requests = [self._request(one, i, asked.tokens) for one, i in going]
+        drawn = self.engine.generate(
+            requests, cache_tokens=self.cache_tokens, prefill_tokens=self.prefill_tokens, kept=kept
+        )
+        for (one, i), completion in zip(going, drawn, strict=True):
+            one.add(i, completion)
+        ended = {name: one for name, one in running.items() if not one.going}
+        for name in ended:
+            del running[name]
+        if not running:
+            del self.running[asked.snapshot]
+        return {name: self._with_log_probs(one.sample, one.completions) for name, one in ended.items()}
 
-    def _request(self, sample: Sample, index: int) -> GenerateRequest:
+    def _request(self, one: _Running, index: int, tokens: int) -> GenerateRequest:
+        sample, before = one.sample, one.completions[index].tokens
         stop = tuple(sample.stop)
         if stop and stop not in self._stops:
             self._stops[stop] = StopTexts(self.tokenizer, stop)
+        stops = self._stops.get(stop)
         return GenerateRequest(
-            tokens=sample.tokens, max_new_tokens=sample.max_new_tokens, stop_tokens=sample.stop_tokens,
-            sampling=sample.sampling, key=SamplingKey(seed=sample.seed, sample=index), stop_at=self._stops.get(stop),
+            tokens=[*sample.tokens, *before], max_new_tokens=min(tokens, sample.max_new_tokens - len(before)),
+            stop_tokens=sample.stop_tokens, sampling=sample.sampling,
+            key=SamplingKey(seed=sample.seed, prompt=one.prompt, sample=index),
+            stop_at=None if stops is None else lambda new: stops([*before, *new]),
         )  # fmt: skip
 
-    def _with_log_probs(self, samples: Sequence[Sample], completions: Sequence[Sequence[Completion]]) -> list[Sampled]:
-        """Adds what is asked of prompts and of the tokens' neighbours, by a forward pass for each that asks."""
-        found = []
-        for sample, drawn in zip(samples, completions, strict=True):
-            prompt, of_samples = None, None
-            if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
-                prompt = self._read(sample.tokens, top=sample.top_of_prompt, temperature=1.0)
-            if sample.top_of_samples:
-                first, temperature = len(sample.tokens) - 1, sample.sampling.temperature or 1.0
-                of_samples = []
-                for one in drawn:
-                    whole = self._read(
-                        [*sample.tokens, *one.tokens], top=sample.top_of_samples, temperature=temperature
-                    )
-                    of_samples.append((whole[1][first:], whole[2][first:]))
-            log_probs = [] if prompt is None else prompt[0].tolist()
-            top = None if prompt is None or not sample.top_of_prompt else prompt[1:]
-            found.append(Sampled(drawn, log_probs if sample.prompt_log_probs else None, top, of_samples))
-        return found
+    def _with_log_probs(self, sample: Sample, drawn: Sequence[Completion]) -> Sampled:
+        """Adds what is asked of the prompt and of the tokens' neighbours, by a forward pass for each that asks."""
+        prompt, of_samples = None, None
+        if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
+            prompt = self._read(sample.tokens, top=sample.top_of_prompt, temperature=1.0)
+        if sample.top_of_samples:
+            first, temperature = len(sample.tokens) - 1, sample.sampling.temperature or 1.0
+            of_samples = []
+            for one in drawn:
+                tokens = [*sample.tokens, *one.tokens]
+                whole = self._read(tokens, top=sample.top_of_samples, temperature=temperature)
+                of_samples.append((whole[1][first:], whole[2][first:]))
+        log_probs = [] if prompt is None else prompt[0].tolist()
+        top = None if prompt is None or not sample.top_of_prompt else prompt[1:]
+        return Sampled(drawn, log_probs if sample.prompt_log_probs else None, top, of_samples)
 
     def _read(self, tokens: Sequence[int], *, top: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""

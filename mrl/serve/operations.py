@@ -108,10 +108,13 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class SampleAll:
-    """Samples from one snapshot; None is the base model."""
+    """More tokens of all that is sampled from one snapshot; None is the base model. What ends within `tokens` more is
+    answered, the rest goes on with the next one."""
 
     snapshot: str | None
-    samples: Sequence[Sample]
+    begun: Mapping[str, Sample]  # that are new, by names which no others have
+    tokens: int
+    dropped: Sequence[str] = ()  # that nobody waits for any more
 
 
 @dataclasses.dataclass(frozen=True)

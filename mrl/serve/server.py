@@ -29,9 +29,9 @@ from mrl.rollout.stops import end_tokens
 from mrl.serve import operations as ops
 from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
 from mrl.serve.datums import Limits
-from mrl.serve.desk import Desk, Turn
+from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger
-from mrl.serve.models import Models
+from mrl.serve.models import Models, Sampled
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
 from mrl.serve.training import Samples, Served, Training
@@ -39,6 +39,9 @@ from mrl.trainers.console import Console, open_console
 from mrl.trainers.signals import StopSignal
 
 PULSE_S = 60.0
+SLICE = 64
+"""Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
+
 LOOK_S = 0.5
 """How often the main rank looks for a signal and for clients that are gone."""
 
@@ -188,20 +191,41 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
 
 def do_turn(server: Server, models: Models, turn: Turn) -> None:
     """Does what a queue has brought, and keeps every promise of it."""
-    works = [waiting.operation for waiting in turn.waiting]
-    try:
-        if isinstance(turn.queue, Samples):
-            snapshot = _snapshot(server, models, turn.queue.path, turn.queue.snapshot)
-            found = together(models, ops.SampleAll(snapshot, [work.operation for work in works]))
-        else:
-            found = [together(models, works[0].operation)]
-        results = [work.answer(each) for work, each in zip(works, found, strict=True)]
-    except UserError as error:
-        for waiting in turn.waiting:
-            server.desk.fail(waiting.promise, "user", str(error))
+    if isinstance(turn.queue, Samples):
+        _sample(server, models, turn.queue, turn.waiting)
         return
-    for waiting, result in zip(turn.waiting, results, strict=True):
-        server.desk.finish(waiting.promise, result)
+    [waiting] = turn.waiting
+    try:
+        result = waiting.operation.answer(together(models, waiting.operation.operation))
+    except UserError as error:
+        server.desk.fail(waiting.promise, "user", str(error))
+        return
+    server.desk.finish(waiting.promise, result)
+
+
+def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> None:
+    """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
+    what has come by then."""
+    try:
+        snapshot = _snapshot(server, models, queue.path, queue.snapshot)
+        running = models.running[snapshot][0] if snapshot in models.running else {}
+        begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
+        ended = together(models, ops.SampleAll(snapshot, begun, SLICE))
+        results = {id: _as_result(found, waiting, id) for id, found in ended.items()}
+    except UserError as error:
+        for one in waiting:
+            server.desk.fail(one.promise, "user", str(error))
+        return
+    if rest := [one for one in waiting if one.promise.id not in results]:
+        server.desk.put_back(queue, rest)
+    for one in waiting:
+        if one.promise.id in results:
+            server.desk.finish(one.promise, results[one.promise.id])
+
+
+def _as_result(found: Sampled, waiting: Sequence[Waiting], id: str) -> Result:
+    [work] = [one.operation for one in waiting if one.promise.id == id]
+    return work.answer(found)
 
 
 def _snapshot(server: Server, models: Models, path: str | None, snapshot: str | None) -> str | None:
