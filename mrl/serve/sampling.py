@@ -95,9 +95,9 @@ class Sampling:
         if count > MOST_SAMPLES:
             raise UserError("num_samples", count, "is too many at once", f"ask for at most {MOST_SAMPLES}")
         seed = field(params, "seed", int, None)
-        stop, stop_tokens = self._stops(params.get("stop"))
+        stop, stop_tokens = self.stops(params.get("stop"))
         return Sample(
-            tokens, count, most, _sampling(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
+            tokens, count, most, sampling_of(params), secrets.randbits(62) if seed is None else seed, stop_tokens, stop,
             field(body, "prompt_logprobs", bool, False), self._top(body, "topk_prompt_logprobs"),
             self._top(body, "topk_sample_logprobs"),
         )  # fmt: skip
@@ -115,7 +115,7 @@ class Sampling:
         datums.check_tokens(torch.tensor(tokens, dtype=torch.int64), "prompt", self.served.limits)
         return tokens
 
-    def _stops(self, stop: Any) -> tuple[list[str], list[int]]:
+    def stops(self, stop: Any) -> tuple[list[str], list[int]]:
         """(texts, token ids) that end a completion."""
         if stop is None:
             return [], list(self.end_tokens)
@@ -138,7 +138,8 @@ def source_of(record: SamplerRecord) -> Samples:
     return Samples(record.path, record.snapshot)
 
 
-def _sampling(params: Mapping[str, Any]) -> SamplingParams:
+def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
+    """Returns how tokens are drawn. Raises UserError."""
     temperature, top_p = field(params, "temperature", float, 1.0), field(params, "top_p", float, 1.0)
     top_k = field(params, "top_k", int, -1)
     if temperature < 0 or temperature > 100:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from starlette.responses import JSONResponse
+from transformers import PreTrainedTokenizerBase
 
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import OptimizerConfig, RoleConfig
@@ -32,6 +33,7 @@ from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger
 from mrl.serve.models import Models, Sampled
+from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
 from mrl.serve.training import Samples, Served, Training
@@ -55,7 +57,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         says = "the server ends what it is at" if is_main() else None
         with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
             if is_main():
-                server = Server(config, served, ends)
+                server = Server(config, served, ends, models.tokenizer)
                 server.say_ready(console)
                 lead(server, models, stop)
             else:
@@ -94,12 +96,15 @@ def role_config(config: ServeConfig, folder: str) -> RoleConfig:
 class Server:
     """What the main rank has beside the models: records, queues, and the thread that listens."""
 
-    def __init__(self, config: ServeConfig, served: Served, ends: Sequence[int]) -> None:
+    def __init__(
+        self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.config, self.served = config, served
         self.desk = Desk(most_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = Training(served, self.ledger, self.desk)
         self.sampling = Sampling(served, self.ledger, self.desk, ends)
+        self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer)
         self.http = HTTPServer(self._routes(), host=config.serve.host, port=config.serve.port)
         self.http.start()
 
@@ -138,9 +143,16 @@ class Server:
             "GET sessions": records.sessions,
             "GET sessions/{id}": records.session,
         }
+        of_openai = {
+            "GET models": self.openai.models,
+            "GET models/{name:path}": self.openai.model,
+            "POST completions": self.openai.completions,
+            "POST chat/completions": self.openai.chat_completions,
+        }
         return [
-            route(method, f"{API}/{path}", handler, door)
-            for (method, path), handler in ((name.split(), handler) for name, handler in handlers.items())
+            route(method, f"{root}/{path}", handler, door)
+            for root, below in ((API, handlers), ("/v1", of_openai))
+            for (method, path), handler in ((name.split(), handler) for name, handler in below.items())
         ]
 
     def _capabilities(self) -> dict[str, Any]:
@@ -218,6 +230,9 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
         return
     if rest := [one for one in waiting if one.promise.id not in results]:
         server.desk.put_back(queue, rest)
+        for one in rest:
+            if one.operation.progress is not None:
+                one.operation.progress(models.running[snapshot][0][one.promise.id].completions)
     for one in waiting:
         if one.promise.id in results:
             server.desk.finish(one.promise, results[one.promise.id])

@@ -10,12 +10,13 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from mrl.config.schema import LoraConfig
+from mrl.engine.base import Completion
 from mrl.engine.trained_state import Update
 from mrl.errors import UserError
 from mrl.serve import datums
@@ -36,6 +37,7 @@ class Work:
 
     operation: Any
     answer: Callable[[Any], Result]
+    progress: Callable[[Sequence[Completion]], None] | None = None  # told of completions while they are drawn
 
 
 @dataclasses.dataclass(frozen=True)

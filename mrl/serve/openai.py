@@ -1,0 +1,358 @@
+"""The door of OpenAI's interface: snapshots and saves are read by evaluation tools while the policy trains.
+
+`/v1/models`, `/v1/completions` and `/v1/chat/completions`, with what such tools send: several prompts, token ids, n,
+stop, seed, logprobs, echo, streams. A model's name is the base's, a sampler's id, or the path of what a save gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from transformers import PreTrainedTokenizerBase
+
+from mrl.data.formats import Chat
+from mrl.data.turns import TurnEncoder
+from mrl.engine.base import Completion
+from mrl.errors import UserError
+from mrl.inference.streaming import StreamedText
+from mrl.serve import datums
+from mrl.serve.app import Asked
+from mrl.serve.desk import Desk, Promise, Result
+from mrl.serve.ledger import Ledger, SamplerRecord
+from mrl.serve.models import Sampled
+from mrl.serve.operations import Sample
+from mrl.serve.requests import Refused, field, number
+from mrl.serve.sampling import MOST_SAMPLES, Sampling, sampling_of, source_of
+from mrl.serve.training import Served, Work
+
+DEFAULT_TOKENS = 16
+MOST_PROMPTS = 1024
+MOST_TOP = 20
+DONE = b"data: [DONE]\n\n"
+NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
+NOT_HERE = {"presence_penalty": 0, "frequency_penalty": 0}
+Kind = Literal["text_completion", "chat.completion"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One request, read. echo: the prompt is a part of the answer."""
+
+    kind: Kind
+    model: str
+    source: SamplerRecord
+    samples: Sequence[Sample]  # one for each prompt
+    echo: bool
+    top: int | None  # log-probs, with so many others; None for none
+    without: bool  # completions are thrown away: the prompt alone is scored
+    stream: bool
+
+
+class OpenAI:
+    """The handlers, with what they share."""
+
+    def __init__(
+        self, served: Served, ledger: Ledger, desk: Desk, sampling: Sampling, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self.served, self.ledger, self.desk, self.sampling = served, ledger, desk, sampling
+        self.tokenizer, self.encoder = tokenizer, TurnEncoder(tokenizer)
+
+    async def models(self, asked: Asked) -> Response:
+        saved = [one.path for one in self.ledger.saved.values() if one.part == "sampler_weights"]
+        names = [self.served.base, *saved, *(one.id for one in self.ledger.samplers.values() if one.snapshot)]
+        return JSONResponse({"object": "list", "data": [_about(name) for name in names]})
+
+    async def model(self, asked: Asked) -> Response:
+        name = asked.path["name"]
+        try:
+            self._source(name)
+        except UserError as error:
+            raise Refused(404, str(error)) from None
+        return JSONResponse(_about(name))
+
+    async def completions(self, asked: Asked) -> Response:
+        body = asked.json
+        prompts = [self._ids(prompt) for prompt in _prompts(body.get("prompt"))]
+        wanted = self._wanted(body, "text_completion", prompts, number(body, "max_tokens", DEFAULT_TOKENS))
+        return await self._answer(wanted)
+
+    async def chat_completions(self, asked: Asked) -> Response:
+        body = asked.json
+        messages, tools = field(body, "messages", list), field(body, "tools", list, None)
+        if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
+            raise UserError("messages", why="is no list of messages with a role", fix="give one")
+        chat = Chat(messages=messages, tools=tools, template_kwargs=field(body, "chat_template_kwargs", dict, {}))
+        try:
+            ids = self.encoder.prompt(chat)
+        except (UserError, ValueError) as error:
+            raise UserError("messages", why=f"cannot be rendered ({error})", fix="look at the chat template") from None
+        room = max(1, self.served.limits.length - len(ids))
+        most = number(body, "max_tokens", number(body, "max_completion_tokens", room), least=1)
+        return await self._answer(self._wanted(body, "chat.completion", [ids], most))
+
+    # -- what is asked -----------------------------------------------------------------------------------------------
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return prompt
+
+    def _source(self, name: str) -> SamplerRecord:
+        if name == self.served.base:
+            return SamplerRecord("", "", name)
+        if name in self.ledger.samplers:
+            return self.ledger.samplers[name]
+        saved = self.ledger.find(name)
+        if saved.part != "sampler_weights":
+            raise UserError("model", name, "has weights to train on alone", "give one of save_weights_for_sampler")
+        return SamplerRecord("", "", saved.base, path=name)
+
+    def _wanted(self, body: Mapping[str, Any], kind: Kind, prompts: Sequence[Sequence[int]], most: int) -> Wanted:
+        for name in NOT_DONE:
+            if body.get(name):
+                raise UserError(name, why="is not done by this server", fix="leave it out")
+        for name, neutral in NOT_HERE.items():
+            if field(body, name, float, 0.0) != neutral:
+                raise UserError(name, body[name], "is not done by this server", f"leave it out, or give {neutral}")
+        name, count = field(body, "model", str), number(body, "n", 1, least=1)
+        if count * len(prompts) > MOST_SAMPLES:
+            raise UserError("n", count, f"makes more than {MOST_SAMPLES} completions", "ask for fewer")
+        echo, top = field(body, "echo", bool, False), self._top(body, kind)
+        seed = field(body, "seed", int, None)
+        stop, stop_tokens = self.sampling.stops(body.get("stop"))
+        params = {**body, "top_k": body.get("top_k", -1)}
+        samples = []
+        for i, ids in enumerate(prompts):
+            datums.check_tokens(torch.tensor(ids, dtype=torch.int64), f"prompt {i}", self.served.limits)
+            room = self.served.limits.length - len(ids)
+            if most > room:
+                fix = f"ask for at most {max(room, 0)}, or raise serve.max_length"
+                raise UserError("max_tokens", most, f"is more than fits after the {len(ids)} tokens of prompt {i}", fix)
+            scored = echo and top is not None
+            samples.append(Sample(
+                ids, count, max(most, 1), sampling_of(params), secrets.randbits(62) if seed is None else seed,
+                stop_tokens, stop, scored, top or 0 if scored else 0, top or 0,
+            ))  # fmt: skip
+        return Wanted(kind, name, self._source(name), samples, echo, top, most == 0, field(body, "stream", bool, False))
+
+    def _top(self, body: Mapping[str, Any], kind: Kind) -> int | None:
+        top: int | None
+        if kind == "text_completion":
+            top = number(body, "logprobs", None)
+        else:
+            top = number(body, "top_logprobs", 0) if field(body, "logprobs", bool, False) else None
+        if top is not None and top > MOST_TOP:
+            raise UserError("logprobs", top, f"is above {MOST_TOP}", f"give at most {MOST_TOP}")
+        return top
+
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    async def _answer(self, wanted: Wanted) -> Response:
+        id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
+        loop = asyncio.get_running_loop()
+
+        def tell(what: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(queue.put_nowait, what)
+
+        for i, sample in enumerate(wanted.samples):
+            work = _Streamed(sample, i, tell)
+            promise = self.desk.put_together(source_of(wanted.source), (id, i), work)
+            self.desk.tell(promise, functools.partial(_tell_result, tell, i, promise))
+        if wanted.stream:
+            return StreamingResponse(self._stream(id, wanted, queue), media_type="text/event-stream")
+        found: dict[int, Sampled] = {}
+        while len(found) < len(wanted.samples):
+            i, what = await queue.get()
+            if isinstance(what, Sampled):
+                found[i] = what
+            elif isinstance(what, Result) and (said := _error(what)) is not None:
+                raise UserError(said)
+        return JSONResponse(self._whole(id, wanted, [found[i] for i in range(len(found))]))
+
+    def _whole(self, id: str, wanted: Wanted, found: Sequence[Sampled]) -> dict[str, Any]:
+        choices = [
+            self._choice(wanted, i, sample, sampled, completion)
+            for i, (sample, sampled, completion) in enumerate(
+                (sample, sampled, k)
+                for sample, sampled in zip(wanted.samples, found, strict=True)
+                for k in range(sample.count)
+            )
+        ]
+        prompt = sum(len(sample.tokens) for sample in wanted.samples)
+        new = 0 if wanted.without else sum(len(one.tokens) for sampled in found for one in sampled.completions)
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return _head(id, wanted, wanted.kind) | {"choices": choices, "usage": usage}
+
+    def _choice(self, wanted: Wanted, index: int, sample: Sample, sampled: Sampled, which: int) -> dict[str, Any]:
+        one = sampled.completions[which]
+        new = Completion([], [], finished=False) if wanted.without else one
+        text = StreamedText(self.tokenizer, lambda _: None, sample.stop_tokens).rest(new.tokens)
+        text = _before(text, sample.stop)
+        choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if new.finished else "length"}
+        scores = None if wanted.top is None else self._scores(wanted, sample, sampled, new, which)
+        if wanted.kind == "chat.completion":
+            content = None if scores is None else {"content": _of_chat(scores)}
+            return choice | {"message": {"role": "assistant", "content": text}, "logprobs": content}
+        if wanted.echo:
+            text = self.tokenizer.decode(list(sample.tokens), skip_special_tokens=False) + text
+        return choice | {"text": text, "logprobs": None if scores is None else _of_completion(scores)}
+
+    def _scores(
+        self, wanted: Wanted, sample: Sample, sampled: Sampled, new: Completion, which: int
+    ) -> list[dict[str, Any]]:
+        """Returns each token of the answer with its log-prob and its neighbours'."""
+        found = []
+        if wanted.echo:
+            above = sampled.top_of_prompt
+            for i, token in enumerate(sample.tokens):
+                log_prob = None if i == 0 else (sampled.prompt_log_probs or [])[i - 1]
+                others = {} if i == 0 or above is None else self._others(above[0][i - 1], above[1][i - 1])
+                found.append({"token": self._text(token), "log_prob": log_prob, "top": others})
+        beside = None if sampled.top_of_samples is None else sampled.top_of_samples[which]
+        for i, (token, log_prob) in enumerate(zip(new.tokens, new.log_probs, strict=True)):
+            others = {} if beside is None else self._others(beside[0][i], beside[1][i])
+            found.append({"token": self._text(token), "log_prob": log_prob, "top": others})
+        return found
+
+    def _others(self, log_probs: Any, ids: Any) -> dict[str, float]:
+        pairs = zip(ids.tolist(), log_probs.tolist(), strict=True)
+        return {self._text(token): log_prob for token, log_prob in pairs if math.isfinite(log_prob)}
+
+    def _text(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def _stream(self, id: str, wanted: Wanted, queue: asyncio.Queue[Any]) -> AsyncIterator[bytes]:
+        texts = [
+            [_Part(self.tokenizer, sample) for _ in range(sample.count)] for sample in wanted.samples
+        ]  # fmt: skip
+        first = [sum(sample.count for sample in wanted.samples[:i]) for i in range(len(wanted.samples))]
+        left = len(wanted.samples)
+        while left:
+            i, what = await queue.get()
+            if isinstance(what, Result):
+                if (said := _error(what)) is not None:
+                    yield _event({"error": {"message": said, "type": "invalid_request_error"}})
+                    break
+                left -= 1
+                continue
+            completions = what.completions if isinstance(what, Sampled) else what
+            for k, one in enumerate(completions):
+                whole = isinstance(what, Sampled)
+                if (piece := texts[i][k](one, whole)) or whole:
+                    reason = ("stop" if one.finished else "length") if whole else None
+                    yield _event(_head(id, wanted, _chunk_of(wanted.kind)) | {
+                        "choices": [_delta(wanted.kind, first[i] + k, piece, reason)]
+                    })  # fmt: skip
+        yield DONE
+
+
+def _tell_result(tell: Callable[[Any], None], index: int, promise: Promise) -> None:
+    tell((index, promise.result))
+
+
+class _Streamed(Work):
+    """A sample whose answer is told, and whose tokens are while they come."""
+
+    def __init__(self, sample: Sample, index: int, tell: Callable[[Any], None]) -> None:
+        def answer(found: Sampled) -> Result:
+            tell((index, found))
+            return Result(b"{}")
+
+        super().__init__(sample, answer, lambda completions: tell((index, list(completions))))
+
+
+class _Part:
+    """What is new in a text whose tokens come in parts; what may begin a stop text waits."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
+        self.new: list[str] = []
+        self.text = StreamedText(tokenizer, self.new.append, sample.stop_tokens)
+        self.stop, self.shown = sample.stop, 0
+
+    def __call__(self, completion: Completion, whole: bool) -> str:
+        (self.text.rest if whole else self.text)(completion.tokens)
+        text = _before("".join(self.new), self.stop)
+        held = 0 if whole else max((len(stop) - 1 for stop in self.stop), default=0)
+        piece = text[self.shown : max(self.shown, len(text) - held)]
+        self.shown += len(piece)
+        return piece
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """Returns a text up to the first of the stop texts that is in it."""
+    return text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Returns the prompts of a request: texts, or lists of token ids. Raises UserError."""
+    several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+    if not isinstance(several, list) or not several or not all(isinstance(one, str) or _is_ids(one) for one in several):
+        raise UserError("prompt", why="is no text, list of texts, or list of token ids", fix="give one")
+    if len(several) > MOST_PROMPTS:
+        raise UserError("prompt", why=f"has {len(several)} prompts", fix=f"give at most {MOST_PROMPTS}")
+    return several
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(id) is int and abs(id) < 2**31 for id in prompt)
+
+
+def _error(result: Result) -> str | None:
+    """Returns what a result says went wrong."""
+    return json.loads(result.body).get("error")
+
+
+def _about(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "mrl"}
+
+
+def _head(id: str, wanted: Wanted, kind: str) -> dict[str, Any]:
+    return {"id": id, "object": kind, "created": int(time.time()), "model": wanted.model}
+
+
+def _chunk_of(kind: Kind) -> str:
+    return "chat.completion.chunk" if kind == "chat.completion" else kind
+
+
+def _delta(kind: Kind, index: int, piece: str, reason: str | None) -> dict[str, Any]:
+    said: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+    return said | ({"delta": {"role": "assistant", "content": piece}} if kind == "chat.completion" else {"text": piece})
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
+
+
+def _of_chat(scores: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def about(token: str, log_prob: float) -> dict[str, Any]:
+        return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}
+
+    return [
+        about(one["token"], one["log_prob"]) | {"top_logprobs": [about(*each) for each in one["top"].items()]}
+        for one in scores
+    ]
+
+
+def _of_completion(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    offsets, at = [], 0
+    for one in scores:
+        offsets.append(at)
+        at += len(one["token"])
+    return {
+        "tokens": [one["token"] for one in scores], "token_logprobs": [one["log_prob"] for one in scores],
+        "top_logprobs": [one["top"] or None for one in scores], "text_offset": offsets,
+    }  # fmt: skip
