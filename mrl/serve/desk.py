@@ -7,13 +7,15 @@ operations in the order of their numbers, whatever order they arrived in.
 
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
 import itertools
 import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.errors import UserError
@@ -107,7 +109,7 @@ class Desk:
         self._turns: collections.deque[Hashable] = collections.deque()  # every queue, the one that waits longest first
         self._promises: dict[str, Promise] = {}
         self._by_key: dict[Hashable, Promise] = {}
-        self._ids = itertools.count(1)
+        self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
 
     # -- of clients --------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class Desk:
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:
         self._forget()
-        promise = Promise(f"{next(self._ids)}", model)
+        promise = Promise(f"{self._name}-{next(self._ids)}", model)
         self._promises[promise.id] = self._by_key[key] = promise
         return promise
 
@@ -254,6 +256,32 @@ class Desk:
         """Takes nothing more: what arrives is told to come again, what waits goes on."""
         with self._lock:
             self._closed = why
+
+    # -- from one start to the next ------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Returns, as JSON, which number each model's queue is at, and the results that may yet be asked for."""
+        with self._lock:
+            results = [
+                {
+                    "queue": key[0], "number": key[1], "id": promise.id, "model": promise.model,
+                    "media_type": promise.result.media_type, "body": base64.b64encode(promise.result.body).decode(),
+                }
+                for key, promise in self._by_key.items()
+                if isinstance(key, tuple) and key[0] in self._queues and promise.result is not None
+            ]  # fmt: skip
+            numbers = {queue: made.next for queue, made in self._queues.items() if isinstance(made, _Numbered)}
+            return {"numbers": numbers, "results": results}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` of an earlier start gave."""
+        with self._lock:
+            for queue, number in state["numbers"].items():
+                self._add(queue, _Numbered(number))
+            for one in state["results"]:
+                result = Result(base64.b64decode(one["body"]), one["media_type"])
+                promise = Promise(one["id"], one["model"], result, self.clock())
+                self._promises[promise.id] = self._by_key[one["queue"], one["number"]] = promise
 
 
 def failed(category: Category, line: str) -> Result:

@@ -72,6 +72,7 @@ class Ledger:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.file = folder / "models", folder / "ledger.jsonl"
+        self.suspended = folder / "suspended"
         self.sessions: dict[str, float] = {}  # id -> when it was last heard of
         self.models: dict[str, ModelRecord] = {}
         self.saved: dict[str, Saved] = {}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +23,7 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
-from mrl.engine.collective import on_main
+from mrl.engine.collective import on_main, wait_for_all
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
@@ -81,14 +82,15 @@ class _Running:
 
 
 class Models:
-    """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train."""
+    """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train.
+    kept: snapshots of each model that have no name and stay, the newest."""
 
     def __init__(
         self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, lora: LoraConfig | None, *, folder: str,
-        cache_tokens: int, prefill_tokens: int,
+        cache_tokens: int, prefill_tokens: int, kept: int,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.lora, self.folder = engine, tokenizer, lora, folder
-        self.cache_tokens, self.prefill_tokens = cache_tokens, prefill_tokens
+        self.cache_tokens, self.prefill_tokens, self.kept = cache_tokens, prefill_tokens, kept
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
@@ -98,7 +100,8 @@ class Models:
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step,
             ops.Save: self._save, ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw,
-            ops.SampleAll: self._sample_all, ops.Forget: self._forget,
+            ops.SampleAll: self._sample_all, ops.Forget: self._forget, ops.Suspend: self._suspend,
+            ops.Resume: self._resume,
         }  # fmt: skip
 
     def do(self, operation: Any) -> Any:
@@ -210,6 +213,29 @@ class Models:
             on_main(lambda: write_adapter(partial, of_rank, self.folder, own.items()))
         on_main(lambda: _replace(partial, asked.folder))
 
+    # -- from one start to the next ------------------------------------------------------------------------------------
+
+    def _suspend(self, asked: ops.Suspend) -> None:
+        """Every rank writes what it holds: nothing is gathered, and nothing changes its layout."""
+        self._put_away()
+        on_main(lambda: os.makedirs(asked.folder))
+        parts = {"models": self.waiting, "snapshots": self.snapshots}
+        torch.save(
+            {part: {name: _as_plain(held) for name, held in of.items()} for part, of in parts.items()},
+            self._own_file(asked.folder),
+        )
+        wait_for_all()
+
+    def _resume(self, asked: ops.Resume) -> None:
+        found = torch.load(self._own_file(asked.folder), map_location="cpu", weights_only=True)
+        self.waiting = {name: _of_plain(plain) for name, plain in found["models"].items()}
+        self.snapshots = {name: _of_plain(plain) for name, plain in found["snapshots"].items()}
+        wait_for_all()
+
+    def _own_file(self, folder: str) -> str:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return os.path.join(folder, f"rank_{rank:05d}.pt")
+
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def _frozen(self, kind: Kind) -> Held:
@@ -221,6 +247,8 @@ class Models:
     def _freeze(self, asked: ops.Freeze) -> None:
         kind = self._take(asked.model)
         self.snapshots[asked.snapshot] = self._frozen(kind)
+        of_model = [name for name in self.snapshots if name.startswith(f"{asked.model}:")]
+        self._forget(ops.Forget(snapshots=of_model[: -self.kept]))
 
     def _thaw(self, asked: ops.Thaw) -> None:
         self._put_away()
@@ -310,6 +338,16 @@ class Models:
             whole = self.engine.unshard_data(found, one)
         nothing = torch.zeros(count, 0)
         return whole["log_probs"], whole.get("top_log_probs", nothing), whole.get("top_tokens", nothing)
+
+
+def _as_plain(held: Held) -> dict[str, Any]:
+    """Returns what torch reads again without running anything."""
+    state = {field.name: getattr(held.state, field.name) for field in dataclasses.fields(TrainedState)}
+    return {"kind": dataclasses.asdict(held.kind), "state": state}
+
+
+def _of_plain(plain: Mapping[str, Any]) -> Held:
+    return Held(Kind(**plain["kind"]), TrainedState(**plain["state"]))
 
 
 def _replace(partial: str, folder: str) -> None:

@@ -126,6 +126,20 @@ class Forget:
 
 
 @dataclasses.dataclass(frozen=True)
+class Suspend:
+    """All models and snapshots as they are, with accumulated gradients, for the next start in the same layout."""
+
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """What `Suspend` wrote."""
+
+    folder: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Rest:
     """Nothing: ranks that wait for long would take the main rank for dead."""
 
@@ -133,6 +147,3 @@ class Rest:
 @dataclasses.dataclass(frozen=True)
 class End:
     """The server ends."""
-
-
-Operation = Create | Load | Pass | Step | Save | Export | Freeze | Thaw | SampleAll | Forget | Rest | End

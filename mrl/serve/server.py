@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import pathlib
+import shutil
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -58,6 +61,9 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
             if is_main():
                 server = Server(config, served, ends, models.tokenizer)
+                if said := resume(server, models):
+                    console.say(said)
+                server.http.start()
                 server.say_ready(console)
                 lead(server, models, stop)
             else:
@@ -75,7 +81,13 @@ def _build(config: ServeConfig, console: Console) -> tuple[Models, Served, Seque
     engine.init_model()
     keys, lora = config.serve, config.model.lora
     models = Models(
-        engine, tokenizer, lora, folder=folder, cache_tokens=keys.cache_tokens, prefill_tokens=keys.prefill_tokens
+        engine,
+        tokenizer,
+        lora,
+        folder=folder,
+        cache_tokens=keys.cache_tokens,
+        prefill_tokens=keys.prefill_tokens,
+        kept=keys.snapshots,
     )
     vocab_size = vocab_size_of(read_hf_config(folder)) or len(tokenizer)
     served = Served(keys.name or config.model.path, folder, Limits(vocab_size, keys.max_length), lora)
@@ -106,7 +118,13 @@ class Server:
         self.sampling = Sampling(served, self.ledger, self.desk, ends)
         self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer)
         self.http = HTTPServer(self._routes(), host=config.serve.host, port=config.serve.port)
-        self.http.start()
+
+    @property
+    def layout(self) -> str:
+        """What must be equal for one start to read what another suspended."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        engine = self.config.engine
+        return f"{engine.backend} {engine.parallel} {engine.fsdp} on {world} processes, {self.config.model}"
 
     def _routes(self) -> list[Any]:
         training, sampling, records = self.training, self.sampling, Records(self.ledger)
@@ -196,9 +214,42 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
         else:
             continue
         last = time.monotonic()
-    server.desk.close("the server ends")
-    server.http.stop()
+    suspend(server, models)
     together(models, ops.End())
+
+
+def suspend(server: Server, models: Models) -> None:
+    """Does what models have yet to do, and writes all that the next start goes on with. Samples are drawn anew: their
+    clients ask again."""
+    server.desk.close("the server ends")
+    while (turn := server.desk.take(0)) is not None:
+        if not isinstance(turn.queue, Samples):
+            do_turn(server, models, turn)
+    folder = server.ledger.suspended
+    shutil.rmtree(folder, ignore_errors=True)
+    together(models, ops.Suspend(f"{folder}.partial"))
+    state = {"layout": server.layout, "desk": server.desk.state()}
+    (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
+    os.rename(f"{folder}.partial", folder)
+    server.http.stop()
+
+
+def resume(server: Server, models: Models) -> str:
+    """Goes on with what `suspend` wrote; says what it is. What was written is of this start alone: a later end that
+    suspends nothing leaves nothing that is out of date."""
+    folder = server.ledger.suspended
+    shutil.rmtree(f"{folder}.partial", ignore_errors=True)
+    if not folder.exists():
+        return ""
+    state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
+    said = f"the models of the last start are gone, but for what was saved: they were on {state['layout']}"
+    if state["layout"] == server.layout:
+        together(models, ops.Resume(str(folder)))
+        server.desk.restore(state["desk"])
+        here = server.training.back(models.waiting)
+        said = f"going on with {here} of the last start" if here else ""
+    shutil.rmtree(folder)
+    return said
 
 
 def do_turn(server: Server, models: Models, turn: Turn) -> None:

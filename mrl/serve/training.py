@@ -10,7 +10,7 @@ import dataclasses
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -195,6 +195,13 @@ class Training:
             return as_result({"model_id": model.id})
 
         return Work(ops.Forget(models=[model.id]), done)
+
+    def back(self, ids: Collection[str]) -> str:
+        """Says that the ranks have models of an earlier start again. Returns how many, in words."""
+        for id in ids:
+            self.ledger.models[id].here = True
+            self.ledger.sessions[self.ledger.models[id].session] = time.time()
+        return f"{len(ids)} {'model' if len(ids) == 1 else 'models'}" if ids else ""
 
     def forget(self, id: str, why: UserError) -> None:
         """Says that the ranks no longer have a model."""
