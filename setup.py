@@ -46,6 +46,7 @@ setup(
         "gguf": ["gguf>=0.17"],  # MIT, pure Python; needs numpy, pyyaml, requests and tqdm, which are here anyway
         "gpu": ["transformer-engine[pytorch]>=2.20.2,<2.21"],  # pip compiles a part of it (docs/gpu.md)
         "math": ["math-verify>=0.9"],  # the reward of the same name
+        "serve": ["starlette>=1", "uvicorn>=0.40", "protobuf>=5"],  # `mrl serve`; its clients install tinker
         "tensorboard": ["tensorboard"],
         "vision": ["pillow>=10"],  # images of vision-language models
         "dev": [
@@ -60,6 +61,9 @@ setup(
             "einops",
             "gguf>=0.17",
             "pillow>=10",
+            "starlette>=1",
+            "uvicorn>=0.40",
+            "tinker>=0.29",  # the client of `mrl serve`
             "build",
             "mypy",
         ],

@@ -35,6 +35,15 @@ class Serve(TrainingCommand[ServeConfig]):
 
         check_serve(config)
 
+    def check_files(self, config: ServeConfig) -> None:
+        import importlib.util
+
+        from mrl.errors import UserError
+
+        for package in ("starlette", "uvicorn", "google.protobuf"):
+            if importlib.util.find_spec(package.partition(".")[0]) is None:
+                raise UserError("mrl serve", why=f"needs the package {package}", fix="pip install 'mrl[serve]'")
+
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         return "a server (it has the section serve)" if "serve" in raw else None
 
