@@ -1,0 +1,283 @@
+"""The unmodified client of tinker over loopback: what it trains is what mrl trains, whatever comes between."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from tests.serve.serving import ADAM, datum, make_model, rows, serving, step, tensor, weights
+from tests.tiers import slow_but
+
+LAYOUTS = {
+    "one": (1, ()),
+    "tp2": (2, ("engine.parallel.tp=2",)),
+    "pp2": (2, ("engine.parallel.pp=2",)),
+    "dp2": (2, ()),
+    "fsdp2": (2, ("engine.backend=fsdp",)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=slow_but(["one"], LAYOUTS))
+def server(request, model, tmp_path_factory):
+    nproc, overrides = LAYOUTS[request.param]
+    with serving(tmp_path_factory.mktemp(request.param), model, *overrides, nproc=nproc) as server:
+        yield server
+
+
+def close(actual, expected, bound):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=bound, atol=bound)
+
+
+def log_probs_of(model, data):
+    """transformers' log-probs of the targets of each datum."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
+    for one in data:
+        with torch.no_grad():
+            log_p = hf(torch.tensor([one.model_input.to_ints()])).logits[0].log_softmax(-1)
+        targets = torch.tensor(one.loss_fn_inputs["target_tokens"].data)
+        found.append(log_p.gather(1, targets[:, None])[:, 0])
+    return found
+
+
+def test_log_probs_and_loss_are_those_of_transformers(server, model):
+    data = rows(0)
+    found = server.train().forward(data, "cross_entropy").result()
+    expected = log_probs_of(model, data)
+    for one, log_probs in zip(found.loss_fn_outputs, expected, strict=True):
+        np.testing.assert_allclose(one["logprobs"].data, log_probs, rtol=1e-5, atol=1e-5)
+    loss = -sum(
+        float(lp @ torch.tensor(one.loss_fn_inputs["weights"].data)) for lp, one in zip(expected, data, strict=True)
+    )
+    assert found.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
+
+
+def test_calls_add_up(server):
+    """A batch in one call, in two calls, and cut by the client into chunks of one datum."""
+    data = rows(1)
+    whole, two, cut = (server.train(seed=1) for _ in range(3))
+    cut.holder._client_config.fwdbwd_max_chunk_len = 1
+    losses = {"whole": step(whole, data), "cut": step(cut, data)}
+    first = two.forward_backward(data[:2], "cross_entropy").result().metrics["loss:sum"]
+    rest = step(two, data[2:])
+    losses["two"] = (first + rest[0], rest[1])
+    for loss, norm in losses.values():
+        assert (loss, norm) == pytest.approx(losses["whole"], rel=1e-5)
+    of_whole = weights(server, whole, "whole")
+    close(weights(server, cut, "cut"), of_whole, 1e-5)
+    close(weights(server, two, "two"), of_whole, 1e-5)
+
+
+def test_two_clients_take_turns(server):
+    """Each is, to the bit, what it is alone."""
+    alone = [
+        [step(client, rows(10 * i + s)) for s in range(3)]
+        for i, client in ((1, server.train(seed=3)), (2, server.train(seed=4, rank=2)))
+    ]
+    clients = [server.train(seed=3), server.train(seed=4, rank=2)]
+    together = [[], []]
+    for s in range(3):
+        passed = [client.forward_backward(rows(10 * i + s), "cross_entropy") for i, client in enumerate(clients, 1)]
+        stepped = [client.optim_step(ADAM) for client in clients]
+        for i in (0, 1):
+            together[i].append((passed[i].result().metrics["loss:sum"], stepped[i].result().metrics["grad_norm"]))
+    assert together == alone
+
+
+def test_a_custom_loss_is_cross_entropy(server):
+    data = rows(2)
+    plain, custom = server.train(seed=5), server.train(seed=5)
+    given = [torch.tensor(one.loss_fn_inputs["weights"].data) for one in data]
+
+    def loss(data, log_probs):
+        total = -sum((lp * w).sum() for lp, w in zip(log_probs, given, strict=True))
+        return total, {"mine:sum": float(total)}
+
+    expected = step(plain, data)
+    found = custom.forward_backward_custom(data, loss).result()
+    norm = custom.optim_step(ADAM).result().metrics["grad_norm"]
+    assert (found.metrics["mine:sum"], norm) == pytest.approx(expected, rel=1e-5)
+
+
+def test_several_targets_of_a_position(server):
+    """[N, K], dense and by rows, is K calls of one each."""
+    ids, columns = [5, 6, 7, 8], 3
+    rng = np.random.default_rng(0)
+    targets, given = rng.integers(3, 100, (4, columns)), rng.normal(size=(4, columns)).astype("f4")
+    given[1] = 0.0
+    prompt = types.ModelInput.from_ints(ids)
+    several = types.Datum(
+        model_input=prompt, loss_fn_inputs={"target_tokens": tensor(targets, "int64"), "weights": tensor(given)}
+    )
+    each = [
+        types.Datum(
+            model_input=prompt,
+            loss_fn_inputs={"target_tokens": tensor(targets[:, k], "int64"), "weights": tensor(given[:, k])},
+        )
+        for k in range(columns)
+    ]
+    client, other = server.train(seed=6), server.train(seed=6)
+    found, expected = client.forward([several], "cross_entropy").result(), other.forward(each, "cross_entropy").result()
+    got = np.array(found.loss_fn_outputs[0]["logprobs"].data).reshape(4, columns)
+    for k in range(columns):
+        np.testing.assert_allclose(got[:, k], expected.loss_fn_outputs[k]["logprobs"].data, rtol=1e-5, atol=1e-6)
+    assert step(client, [several]) == pytest.approx(step(other, each), rel=1e-5)
+    rows_of = torch.tensor(given).to_sparse_csr()
+    sparse = types.TensorData(
+        data=rows_of.values().tolist(), dtype="float32", shape=[4, columns],
+        sparse_crow_indices=rows_of.crow_indices().tolist(), sparse_col_indices=rows_of.col_indices().tolist(),
+    )  # fmt: skip
+    by_rows = types.Datum(
+        model_input=prompt, loss_fn_inputs={"target_tokens": tensor(targets, "int64"), "weights": sparse}
+    )
+    assert step(server.train(seed=6), [by_rows]) == pytest.approx(step(server.train(seed=6), [several]), rel=1e-6)
+
+
+def test_a_snapshot_stays_as_it_was(server):
+    client, prompt = server.train(seed=7), types.ModelInput.from_ints([5, 6, 7, 8])
+    data = [datum([5, 6, 7, 8], weights=[1.0] * 3)]
+    step(client, rows(3))
+    scored = client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    unnamed, named = (
+        client.save_weights_and_get_sampling_client(),
+        client.save_weights_and_get_sampling_client(name="n"),
+    )
+    for sampler in (unnamed, named):
+        found = sampler.compute_logprobs(prompt).result()
+        assert found[0] is None
+        np.testing.assert_allclose(found[1:], scored, rtol=1e-5, atol=1e-5)
+    params = types.SamplingParams(max_tokens=8, seed=11, temperature=0.7)
+    drawn = [sampler.sample(prompt, 3, params).result().sequences for sampler in (unnamed, named)]
+    assert [one.tokens for one in drawn[0]] == [one.tokens for one in drawn[1]]
+    step(client, rows(4))
+    again = unnamed.sample(prompt, 3, params).result().sequences
+    assert [(one.tokens, one.logprobs) for one in again] == [(one.tokens, one.logprobs) for one in drawn[0]]
+    assert (
+        unnamed.compute_logprobs(prompt).result()
+        != client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result()
+    )
+
+
+def test_sampling_options(server, model):
+    sampler, prompt = server.client().create_sampling_client(base_model=model), types.ModelInput.from_ints([5, 6, 7])
+    greedy = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
+    [one] = sampler.sample(prompt, 1, greedy, include_prompt_logprobs=True, topk_prompt_logprobs=2).result().sequences
+    assert len(one.tokens) == 12 and one.stop_reason == "length"
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = hf.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 3:]
+    assert list(one.tokens) == expected.tolist()
+    stop = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[int(expected[3])])
+    [short] = sampler.sample(prompt, 1, stop).result().sequences
+    cut = expected.tolist().index(int(expected[3])) + 1
+    assert list(short.tokens) == expected[:cut].tolist() and short.stop_reason == "stop"
+
+
+def test_saved_in_one_client_goes_on_in_another(server):
+    """With the optimizer bitwise, without it from the same weights."""
+    client = server.train(seed=8)
+    step(client, rows(5))
+    path = client.save_state("half").result().path
+    expected = [step(client, rows(6)), step(client, rows(7))]
+    went_on = server.client().create_training_client_from_state_with_optimizer(path)
+    assert [step(went_on, rows(6)), step(went_on, rows(7))] == expected
+    anew = server.client().create_training_client_from_state(path)
+    first = step(anew, rows(6))
+    assert first == pytest.approx(expected[0], rel=1e-6) and step(anew, rows(7)) != expected[1]
+
+
+def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
+    """SIGKILL between forward_backward and optim_step; what was not saved is said to be gone."""
+    with serving(tmp_path, model) as server:
+        client = server.train(seed=9)
+        step(client, rows(8))
+        path = client.save_state("before").result().path
+        expected = step(client, rows(9))
+        client.forward_backward(rows(10), "cross_entropy").result()
+        server.end(signal.SIGKILL)
+        server.start()
+        with pytest.raises(Exception, match="is gone: the server was started anew.*go on from tinker://"):
+            client.optim_step(ADAM).result()
+        went_on = server.client().create_training_client_from_state_with_optimizer(path)
+        assert step(went_on, rows(9)) == expected
+
+
+def test_a_signal_between_two_calls_changes_nothing(model, tmp_path):
+    """SIGTERM suspends what trains, with its gradients, and what nobody has fetched yet; the same client goes on."""
+    with serving(tmp_path, model) as server:
+        undisturbed = server.train(seed=9)
+        expected = [step(undisturbed, rows(s)) for s in (8, 9)]
+        client = server.train(seed=9)
+        assert step(client, rows(8)) == expected[0]
+        passed = client.forward_backward(rows(9), "cross_entropy")
+        assert server.end() == 75
+        server.start()
+        norm = client.optim_step(ADAM).result().metrics["grad_norm"]
+        assert (passed.result().metrics["loss:sum"], norm) == expected[1]
+
+
+def test_losses_are_those_of_an_oracle(server, model):
+    """Each loss, as a sum over positions written anew here, on transformers' log-probs."""
+    ids, rng = [[5, 6, 7, 8, 9], [20, 21, 22]], np.random.default_rng(1)
+    data = [datum(one, weights=[0.0] * (len(one) - 1)) for one in ids]
+    for name, options in (
+        ("importance_sampling", {}), ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}), ("ppo", {}),
+        ("cispo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}), ("dro", {"beta": 0.1}), ("gspo", {}),
+    ):  # fmt: skip
+        expected, sent = 0.0, []
+        for one, lp in zip(ids, log_probs_of(model, data), strict=True):
+            lp = lp.double().numpy()
+            q, a = lp + rng.normal(size=len(lp)) * 0.3, rng.normal(size=len(lp))
+            q[0] = a[0] = 0.0  # a prompt
+            mask = np.array([0.0] + [1.0] * (len(lp) - 1))
+            expected += oracle(name, options, lp, q, a, mask)
+            more = {"sequence_ratio_mask": mask} if name == "gspo" else {}
+            sent.append(datum(one, logprobs=q, advantages=a, **more))
+        found = server.train().forward(sent, name, loss_fn_config=options or None).result()
+        assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4), (name, options)
+
+
+def oracle(name, options, lp, q, a, mask):
+    low, high = options.get("clip_low_threshold", 0.8), options.get("clip_high_threshold", 1.2)
+    r = np.exp(lp - q)
+    if name == "importance_sampling":
+        return -(r * a).sum()
+    if name == "cispo":
+        return -(np.clip(r, low, high) * lp * a).sum()
+    if name == "dro":
+        return -(lp * a - options["beta"] / 2 * (lp - q) ** 2 * mask).sum()
+    if name == "gspo":
+        r = np.full(len(lp), np.exp(((lp - q) * mask).sum() / mask.sum()))
+    return -np.minimum(r * a, np.clip(r, low, high) * a).sum()
+
+
+def test_records_and_archives(server):
+    client = server.train(seed=12, user_metadata={"who": "tests"})
+    client.save_state("kept").result()
+    client.save_weights_for_sampler(name="shown").result()
+    id, rest = client.get_info().model_id, server.client().create_rest_client()
+    run = rest.get_training_run(id).result()
+    assert run.lora_rank == 4 and run.last_checkpoint.tinker_path == f"tinker://{id}/weights/kept"
+    assert id in [one.training_run_id for one in rest.list_training_runs(limit=100).result().training_runs]
+    found = {one.checkpoint_id: one for one in rest.list_checkpoints(id).result().checkpoints}
+    assert found.keys() == {"weights/kept", "sampler_weights/shown"}
+    rest.delete_checkpoint(id, "weights/kept").result()
+    assert [one.checkpoint_id for one in rest.list_checkpoints(id).result().checkpoints] == ["sampler_weights/shown"]
+    with pytest.raises(Exception, match="is not saved on this server"):
+        server.client().create_training_client_from_state(f"tinker://{id}/weights/kept")
+    assert (
+        json.loads(
+            (server.folder / "run" / "models" / id / "sampler_weights" / "shown" / "adapter_config.json").read_text()
+        )["r"]
+        == 4
+    )
