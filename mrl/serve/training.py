@@ -259,7 +259,8 @@ class Training:
             field(body, "user_metadata", dict, {}),
         )  # fmt: skip
         self.ledger.save(saved)
-        return as_result({"path": saved.path, "type": "save_weights"})
+        kind = "save_weights" if part == "weights" else "save_weights_for_sampler"
+        return as_result({"path": saved.path, "type": kind})
 
     async def load_weights(self, asked: Asked) -> Response:
         body = asked.json

@@ -67,7 +67,7 @@ def test_calls_add_up(server):
     """A batch in one call, in two calls, and cut by the client into chunks of one datum."""
     data = rows(1)
     whole, two, cut = (server.train(seed=1) for _ in range(3))
-    cut.holder._client_config.fwdbwd_max_chunk_len = 1
+    cut.holder._client_config = cut.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
     losses = {"whole": step(whole, data), "cut": step(cut, data)}
     first = two.forward_backward(data[:2], "cross_entropy").result().metrics["loss:sum"]
     rest = step(two, data[2:])
@@ -274,7 +274,7 @@ def test_records_and_archives(server):
     rest.delete_checkpoint(id, "weights/kept").result()
     assert [one.checkpoint_id for one in rest.list_checkpoints(id).result().checkpoints] == ["sampler_weights/shown"]
     with pytest.raises(Exception, match="is not saved on this server"):
-        server.client().create_training_client_from_state(f"tinker://{id}/weights/kept")
+        server.client().create_training_client_from_state(f"tinker://{id}/weights/kept").forward(rows(0), "cross_entropy").result()
     assert (
         json.loads(
             (server.folder / "run" / "models" / id / "sampler_weights" / "shown" / "adapter_config.json").read_text()
