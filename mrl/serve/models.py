@@ -95,6 +95,7 @@ class Models:
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
         self.active: tuple[str, Kind] | None = None
+        self.accumulated: set[str] = set()  # models that have gradients
         self.running: dict[str | None, tuple[dict[str, _Running], KeptSequences]] = {}  # by snapshot
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._do: Mapping[type, Callable[[Any], Any]] = {
@@ -180,10 +181,14 @@ class Models:
         else:
             with self.engine.train_mode():
                 found, loss, _ = self.engine.forward_backward_step(share)
+            self.accumulated.add(asked.model)
         return self.engine.unshard_data(found, asked.batch)["log_probs"], loss
 
     def _step(self, asked: ops.Step) -> dict[str, float]:
         self._take(asked.model)
+        if asked.model not in self.accumulated:
+            raise UserError("optim_step", why="has no gradient", fix="call forward_backward before it")
+        self.accumulated.discard(asked.model)
         norm = self.engine.optimizer_step(asked.update)
         self.engine.optimizer_zero_grad()
         if norm.skipped is not None:
@@ -220,16 +225,15 @@ class Models:
         self._put_away()
         on_main(lambda: os.makedirs(asked.folder))
         parts = {"models": self.waiting, "snapshots": self.snapshots}
-        torch.save(
-            {part: {name: _as_plain(held) for name, held in of.items()} for part, of in parts.items()},
-            self._own_file(asked.folder),
-        )
+        plain: dict[str, Any] = {p: {name: _as_plain(held) for name, held in of.items()} for p, of in parts.items()}
+        torch.save(plain | {"accumulated": sorted(self.accumulated)}, self._own_file(asked.folder))
         wait_for_all()
 
     def _resume(self, asked: ops.Resume) -> None:
         found = torch.load(self._own_file(asked.folder), map_location="cpu", weights_only=True)
         self.waiting = {name: _of_plain(plain) for name, plain in found["models"].items()}
         self.snapshots = {name: _of_plain(plain) for name, plain in found["snapshots"].items()}
+        self.accumulated = set(found["accumulated"])
         wait_for_all()
 
     def _own_file(self, folder: str) -> str:
@@ -263,6 +267,7 @@ class Models:
     def _forget(self, asked: ops.Forget) -> None:
         for name in asked.models:
             self.waiting.pop(name, None)
+            self.accumulated.discard(name)
             if self.active is not None and self.active[0] == name:
                 self.active = None
         for name in asked.snapshots:

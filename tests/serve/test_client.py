@@ -274,7 +274,9 @@ def test_records_and_archives(server):
     rest.delete_checkpoint(id, "weights/kept").result()
     assert [one.checkpoint_id for one in rest.list_checkpoints(id).result().checkpoints] == ["sampler_weights/shown"]
     with pytest.raises(Exception, match="is not saved on this server"):
-        server.client().create_training_client_from_state(f"tinker://{id}/weights/kept").forward(rows(0), "cross_entropy").result()
+        server.client().create_training_client_from_state(f"tinker://{id}/weights/kept").forward(
+            rows(0), "cross_entropy"
+        ).result()
     assert (
         json.loads(
             (server.folder / "run" / "models" / id / "sampler_weights" / "shown" / "adapter_config.json").read_text()

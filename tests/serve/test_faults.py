@@ -1,0 +1,197 @@
+"""What goes wrong between a client and the server: lost answers, malformed requests, full queues, clients that die."""
+
+import http.client
+import json
+import random
+import re
+import socketserver
+import threading
+import time
+
+import numpy as np
+import pytest
+from tinker import types
+
+from mrl.serve import messages
+from tests.serve.serving import ADAM, ask, make_model, rows, serving, step
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("one"), model, "serve.max_waiting=64", "serve.max_body_mb=1") as server:
+        yield server
+
+
+class Losing(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A proxy of HTTP that loses every third answer: the server has done what was asked, and the client hears nothing."""
+
+    daemon_threads, allow_reuse_address = True, True
+
+    def __init__(self, port: int):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.to, self.count, self.lost = port, 0, 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        first = self.rfile.readline()
+        while first:
+            method, path, _ = first.decode().split()
+            headers = {}
+            while line := self.rfile.readline().strip():
+                name, _, value = line.decode().partition(": ")
+                headers[name.lower()] = value
+            body = self.rfile.read(int(headers.get("content-length", 0)))
+            connection = http.client.HTTPConnection("127.0.0.1", self.server.to, timeout=60)
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+            self.server.count += 1
+            if self.server.count % 3 == 0:
+                self.server.lost += 1
+                return  # the connection closes without a word
+            head = f"HTTP/1.1 {answer.status} x\r\ncontent-length: {len(content)}\r\n"
+            head += f"content-type: {answer.headers['content-type']}\r\n\r\n"
+            self.wfile.write(head.encode() + content)
+            first = self.rfile.readline()
+
+
+@pytest.mark.slow  # the client waits a while before it asks again
+def test_lost_answers_change_nothing(server):
+    proxy = Losing(server.port)
+    plain, through = server.train(seed=1), server.train(url=proxy.url, seed=1)
+    assert [step(through, rows(s)) for s in range(4)] == [step(plain, rows(s)) for s in range(4)]
+    assert proxy.lost > 3
+    proxy.shutdown()
+
+
+def malformed(rng: random.Random, session: str, model_id: str) -> tuple[str, bytes | dict]:
+    """(path, body) of a request that nobody should send."""
+    odd = rng.choice(
+        [None, 1.5, "x", -1, 2**70, [], {}, True, "../../etc/passwd", "\ud800", "tinker://a/b/c", "é" * 3000]
+    )
+    good = messages.ForwardBackwardRequest(model_id=model_id, seq_id=1, loss_fn="cross_entropy")
+    datum = good.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([5, 6], "<i4").tobytes()
+    raw = good.SerializeToString()
+    kind = rng.randrange(8)
+    if kind == 0:
+        return "forward_backward", raw[: rng.randrange(len(raw))]
+    if kind == 1:
+        return "forward_backward", bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
+    if kind == 2:
+        return "forward_backward", raw
+    path, body = rng.choice([
+        ("create_session", {"sdk_version": "0.38.0"}),
+        ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "m", "lora_config": {"rank": 4}}),
+        ("get_info", {"model_id": model_id}),
+        ("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 1e-3}}),
+        ("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}),
+        ("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "a"}),
+        ("load_weights", {"session_id": session, "model_seq_id": 6, "path": "tinker://x/weights/a"}),
+        ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1, "model_path": "tinker://x"}),
+        ("asample", {"sampling_session_id": "x", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {}}),
+        ("retrieve_future", {"request_id": "1"}),
+        ("weights_info", {"tinker_path": "tinker://x/weights/a"}),
+        ("session_heartbeat", {"session_id": session}),
+    ])  # fmt: skip
+    if kind == 3:
+        return path, json.dumps(body).encode()[: rng.randrange(20)]
+    name = rng.choice(list(body))
+    if isinstance(body[name], dict) and body[name] and kind > 5:
+        inner = rng.choice(list(body[name]))
+        return path, {**body, name: {**body[name], inner: odd}}
+    return path, {**body, name: odd}
+
+
+def test_malformed_requests_are_refused_in_one_line_each(server):
+    client, rng = server.train(seed=2), random.Random(0)
+    id = client.get_info().model_id
+    session, before = id.partition(":")[0], len(server.log.read_text())
+    for _ in range(200):
+        path, body = malformed(rng, session, id)
+        status, answer = ask(server, f"/api/v1/{path}", body)
+        assert status in (200, 400, 404, 410, 422), (path, body, status, answer)
+        if status != 200:
+            line = json.loads(answer)["detail"]
+            assert line and "\n" not in line and len(line) <= 460 and "Traceback" not in line, (path, body, line)
+    assert "Traceback" not in server.log.read_text()[before:]
+    assert step(server.train(seed=3), rows(0))[1] > 0, "the next right request is right"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "says"),
+    [
+        ("/api/v1/create_session", {"sdk_version": "0.24.1"}, {}, 400, "tinker 0.24.1 is too old for this server: pip install"),
+        ("/api/v1/create_session", {}, {"origin": "http://other.example"}, 403, "a browser may not ask"),
+        ("/api/v1/create_session", b"x" * (2**20 + 1), {}, 413, "more than 1048576 bytes"),
+        ("/api/v1/forward_backward", b"x", {"content-encoding": "zstd"}, 415, "the body is compressed"),
+        ("/api/v1/nothing", {}, {}, 404, "/api/v1/nothing is nothing that this server has"),
+        ("/api/v1/healthz", {}, {}, 405, "is not for POST"),
+        ("/api/v1/retrieve_future", {"request_id": "gone"}, {}, 410, "there is no promise gone"),
+        ("/api/v1/session_heartbeat", {"session_id": "x"}, {}, 410, "there is no session x"),
+    ],
+)  # fmt: skip
+def test_answers_to_what_is_wrong(server, path, body, headers, status, says):
+    found, answer = ask(server, path, body, **headers)
+    assert found == status and says in json.loads(answer)["detail"], answer
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", "x" * 256, "a\nb", "é"])
+def test_names_stay_in_the_run_directory(server, name):
+    client = server.train(seed=4)
+    id = client.get_info().model_id
+    status, answer = ask(server, "/api/v1/save_weights_for_sampler", {"model_id": id, "seq_id": 1, "path": name or "/"})
+    assert status == 400 and "is no name" in json.loads(answer)["detail"]
+    status, _ = ask(server, f"/api/v1/training_runs/{id}/checkpoints/weights/..%2F..%2F..", method="DELETE")
+    assert status == 404 and (server.folder / "run").exists()
+
+
+def test_a_step_without_gradients(server):
+    with pytest.raises(Exception, match="optim_step: has no gradient"):
+        server.train(seed=5).optim_step(ADAM).result()
+
+
+def test_more_samples_than_wait_at_once(server, model):
+    """The client is told to come again, and gets them all."""
+    sampler = server.client().create_sampling_client(base_model=model)
+    params = types.SamplingParams(max_tokens=2, seed=1)
+    futures = [sampler.sample(types.ModelInput.from_ints([5 + i % 50]), 1, params) for i in range(400)]
+    found = [future.result().sequences[0].tokens for future in futures]
+    assert all(found[i] == found[i % 50] for i in range(400)) and len({tuple(one) for one in found}) > 5
+
+
+@pytest.mark.slow  # it waits for the client to be silent
+def test_what_a_dead_client_held_is_freed(model, tmp_path):
+    with serving(tmp_path, model, "serve.silent_s=3") as server:
+        status, answer = ask(server, "/api/v1/create_session", {"sdk_version": "0.38.0"})
+        session = json.loads(answer)["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
+        promise = json.loads(ask(server, "/api/v1/create_model", body)[1])
+        ask(server, "/api/v1/retrieve_future", {"request_id": promise["request_id"]})
+        deadline = time.monotonic() + 120
+        while True:
+            status, answer = ask(server, "/api/v1/optim_step", {"model_id": promise["model_id"], "seq_id": 9})
+            if status == 400 and re.search("is gone: .*its client was gone for long", answer.decode()):
+                break
+            assert time.monotonic() < deadline, answer
+            time.sleep(1)
+
+
+@pytest.mark.parametrize("key", [None, "tml-another-key-of-16"])
+def test_a_key_is_asked_for(model, tmp_path, key):
+    with serving(tmp_path, model, "serve.api_key=tml-the-key-of-tests") as server:
+        headers = {} if key is None else {"x-api-key": key}
+        assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
+        assert ask(server, "/v1/models", method="GET", authorization="Bearer tml-the-key-of-tests")[0] == 200
+        assert ask(server, "/api/v1/healthz", method="GET", **{"x-api-key": "tml-the-key-of-tests"})[0] == 200
