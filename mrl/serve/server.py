@@ -203,17 +203,19 @@ def _constant(answer: Any) -> Any:
 
 def lead(server: Server, models: Models, stop: StopSignal) -> None:
     """Takes turns from the desk until a signal comes."""
-    last = time.monotonic()
+    spoken = looked = time.monotonic()
     while not stop.requested:
         turn = server.desk.take(LOOK_S)
+        now = time.monotonic()
         if turn is not None:
             do_turn(server, models, turn)
-        elif time.monotonic() - last > PULSE_S:
+            spoken = now
+        elif now - spoken > PULSE_S:
             together(models, ops.Rest())
+            spoken = now
+        if now - looked > min(PULSE_S, server.config.serve.silent_s / 4):
             _let_go(server, models)
-        else:
-            continue
-        last = time.monotonic()
+            looked = now
     suspend(server, models)
     together(models, ops.End())
 
