@@ -22,7 +22,7 @@ class Serve(TrainingCommand[ServeConfig]):
     examples = """
         mrl serve serve.yaml
         mrl serve serve.yaml --port 8001 engine.parallel.tp=2 --nproc 2
-        mrl serve serve.yaml --host 0.0.0.0 serve.api_key=tml-long-and-secret
+        MRL_SERVE_KEY=tml-long-and-secret mrl serve serve.yaml --host 0.0.0.0
         mrl serve serve.yaml --dry-run"""
     root = ServeConfig
     trainer = "mrl.serve.server:run"

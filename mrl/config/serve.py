@@ -11,12 +11,9 @@ ROOM = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeKeys:
-    host: str = key("127.0.0.1", "address that is listened on; one that others reach needs serve.api_key")
+    host: str = key("127.0.0.1", "address that is listened on; one that others reach needs a key in MRL_SERVE_KEY")
     port: int = key(8000, "port that is listened on; 0 takes a free one", minimum=0, maximum=65535)
     name: str | None = key(None, "what clients call the model; null is model.path as it stands")
-    api_key: str | None = key(
-        None, "key that clients send (TINKER_API_KEY, it begins with tml-); null lets everybody on this machine ask"
-    )
     max_length: int = key(4096, "longest sequence in tokens, of a datum or of a prompt with its completion", minimum=2)
     packing: bool = key(True, "lay sequences end to end without padding; false pads")
     max_waiting: int = key(

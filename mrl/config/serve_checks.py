@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch
 from mrl.config.serve import ServeConfig
 from mrl.errors import ConfigError
 
+KEY = "MRL_SERVE_KEY"
+"""The variable that has the key which clients send. It is in no config, which is printed and written to a file."""
+
 PREFIX = "tml-"
+"""What the client of tinker asks a key to begin with."""
+
 SHORTEST_KEY = 16
 
 
@@ -22,18 +28,23 @@ def check_serve(config: ServeConfig) -> None:
     if lora is not None and lora.dropout:
         why = "would make what a model trains depend on the turns of others"
         raise ConfigError("model.lora.dropout", lora.dropout, why, "set it to 0")
-    if keys.api_key is None and not is_loopback(keys.host):
-        fix = f"set serve.api_key to {PREFIX} and a long secret, or listen on 127.0.0.1"
+    secret = secret_of_clients()
+    if secret is None and not is_loopback(keys.host):
+        fix = f"set {KEY} to {PREFIX} and a long secret, or listen on 127.0.0.1"
         raise ConfigError("serve.host", keys.host, "is reached by others, who would need no key", fix)
-    if keys.api_key is not None and not (keys.api_key.startswith(PREFIX) and keys.api_key.isascii()):
-        fix = f"begin it with {PREFIX}, as the client asks"
-        raise ConfigError("serve.api_key", why=f"does not begin with {PREFIX}, or is not ASCII", fix=fix)
-    if keys.api_key is not None and len(keys.api_key) < SHORTEST_KEY and not is_loopback(keys.host):
-        fix = f"give at least {SHORTEST_KEY} characters"
-        raise ConfigError("serve.api_key", why=f"has {len(keys.api_key)} characters, which can be guessed", fix=fix)
+    if secret is not None and not (secret.startswith(PREFIX) and secret.isascii()):
+        raise ConfigError(KEY, why=f"does not begin with {PREFIX}, or is not ASCII", fix=f"begin it with {PREFIX}")
+    if secret is not None and len(secret) < SHORTEST_KEY:
+        why = f"has {len(secret)} characters, which can be guessed"
+        raise ConfigError(KEY, why=why, fix=f"give at least {SHORTEST_KEY}")
     if keys.cache_tokens < keys.max_length:
         why = f"is less than the {keys.max_length} tokens of serve.max_length"
         raise ConfigError("serve.cache_tokens", keys.cache_tokens, why, "raise it, or lower serve.max_length")
+
+
+def secret_of_clients() -> str | None:
+    """Returns the key that clients are asked for; None where there is none."""
+    return os.environ.get(KEY) or None
 
 
 def is_loopback(host: str) -> bool:

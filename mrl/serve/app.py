@@ -64,9 +64,9 @@ class Door:
         """Returns a request with its body. Raises Refused."""
         if self.key is None:
             if "origin" in request.headers:  # a web page of any site can reach a server on loopback
-                raise Refused(403, "a browser may not ask: set serve.api_key and send it")
+                raise Refused(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
         elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
-            raise Refused(401, "the key is not this server's: set TINKER_API_KEY to what serve.api_key has")
+            raise Refused(401, "the key is not this server's: set TINKER_API_KEY to its MRL_SERVE_KEY")
         return Asked(request, await self._body(request))
 
     async def _body(self, request: Request) -> bytes:

@@ -13,13 +13,16 @@ import pathlib
 import re
 import shutil
 import time
+import typing
+from collections.abc import Collection
 from typing import Any, Literal
 
 from mrl.errors import UserError
 from mrl.serve.operations import Kind
 
 PREFIX = "tinker://"
-Part = Literal["weights", "sampler_weights"]
+Part = Literal["weights", "sampler_weights", "external_weights"]
+PARTS: Collection[str] = typing.get_args(Part)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,100}:train:[0-9]{1,9}")
 
@@ -150,7 +153,7 @@ class Ledger:
     def folder_of(self, run: str, part: str, name: str) -> pathlib.Path:
         """Returns the folder of what is saved under a name. Raises UserError for a name that may lead elsewhere."""
         check_name(name)
-        if not _RUN.fullmatch(run) or part not in ("weights", "sampler_weights"):
+        if not _RUN.fullmatch(run) or part not in PARTS:
             path = f"{PREFIX}{run}/{part}/{name}"
             raise UserError("path", path, "is no path of this server", "give one that it gave")
         return self.folder / run / part / name

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
+from mrl.config.serve import ServeKeys
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.collective import on_main, wait_for_all
 from mrl.engine.kept import KeptSequences
@@ -83,14 +84,13 @@ class _Running:
 
 class Models:
     """Models that train, and snapshots of them, by name. lora: the adapters of the engine; None: all weights train.
-    kept: snapshots of each model that have no name and stay, the newest."""
+    folder: of the base model."""
 
     def __init__(
-        self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, lora: LoraConfig | None, *, folder: str,
-        cache_tokens: int, prefill_tokens: int, kept: int,
+        self, engine: BaseEngine, tokenizer: PreTrainedTokenizerBase, lora: LoraConfig | None, folder: str,
+        keys: ServeKeys,
     ) -> None:  # fmt: skip
-        self.engine, self.tokenizer, self.lora, self.folder = engine, tokenizer, lora, folder
-        self.cache_tokens, self.prefill_tokens, self.kept = cache_tokens, prefill_tokens, kept
+        self.engine, self.tokenizer, self.lora, self.folder, self.keys = engine, tokenizer, lora, folder, keys
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
@@ -252,7 +252,7 @@ class Models:
         kind = self._take(asked.model)
         self.snapshots[asked.snapshot] = self._frozen(kind)
         of_model = [name for name in self.snapshots if name.startswith(f"{asked.model}:")]
-        self._forget(ops.Forget(snapshots=of_model[: -self.kept]))
+        self._forget(ops.Forget(snapshots=of_model[: -self.keys.snapshots]))
 
     def _thaw(self, asked: ops.Thaw) -> None:
         self._put_away()
@@ -278,7 +278,7 @@ class Models:
 
     def _sample_all(self, asked: ops.SampleAll) -> dict[str, Sampled]:
         """Returns what has ended, by the names of its samples."""
-        running, kept = self.running.setdefault(asked.snapshot, ({}, KeptSequences(self.cache_tokens)))
+        running, kept = self.running.setdefault(asked.snapshot, ({}, KeptSequences(self.keys.cache_tokens)))
         for name in asked.dropped:
             running.pop(name, None)
         running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
@@ -288,7 +288,7 @@ class Models:
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
         drawn = self.engine.generate(
-            requests, cache_tokens=self.cache_tokens, prefill_tokens=self.prefill_tokens, kept=kept
+            requests, cache_tokens=self.keys.cache_tokens, prefill_tokens=self.keys.prefill_tokens, kept=kept
         )
         for (one, i), completion in zip(going, drawn, strict=True):
             one.add(i, completion)

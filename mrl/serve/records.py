@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import io
-import tarfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +11,11 @@ from starlette.responses import JSONResponse, Response
 from mrl.errors import UserError
 from mrl.serve.app import Asked
 from mrl.serve.ledger import Ledger, ModelRecord, Saved
+from mrl.serve.links import Links
 from mrl.serve.requests import Refused, field, number
 
 OWNER = "local"
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 MOST = 1000
 """Entries of one answer."""
 
@@ -23,8 +23,8 @@ MOST = 1000
 class Records:
     """The handlers."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, links: Links) -> None:
+        self.ledger, self.links = ledger, links
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
@@ -82,14 +82,11 @@ class Records:
         return JSONResponse({})
 
     async def archive(self, asked: Asked) -> Response:
-        """A tar of what was saved: of sampler weights the folder that peft or transformers loads."""
-        saved = self._found(asked)
-        folder = self.ledger.folder_of(saved.run, saved.part, saved.name)
-        written = io.BytesIO()
-        with tarfile.open(fileobj=written, mode="w") as tar:
-            for file in sorted(folder.rglob("*")):
-                tar.add(file, arcname=str(file.relative_to(folder)), recursive=False)
-        return Response(written.getvalue(), media_type="application/x-tar")
+        """All of what was saved: of sampler weights the folder that peft or transformers loads."""
+        return self.links.to_archive(asked, self._found(asked))
+
+    async def external_weights_urls(self, asked: Asked) -> Response:
+        return self.links.to_files(asked, self._found(asked))
 
     async def weights_info(self, asked: Asked) -> Response:
         saved = self.ledger.find(field(asked.json, "tinker_path", str))
@@ -116,7 +113,7 @@ def as_checkpoint(saved: Saved) -> dict[str, Any]:
     """Returns what a client is told of a save."""
     return {
         "checkpoint_id": f"{saved.part}/{saved.name}",
-        "checkpoint_type": "training" if saved.part == "weights" else "sampler",
+        "checkpoint_type": TYPES[saved.part],
         "time": _time(saved.time), "tinker_path": saved.path, "size_bytes": saved.bytes, "public": False,
         "expires_at": None if saved.expires is None else _time(saved.expires),
         "user_metadata": dict(saved.metadata) or None,

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from mrl.config.checks import micro_batch_tokens
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.config.serve import ServeConfig
+from mrl.config.serve_checks import KEY, secret_of_clients
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
@@ -35,12 +36,16 @@ from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger
+from mrl.serve.links import ROOT, Links
 from mrl.serve.models import Models, Sampled
 from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
 from mrl.serve.training import Samples, Served, Training
+from mrl.trainers.common import say_all
 from mrl.trainers.console import Console, open_console
+from mrl.trainers.run_directory import RunDirectory, refuse_foreign
+from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 
 PULSE_S = 60.0
@@ -55,43 +60,42 @@ API = "/api/v1"
 
 def run(config: ServeConfig, command_line: str = "") -> None:
     """Serves until a signal comes. Called on every rank. Raises UserError, and Stopped after the signal."""
+    directory = RunDirectory(pathlib.Path(config.output_dir))
+    lock = RunLock(directory.path)
     with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
-        models, served, ends = _build(config, console)
-        says = "the server ends what it is at" if is_main() else None
-        with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
-            if is_main():
-                server = Server(config, served, ends, models.tokenizer)
-                if said := resume(server, models):
-                    console.say(said)
-                server.http.start()
-                server.say_ready(console)
-                lead(server, models, stop)
-            else:
-                _follow(models)
-        raise Stopped("stopped by a signal; run the same command again to go on with what was saved")
+        console.doing("reading the model's folder")
+        folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
+        vocab_size = vocab_size_of(read_hf_config(folder))  # first: a wrong config.json fails the tokenizer too
+        tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None)
+        engine = build_engine(role_config(config, folder))
+        try:
+            engine.on_main(lock.acquire)
+            engine.on_main(lambda: refuse_foreign(directory))
+            say_all(console, engine.notes)
+            console.doing("building the model")
+            engine.init_model()
+            notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
+            engine.on_main(lambda: directory.prepare(config, command_line, notes))
+            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length)
+            served = Served(config.serve.name or config.model.path, folder, limits, config.model.lora)
+            _serve(config, Models(engine, tokenizer, config.model.lora, folder, config.serve), served, console)
+        finally:
+            lock.release()
+    raise Stopped("stopped by a signal; run the same command again to go on")
 
 
-def _build(config: ServeConfig, console: Console) -> tuple[Models, Served, Sequence[int]]:
-    """Returns the models of this rank, what is served of them, and the ids that end a completion."""
-    console.doing("reading the model's folder")
-    folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
-    tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None)
-    engine = build_engine(role_config(config, folder))
-    console.doing("building the model")
-    engine.init_model()
-    keys, lora = config.serve, config.model.lora
-    models = Models(
-        engine,
-        tokenizer,
-        lora,
-        folder=folder,
-        cache_tokens=keys.cache_tokens,
-        prefill_tokens=keys.prefill_tokens,
-        kept=keys.snapshots,
-    )
-    vocab_size = vocab_size_of(read_hf_config(folder)) or len(tokenizer)
-    served = Served(keys.name or config.model.path, folder, Limits(vocab_size, keys.max_length), lora)
-    return models, served, end_tokens(folder, tokenizer)
+def _serve(config: ServeConfig, models: Models, served: Served, console: Console) -> None:
+    says = "the server ends what it is at" if is_main() else None
+    with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
+        if not is_main():
+            _follow(models)
+            return
+        server = Server(config, served, end_tokens(served.tokenizer, models.tokenizer), models.tokenizer, console)
+        if said := resume(server, models):
+            console.say(said)
+        server.http.start()
+        server.say_ready()
+        lead(server, models, stop)
 
 
 def role_config(config: ServeConfig, folder: str) -> RoleConfig:
@@ -109,9 +113,10 @@ class Server:
     """What the main rank has beside the models: records, queues, and the thread that listens."""
 
     def __init__(
-        self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        self.config, self.served = config, served
+        self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
+        console: Console,
+    ) -> None:  # fmt: skip
+        self.config, self.served, self.console = config, served, console
         self.desk = Desk(most_waiting=config.serve.max_waiting)
         self.ledger = Ledger(pathlib.Path(config.output_dir))
         self.training = Training(served, self.ledger, self.desk)
@@ -127,8 +132,9 @@ class Server:
         return f"{engine.backend} {engine.parallel} {engine.fsdp} on {world} processes, {self.config.model}"
 
     def _routes(self) -> list[Any]:
-        training, sampling, records = self.training, self.sampling, Records(self.ledger)
-        door = Door(self.config.serve.api_key, self.config.serve.max_body_mb * 2**20)
+        training, sampling, links = self.training, self.sampling, Links(self.ledger)
+        records = Records(self.ledger, links)
+        door = Door(secret_of_clients(), self.config.serve.max_body_mb * 2**20)
         handlers = {
             "POST client/config": _constant({"parallel_fwdbwd_chunks": False}),
             "POST client/dynamic_config": _constant({}),
@@ -146,6 +152,7 @@ class Server:
             "POST save_weights": training.save_weights,
             "POST load_weights": training.load_weights,
             "POST save_weights_for_sampler": training.save_weights_for_sampler,
+            "POST save_weights_external": training.save_weights_external,
             "POST create_sampling_session": sampling.create_sampling_session,
             "GET samplers/{id}": sampling.sampler,
             "POST asample": sampling.asample,
@@ -154,6 +161,7 @@ class Server:
             "GET training_runs/{id}": records.training_run,
             "GET training_runs/{id}/checkpoints": records.checkpoints_of_run,
             "GET training_runs/{id}/checkpoints/{part}/{name}/archive": records.archive,
+            "GET training_runs/{id}/checkpoints/{part}/{name}/external_weights_urls": records.external_weights_urls,
             "DELETE training_runs/{id}/checkpoints/{part}/{name}": records.delete_checkpoint,
             "PUT training_runs/{id}/checkpoints/{part}/{name}/ttl": records.set_ttl,
             "GET checkpoints": records.checkpoints,
@@ -167,7 +175,8 @@ class Server:
             "POST completions": self.openai.completions,
             "POST chat/completions": self.openai.chat_completions,
         }
-        return [
+        signed = route("GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Door(None, 0))
+        return [signed] + [
             route(method, f"{root}/{path}", handler, door)
             for root, below in ((API, handlers), ("/v1", of_openai))
             for (method, path), handler in ((name.split(), handler) for name, handler in below.items())
@@ -177,13 +186,13 @@ class Server:
         model = {"model_name": self.served.base, "max_context_length": self.served.limits.length}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
-    def say_ready(self, console: Console) -> None:
+    def say_ready(self) -> None:
         """Says what a client needs."""
         host = self.config.serve.host
         host = f"[{host}]" if ":" in host else host
-        console.say(f"serving {self.served.base}")
-        console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
-        console.say(f"export TINKER_API_KEY={self.config.serve.api_key or 'tml-local'}")
+        self.console.say(f"serving {self.served.base}")
+        self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
+        self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
 
     def silent(self, now: float) -> list[str]:
         """Returns the models of clients that have not been heard of for long."""

@@ -259,8 +259,20 @@ class Training:
             field(body, "user_metadata", dict, {}),
         )  # fmt: skip
         self.ledger.save(saved)
-        kind = "save_weights" if part == "weights" else "save_weights_for_sampler"
-        return as_result({"path": saved.path, "type": kind})
+        return as_result({"path": saved.path, "size_bytes": size})
+
+    async def save_weights_external(self, asked: Asked) -> Response:
+        body = asked.json
+        if body.get("age_encryption_recipients"):
+            why = "are not known here: files are written as they are"
+            raise UserError("age_encryption_recipients", why=why, fix="leave them out")
+        return self._export(self._model(body), "external_weights", field(body, "path", str), body)
+
+    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Response:
+        """Promises a folder that peft loads over the base, or transformers where all weights train."""
+        folder = self._place(model, part, name, body)
+        work = Work(ops.Export(model.id, str(folder)), lambda _: self._saved(model, part, name, body))
+        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
 
     async def load_weights(self, asked: Asked) -> Response:
         body = asked.json
@@ -290,15 +302,13 @@ class Training:
         model, name = self._model(body), field(body, "path", str, "")
         count = number(body, "seq_id", least=1)
         if name:
-            folder = self._place(model, "sampler_weights", name, body)
-            work = Work(ops.Export(model.id, str(folder)), lambda _: self._saved(model, "sampler_weights", name, body))
-            return promised(self.desk.put(model.id, count, work, model=model.id))
+            return self._export(model, "sampler_weights", name, body)
         id = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
         snapshot = f"{model.id}:{count}"
 
         def frozen(_: Any) -> Result:
             self.ledger.sampler(SamplerRecord(id, model.session, model.base, snapshot=snapshot))
-            return as_result({"sampling_session_id": id, "type": "save_weights_for_sampler"})
+            return as_result({"sampling_session_id": id})
 
         work = Work(ops.Freeze(model.id, snapshot), frozen)
         return promised(self.desk.put(model.id, count, work, model=model.id))

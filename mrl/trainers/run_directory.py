@@ -20,7 +20,7 @@ import torch
 
 import mrl
 from mrl.batch import Batch
-from mrl.config.command import OnRows, command_of
+from mrl.config.command import Config, OnRows, command_of
 from mrl.config.load import dump_config, read_yaml, to_dict
 from mrl.config.resume import Change, check_resume, moving
 from mrl.config.schema import CheckpointConfig
@@ -74,7 +74,7 @@ class RunDirectory:
         """Everything that a person finds here."""
         return sorted(path for path in self.path.iterdir() if not path.name.startswith("."))
 
-    def prepare(self, config: OnRows, command_line: str, notes: Sequence[str] = ()) -> None:
+    def prepare(self, config: Config, command_line: str, notes: Sequence[str] = ()) -> None:
         """Makes the directory and writes config.yaml, with comment lines of `notes`, at once or not at all."""
         self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / "config.yaml.tmp"
@@ -144,7 +144,7 @@ def choose_start(run: RunDirectory, config: OnRows, damaged: Mapping[str, str] =
     damaged: folders that were chosen before and found damaged when they were to be loaded, and the error of each. One
     of them is chosen again only where it was fetched again.
     """
-    _refuse_foreign(run)
+    refuse_foreign(run)
     moved: list[Change] = []
     fetched = ""
     resume, own = config.checkpoint.resume, atomic_checkpoint.find_checkpoint(str(run.checkpoints), but=damaged)
@@ -203,8 +203,8 @@ def _refuse_damaged(run: RunDirectory, damaged: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_foreign(run: RunDirectory) -> None:
-    """A config.yaml that is not ours would be overwritten."""
+def refuse_foreign(run: RunDirectory) -> None:
+    """Raises ConfigError for a config.yaml that is not ours: it would be overwritten."""
     if run.config.exists() and not run.config.read_text(encoding="utf-8", errors="replace").startswith(
         "# Written by mrl"
     ):

@@ -27,6 +27,14 @@ from tests.engine import tiny  # noqa: E402
 KEY = "tml-tests"
 RANK = 8
 ADAM = types.AdamParams(learning_rate=1e-2)
+LAYOUTS = {
+    "one": (1, ()),
+    "tp2": (2, ("engine.parallel.tp=2",)),
+    "pp2": (2, ("engine.parallel.pp=2",)),
+    "dp2": (2, ()),
+    "fsdp2": (2, ("engine.backend=fsdp",)),
+}
+"""Name -> (processes, overrides of the config)."""
 
 
 def make_model(folder: pathlib.Path, layers: int = 4) -> str:
@@ -40,8 +48,12 @@ def make_model(folder: pathlib.Path, layers: int = 4) -> str:
 class Serving:
     """One server at a time, on one directory and port."""
 
-    def __init__(self, folder: pathlib.Path, model: str, *overrides: str, nproc: int = 1, full: bool = False) -> None:
+    def __init__(
+        self, folder: pathlib.Path, model: str, *overrides: str, nproc: int = 1, full: bool = False,
+        key: str | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.model, self.nproc = folder, model, nproc
+        self.environment = os.environ | ({} if key is None else {"MRL_SERVE_KEY": key})
         lora = None if full else {"rank": RANK}
         config = {
             "output_dir": str(folder / "run"), "model": {"path": model, "dtype": "float32", "lora": lora},
@@ -57,7 +69,9 @@ class Serving:
         self.log.write_text("")
         command = [sys.executable, "-u", "-m", "mrl", "serve", "serve.yaml", "--port", str(self.port), "--nproc", str(self.nproc)]  # fmt: skip
         with self.log.open("a") as log:
-            self.process = subprocess.Popen([*command, *self.overrides], cwd=self.folder, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [*command, *self.overrides], cwd=self.folder, stdout=log, stderr=log, env=self.environment
+            )
         deadline = time.monotonic() + 300
         while not (found := re.search(r"TINKER_BASE_URL=http://127.0.0.1:(\d+)", self.log.read_text())):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
@@ -79,7 +93,8 @@ class Serving:
 
     def train(self, url: str | None = None, **options: Any) -> tinker.TrainingClient:
         """A training client of a new model."""
-        return self.client(url).create_lora_training_client(base_model=self.model, **{"rank": 4, **options})
+        made = self.client(url).create_lora_training_client(base_model=self.model, **{"rank": 4, **options})
+        return made.result() if hasattr(made, "result") else made  # a client of before 0.38 returns no future
 
 
 @contextlib.contextmanager

@@ -9,16 +9,8 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.serve.serving import ADAM, datum, make_model, rows, serving, step, tensor, weights
+from tests.serve.serving import ADAM, LAYOUTS, datum, make_model, rows, serving, step, tensor, weights
 from tests.tiers import slow_but
-
-LAYOUTS = {
-    "one": (1, ()),
-    "tp2": (2, ("engine.parallel.tp=2",)),
-    "pp2": (2, ("engine.parallel.pp=2",)),
-    "dp2": (2, ()),
-    "fsdp2": (2, ("engine.backend=fsdp",)),
-}
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def test_what_a_dead_client_held_is_freed(model, tmp_path):
 
 @pytest.mark.parametrize("key", [None, "tml-another-key-of-16"])
 def test_a_key_is_asked_for(model, tmp_path, key):
-    with serving(tmp_path, model, "serve.api_key=tml-the-key-of-tests") as server:
+    with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
         headers = {} if key is None else {"x-api-key": key}
         assert ask(server, "/api/v1/healthz", method="GET", **headers)[0] == 401
         assert ask(server, "/v1/models", method="GET", authorization="Bearer tml-the-key-of-tests")[0] == 200

@@ -1,0 +1,84 @@
+"""Links to what was saved, which whoever has them may follow until they are out of date: a client fetches files with a
+plain download, that sends no key."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import pathlib
+import secrets
+import tarfile
+import tempfile
+import time
+from typing import Literal
+
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from mrl.serve.app import Asked
+from mrl.serve.ledger import Ledger, Saved
+from mrl.serve.requests import Refused
+
+VALID_S = 3600
+ROOT = "/api/v1/links"
+Kind = Literal["file", "archive"]
+
+
+class Links:
+    """The handlers. The secret that signs is of one start of the server."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.secret = ledger, secrets.token_bytes(32)
+
+    def to_files(self, asked: Asked, saved: Saved) -> JSONResponse:
+        """Returns an answer with a link for each file of what was saved."""
+        folder = self._folder(saved)
+        names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        until = int(time.time()) + VALID_S
+        urls = {name: self._url(asked, "file", saved, name, until) for name in names}
+        return JSONResponse({"urls": urls, "expires": _time(until)})
+
+    def to_archive(self, asked: Asked, saved: Saved) -> JSONResponse:
+        """Returns an answer with a link for all of it, as one tar file."""
+        until = int(time.time()) + VALID_S
+        return JSONResponse({"url": self._url(asked, "archive", saved, "all.tar", until), "expires": _time(until)})
+
+    def _url(self, asked: Asked, kind: Kind, saved: Saved, file: str, until: int) -> str:
+        what = f"{kind}/{saved.run}/{saved.part}/{saved.name}/{file}"
+        return f"{str(asked.request.base_url).rstrip('/')}{ROOT}/{until}/{self._signature(until, what)}/{what}"
+
+    def _signature(self, until: int, what: str) -> str:
+        return hmac.new(self.secret, f"{until}/{what}".encode(), hashlib.sha256).hexdigest()
+
+    def _folder(self, saved: Saved) -> pathlib.Path:
+        return self.ledger.folder_of(saved.run, saved.part, saved.name)
+
+    async def follow(self, asked: Asked) -> Response:
+        """Answers a link with what it leads to."""
+        until, path = asked.path["until"], asked.path["what"]
+        signed = until.isdigit() and hmac.compare_digest(self._signature(int(until), path), asked.path["signature"])
+        if not signed or int(until) < time.time():
+            raise Refused(403, "the link is out of date, or none of this server: ask for another")
+        kind, run, part, name, file = path.split("/", 4)
+        saved = self.ledger.saved.get(f"tinker://{run}/{part}/{name}")
+        if saved is None:
+            raise Refused(404, "what the link leads to was deleted")
+        folder = self._folder(saved)
+        if kind == "file":
+            return FileResponse(folder / file, media_type="application/octet-stream")
+        archive = await run_in_threadpool(self._archive, folder)
+        return FileResponse(archive, media_type="application/x-tar", background=BackgroundTask(archive.unlink))
+
+    def _archive(self, folder: pathlib.Path) -> pathlib.Path:
+        """Returns a tar file of a folder, which whoever has sent it removes."""
+        about = {"dir": self.ledger.folder, "prefix": ".tmp-", "suffix": ".tar", "delete": False}
+        with tempfile.NamedTemporaryFile(**about) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            for each in sorted(folder.rglob("*")):
+                tar.add(each, arcname=str(each.relative_to(folder)), recursive=False)
+        return pathlib.Path(file.name)
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
