@@ -33,6 +33,8 @@ FENCES = {
     "apex": ("mcore_models/",),
     "plotly": ("report/",),
     "matplotlib": ("report/",),
+    "starlette": ("serve/",),
+    "uvicorn": ("serve/",),
 }
 ONE_FILE = ("transformer_engine", "apex")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from html import escape
 
-WIDTH, LEFT, GAP, PAD = 960, 150, 12, 16
+WIDTH, LEFT, GAP, PAD = 1180, 150, 12, 16
 BOX_HEIGHT, ROW_GAP, TITLE_HEIGHT = 62, 16, 46
 INK, MUTED, PAPER = "#1f2733", "#5b6675", "#ffffff"
 
 # (name of the floor, what it may do), colour, then the boxes: a title and two lines that say what it does.
 FLOORS = [
     ("entry", "starts processes", "#dbe7f6", [
-        ("mrl sft · ppo", "the runs: local processes,", "torchrun, srun"),
+        ("mrl sft · ppo · serve", "the runs: local processes,", "torchrun, srun"),
         ("mrl slurm", "a job that starts again", "where it stopped"),
-        ("mrl convert", "HF, GGUF and mcore weights,", "compared bit for bit"),
-        ("mrl report", "curves and samples of runs", "as a page"),
+        ("mrl convert · report", "HF, GGUF, mcore weights;", "runs as a page"),
         ("plan · doctor · check", "a run before it starts:", "fit, machine, layouts"),
         ("mrl generate · eval", "completions, a chat;", "accuracy with intervals"),
     ]),
     ("training", "knows algorithms and mini-batches", "#e4f1dd", [
         ("trainers", "the loop: rollout, train,", "evaluate, save, resume"),
-        ("roles + dispatch", "actor, critic, reference, reward:", "engines that share the ranks"),
+        ("roles + dispatch", "actor, critic, reference,", "reward on shared ranks"),
         ("rollout", "the actor's own engine,", "vLLM, SGLang, environments"),
         ("inference", "a model that is there:", "ask it, score it, measure it"),
+        ("serve", "the tinker client's calls:", "promises, order, snapshots"),
     ]),
     ("engine", "knows micro-batches and ranks", "#fbecd2", [
         ("engine: megatron", "Megatron-Core: tp, sp, pp, vpp,", "cp, ep, etp, dp"),
