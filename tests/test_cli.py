@@ -92,7 +92,20 @@ def test_a_dry_run_imports_no_megatron(workspace):
 def test_version_and_help():
     assert invoke("--version").output == f"mrl, version {__version__}\n"
     assert invoke("-h").output == invoke("--help").output
-    expected = ["check", "config", "convert", "doctor", "eval", "generate", "plan", "ppo", "report", "sft", "slurm"]
+    expected = [
+        "check",
+        "config",
+        "convert",
+        "doctor",
+        "eval",
+        "generate",
+        "plan",
+        "ppo",
+        "report",
+        "serve",
+        "sft",
+        "slurm",
+    ]
     assert sorted(cli.main.commands) == expected, "a command exists when it works"
 
 
@@ -118,7 +131,7 @@ def test_config_prints_a_section_or_what_has_a_text():
     assert "== mrl sft ==" in clip and "  optimizer.clip_grad  (" in clip and "  algorithm.clip_high  (" in clip
     assert invoke("config", "ppo", "critic", "--grep", "CLIP").output.count("(default") == 1
     for names, says in (
-        (["rolout"], "rolout is no section or key of mrl sft or ppo; did you mean rollout?"),
+        (["rolout"], "rolout is no section or key of mrl sft or ppo or serve; did you mean rollout?"),
         (["sft", "rollout"], "rollout is of mrl ppo; write mrl config ppo rollout"),
         (["sft", "zzz"], "zzz is no section or key of mrl sft; sections are output_dir, seed, model, "),
         (["sft", "--grep", "nowhere"], "no key has the text 'nowhere'"),

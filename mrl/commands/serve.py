@@ -17,12 +17,13 @@ class Serve(TrainingCommand[ServeConfig]):
     help = """Train and sample over HTTP, with the `tinker` client: the loop runs there, the model here.
 
     The YAML file CONFIG names the base model, its adapters and the layout. KEY=VALUE sets any config key; `mrl config
-    serve` lists them.
+    serve` lists them. Where others than this machine can ask (--host), the variable MRL_SERVE_KEY has the key that they
+    send.
     """
     examples = """
         mrl serve serve.yaml
         mrl serve serve.yaml --port 8001 engine.parallel.tp=2 --nproc 2
-        MRL_SERVE_KEY=tml-long-and-secret mrl serve serve.yaml --host 0.0.0.0
+        mrl serve serve.yaml --host 0.0.0.0
         mrl serve serve.yaml --dry-run"""
     root = ServeConfig
     trainer = "mrl.serve.server:run"

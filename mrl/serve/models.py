@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
-from mrl.engine.collective import on_main, wait_for_all
+from mrl.engine.collective import all_ranks, on_main, wait_for_all
 from mrl.engine.kept import KeptSequences
 from mrl.engine.lora.folder import adapters, read_adapter, write_adapter
 from mrl.engine.sampling import SamplingKey
@@ -237,8 +236,7 @@ class Models:
         wait_for_all()
 
     def _own_file(self, folder: str) -> str:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return os.path.join(folder, f"rank_{rank:05d}.pt")
+        return os.path.join(folder, f"rank_{all_ranks().rank:05d}.pt")
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from starlette.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +26,7 @@ from mrl.config.serve_checks import KEY, secret_of_clients
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
-from mrl.engine.collective import is_main
+from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
 from mrl.errors import Stopped, UserError
 from mrl.rollout.stops import end_tokens
@@ -127,9 +126,8 @@ class Server:
     @property
     def layout(self) -> str:
         """What must be equal for one start to read what another suspended."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
         engine = self.config.engine
-        return f"{engine.backend} {engine.parallel} {engine.fsdp} on {world} processes, {self.config.model}"
+        return f"{engine.backend} {engine.parallel} {engine.fsdp} on {all_ranks().size} processes, {self.config.model}"
 
     def _routes(self) -> list[Any]:
         training, sampling, links = self.training, self.sampling, Links(self.ledger)
@@ -330,8 +328,7 @@ def _let_go(server: Server, models: Models) -> None:
 
 def together(models: Models, operation: Any) -> Any:
     """Does an operation on all ranks; the main one tells the others. Returns what came of it."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list([operation], src=0)
+    on_main(lambda: operation)
     return None if isinstance(operation, (ops.Rest, ops.End)) else models.do(operation)
 
 
@@ -341,10 +338,9 @@ def together(models: Models, operation: Any) -> Any:
 def _follow(models: Models) -> None:
     """Does what the main rank says, until it ends."""
     while True:
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, src=0)
-        if isinstance(said[0], ops.End):
+        said: Any = on_main(lambda: None)  # what the main rank gives there
+        if isinstance(said, ops.End):
             return
-        if not isinstance(said[0], ops.Rest):
+        if not isinstance(said, ops.Rest):
             with contextlib.suppress(UserError):  # which the main rank answers its client
-                models.do(said[0])
+                models.do(said)

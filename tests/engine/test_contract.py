@@ -33,6 +33,7 @@ ONCE = (
     "offloaded_state_gives_the_same_numbers",
     "bf16_keeps_fp32_masters",
 )
+SERVED = ("models_take_turns", "an_update_takes_the_place_of_the_config", "several_labels_and_the_largest")
 # cases in further layouts, on four layers of a dense model or of experts
 MORE = (
     ("predictions_come_back_in_order", "llama", ("megatron pp2 vpp2", "megatron tp2 pp2 dp2")),
@@ -51,7 +52,8 @@ FAST_MORE = [MORE_CASES[i] for i in (2, 4, 5)]
 
 def run(layout, case, folder, **kwargs):
     world_size, config = world_and_role(layout, folder, **kwargs.pop("role", {}))
-    return run_case(world_size, f"tests.engine.contract:{case}", config=config, **kwargs)
+    module = "served" if case in SERVED else "contract"
+    return run_case(world_size, f"tests.engine.{module}:{case}", config=config, **kwargs)
 
 
 @pytest.mark.parametrize(("layout", "case"), slow_but(FAST_CASES, CASES))
@@ -64,7 +66,6 @@ def test_more_layouts(folder, layout, case, family):
     run(layout, case, folder(family, layers=4))
 
 
-SERVED = ("models_take_turns", "an_update_takes_the_place_of_the_config", "several_labels_and_the_largest")
 OURS = [layout for layout in [*SPLIT, "megatron pp2 vpp2", "megatron cp2"] if not layout.startswith("external")]
 
 

@@ -1,0 +1,104 @@
+"""`mrl serve` as a command: its keys, its examples, its start and its end."""
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from mrl.config.command import record
+from mrl.config.load import from_dict
+from mrl.config.serve import ServeConfig
+from mrl.errors import ConfigError
+from tests.serve.serving import make_model, serving
+
+BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
+EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "serve", "lora", "says"),
+    [
+        (None, {"host": "0.0.0.0"}, {}, r'serve.host: value "0.0.0.0" is reached by others.*set MRL_SERVE_KEY to tml-'),
+        (None, {"host": "127.0.0.2"}, {}, None),
+        ("tml-short", {}, {}, "MRL_SERVE_KEY: has 9 characters, which can be guessed; give at least 16"),
+        ("long-enough-but-not-tml", {}, {}, "MRL_SERVE_KEY: does not begin with tml-"),
+        ("tml-long-enough-to-keep", {"host": "::"}, {}, None),
+        (None, {"cache_tokens": 100}, {}, "serve.cache_tokens: value 100 is less than the 4096 tokens of serve.max_length"),
+        (None, {}, {"dropout": 0.1}, "model.lora.dropout: value 0.1 would make what a model trains depend on the turns"),
+    ],
+)  # fmt: skip
+def test_keys_against_each_other(monkeypatch, key, serve, lora, says):
+    monkeypatch.delenv("MRL_SERVE_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("MRL_SERVE_KEY", key)
+    raw = {"model": {"path": "m", "lora": {"rank": 4, **lora}}, "serve": serve}
+    if says is None:
+        assert from_dict(raw, ServeConfig).model.lora.rank == 4
+        return
+    with pytest.raises(ConfigError, match=says) as refused:
+        from_dict(raw, ServeConfig)
+    assert key is None or key not in str(refused.value), "the key is not shown"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
+    """Each as it stands; a server that it starts is ended by a signal."""
+    monkeypatch.setenv("MRL_SERVE_KEY", "tml-the-key-of-tests")
+    config = {"model": {"path": model, "dtype": "float32", "lora": {"rank": 4}}, "engine": {"device": "cpu"}}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config | {"log": {"console": "plain"}}))
+    line = [sys.executable, "-u", "-m", *shlex.split(example)]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(line, cwd=tmp_path, stdout=file, stderr=file)
+    if "--dry-run" in example:
+        assert process.wait(120) == 0, log.read_text()
+        assert "# models: adapters of rank 1 to 4" in log.read_text() and "tml-" not in log.read_text()
+        return
+    deadline = time.monotonic() + 120
+    while "TINKER_API_KEY=$MRL_SERVE_KEY" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 75, log.read_text()
+    assert "run the same command again to go on" in log.read_text()
+
+
+@pytest.mark.slow
+def test_the_run_directory(model, tmp_path):
+    """It says what was run, is of one server at a time, and none of what mrl did not write is replaced."""
+    with serving(tmp_path, model, key="tml-the-key-of-tests") as server:
+        written = (tmp_path / "run" / "config.yaml").read_text()
+        assert "tml-" not in written and re.search(r"# command: mrl serve serve.yaml --port 0", written)
+        again = subprocess.run(
+            [sys.executable, "-m", "mrl", "serve", "serve.yaml", "--port", "0"], cwd=tmp_path, capture_output=True, text=True
+        )  # fmt: skip
+        assert again.returncode == 2 and "is in use by another run" in again.stderr
+        assert server.end() == 75
+        (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
+        with pytest.raises(AssertionError, match="holds a config.yaml that mrl did not write"):
+            server.start()
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_take_no_processor(model, tmp_path):
+    with serving(tmp_path, model, "engine.parallel.tp=2", nproc=2) as server:
+        server.train()
+        launcher = psutil.Process(server.process.pid)
+        processes = [launcher, *launcher.children(recursive=True)]
+        assert len(processes) >= 3, "the launcher and two ranks"
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(10)
+        used = [sum(process.cpu_times()[:2]) - seconds for process, seconds in zip(processes, before, strict=True)]
+        assert max(used) < 1.0, used  # of ten seconds; a client's heartbeat and looks at signals are in it
