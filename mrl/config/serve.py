@@ -16,6 +16,9 @@ class ServeKeys:
     name: str | None = key(None, "what clients call the model; null is model.path as it stands")
     max_length: int = key(4096, "longest sequence in tokens, of a datum or of a prompt with its completion", minimum=2)
     packing: bool = key(True, "lay sequences end to end without padding; false pads")
+    max_models: int = key(
+        64, "models that train at once, held in host memory while they wait; more are refused", minimum=1
+    )
     max_waiting: int = key(
         2000, "samples, and calls of models, that wait at once; more are told to come again", minimum=1
     )

@@ -128,6 +128,11 @@ class Desk:
         with self._lock:
             return queue in self._queues
 
+    def waits(self, queue: Hashable) -> bool:
+        """Returns whether a queue has something to do."""
+        with self._lock:
+            return queue in self._queues and self._queues[queue].ready()
+
     def drop(self, queue: Hashable, why: UserError) -> None:
         """Ends a queue; what waits there fails."""
         with self._lock:

@@ -61,12 +61,14 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerRecord:
-    """What a sampling client samples from. snapshot: what the ranks hold; path: what was saved; neither: the base."""
+    """What a sampling client samples from. snapshot: what the ranks hold; path: what was saved, at the time `saved`;
+    neither: the base."""
 
     id: str
     session: str
     base: str
     path: str | None = None
+    saved: float | None = None
     snapshot: str | None = None
 
 
@@ -121,6 +123,10 @@ class Ledger:
 
     def session(self, id: str) -> None:
         self._write("session", id=id, time=time.time())
+
+    def finish(self, id: str) -> None:
+        """Says that the client of a session has ended."""
+        self.sessions[id] = 0.0
 
     def model(self, record: ModelRecord) -> None:
         fields = {name: value for name, value in vars(record).items() if name not in ("here", "kind")}

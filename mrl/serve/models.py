@@ -32,6 +32,7 @@ from mrl.errors import UserError
 from mrl.rollout.stops import StopTexts
 from mrl.serve import operations as ops
 from mrl.serve import padded
+from mrl.serve.ledger import PREFIX
 from mrl.serve.operations import Kind, Sample
 
 
@@ -51,6 +52,13 @@ class Sampled:
     prompt_log_probs: Sequence[float] | None  # of the tokens after the first
     top_of_prompt: tuple[Tensor, Tensor] | None  # log-probs [tokens - 1, top], and their ids
     top_of_samples: Sequence[tuple[Tensor, Tensor]] | None  # of each completion [tokens, top]
+
+
+_Read = tuple[Tensor, Tensor, Tensor]
+"""(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""
+
+THAWED = 16
+"""Saved snapshots that are held at once, beside those that are being sampled from."""
 
 
 @dataclasses.dataclass
@@ -94,6 +102,7 @@ class Models:
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
         self.active: tuple[str, Kind] | None = None
+        self.shown: tuple[str | None] | None = None  # the snapshot that the engine has, where it has no active model
         self.accumulated: set[str] = set()  # models that have gradients
         self.running: dict[str | None, tuple[dict[str, _Running], KeptSequences]] = {}  # by snapshot
         self._stops: dict[tuple[str, ...], StopTexts] = {}
@@ -112,6 +121,7 @@ class Models:
     # -- whose turn it is --------------------------------------------------------------------------------------------
 
     def _put_away(self) -> None:
+        self.shown = None
         if self.active is not None:
             name, kind = self.active
             self.waiting[name] = Held(kind, self.engine.trained_state())
@@ -261,6 +271,8 @@ class Models:
             _, tensors = read_adapter(asked.folder)
             self.engine.set_adapters(padded.widened(tensors, self._shapes(asked.kind), self.lora.rank))
         self.snapshots[asked.snapshot] = self._frozen(asked.kind)
+        thawed = [name for name in self.snapshots if name.startswith(PREFIX) and name not in self.running]
+        self._forget(ops.Forget(snapshots=thawed[:-THAWED]))  # it is read again when it is asked for again
 
     def _forget(self, asked: ops.Forget) -> None:
         for name in asked.models:
@@ -280,9 +292,7 @@ class Models:
         for name in asked.dropped:
             running.pop(name, None)
         running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
-        self._put_away()
-        kind = Kind(None if self.lora is None else self.lora.rank)
-        self._fill(Held(kind, self.start) if asked.snapshot is None else self.snapshots[asked.snapshot])
+        self._show(asked.snapshot)
         going = [(one, i) for one in running.values() for i in one.going]
         requests = [self._request(one, i, asked.tokens) for one, i in going]
         drawn = self.engine.generate(
@@ -295,7 +305,15 @@ class Models:
             del running[name]
         if not running:
             del self.running[asked.snapshot]
-        return {name: self._with_log_probs(one.sample, one.completions) for name, one in ended.items()}
+        return dict(zip(ended, self._with_log_probs(list(ended.values())), strict=True))
+
+    def _show(self, snapshot: str | None) -> None:
+        """Gives the engine the weights of a snapshot; None is the base model."""
+        if self.shown != (snapshot,):
+            self._put_away()
+            kind = Kind(None if self.lora is None else self.lora.rank)
+            self._fill(Held(kind, self.start) if snapshot is None else self.snapshots[snapshot])
+            self.shown = (snapshot,)
 
     def _request(self, one: _Running, index: int, tokens: int) -> GenerateRequest:
         sample, before = one.sample, one.completions[index].tokens
@@ -310,37 +328,51 @@ class Models:
             stop_at=None if stops is None else lambda new: stops([*before, *new]),
         )  # fmt: skip
 
-    def _with_log_probs(self, sample: Sample, drawn: Sequence[Completion]) -> Sampled:
-        """Adds what is asked of the prompt and of the tokens' neighbours, by a forward pass for each that asks."""
-        prompt, of_samples = None, None
-        if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
-            prompt = self._read(sample.tokens, top=sample.top_of_prompt, temperature=1.0)
+    def _with_log_probs(self, ended: Sequence[_Running]) -> list[Sampled]:
+        """Adds what is asked of prompts and of the tokens' neighbours: a forward pass for all that ask alike."""
+        asked: dict[tuple[int, float], dict[tuple[int, int | None], Sequence[int]]] = {}
+        for i, one in enumerate(ended):
+            sample = one.sample
+            if (sample.prompt_log_probs or sample.top_of_prompt) and len(sample.tokens) > 1:
+                asked.setdefault((sample.top_of_prompt, 1.0), {})[i, None] = sample.tokens
+            for k, drawn in enumerate(one.completions if sample.top_of_samples else ()):
+                how = sample.top_of_samples, sample.sampling.temperature or 1.0
+                asked.setdefault(how, {})[i, k] = [*sample.tokens, *drawn.tokens]
+        read = {
+            key: found
+            for how, of in asked.items()
+            for key, found in zip(of, self._read(list(of.values()), *how), strict=True)
+        }
+        return [self._sampled(one, i, read) for i, one in enumerate(ended)]
+
+    def _sampled(self, one: _Running, i: int, read: Mapping[tuple[int, int | None], _Read]) -> Sampled:
+        sample, prompt, of_samples = one.sample, read.get((i, None)), None
         if sample.top_of_samples:
-            first, temperature = len(sample.tokens) - 1, sample.sampling.temperature or 1.0
-            of_samples = []
-            for one in drawn:
-                tokens = [*sample.tokens, *one.tokens]
-                whole = self._read(tokens, top=sample.top_of_samples, temperature=temperature)
-                of_samples.append((whole[1][first:], whole[2][first:]))
+            first = len(sample.tokens) - 1
+            whole = [read[i, k] for k in range(len(one.completions))]
+            of_samples = [(log_probs[first:], ids[first:]) for _, log_probs, ids in whole]
         log_probs = [] if prompt is None else prompt[0].tolist()
         top = None if prompt is None or not sample.top_of_prompt else prompt[1:]
-        return Sampled(drawn, log_probs if sample.prompt_log_probs else None, top, of_samples)
+        return Sampled(one.completions, log_probs if sample.prompt_log_probs else None, top, of_samples)
 
-    def _read(self, tokens: Sequence[int], *, top: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""
-        ids = torch.tensor(tokens)
-        count = len(ids) - 1
-        one = Batch(
-            tokens=ids[:-1], labels=ids[1:], loss_mask=torch.ones(count), lengths=torch.tensor([count]),
-            denominators={DENOMINATOR: 1.0, "tokens": float(count), "sequences": 1.0},
+    def _read(self, sequences: Sequence[Sequence[int]], top: int, temperature: float) -> list[_Read]:
+        """Returns of each sequence of T + 1 tokens what the model says of the last T."""
+        tokens = [torch.tensor(sequence) for sequence in sequences]
+        lengths = [len(ids) - 1 for ids in tokens]
+        batch = Batch(
+            tokens=torch.cat([ids[:-1] for ids in tokens]), labels=torch.cat([ids[1:] for ids in tokens]),
+            loss_mask=torch.ones(sum(lengths)), lengths=torch.tensor(lengths),
+            denominators={DENOMINATOR: 1.0, "tokens": float(sum(lengths)), "sequences": float(len(lengths))},
         )  # fmt: skip
         self.engine.set_loss_fn(None, DENOMINATOR)
         with self.engine.eval_mode():
             ctx = {"temperature": temperature, "top": top}
-            found, _ = self.engine.forward_backward_step(self.engine.shard_data(one), ctx, forward_only=True)
-            whole = self.engine.unshard_data(found, one)
-        nothing = torch.zeros(count, 0)
-        return whole["log_probs"], whole.get("top_log_probs", nothing), whole.get("top_tokens", nothing)
+            found, _ = self.engine.forward_backward_step(self.engine.shard_data(batch), ctx, forward_only=True)
+            whole = self.engine.unshard_data(found, batch)
+        nothing = torch.zeros(sum(lengths), 0)
+        names = ("log_probs", "top_log_probs", "top_tokens")
+        log_probs, largest, ids = (whole.get(name, nothing).split(lengths) for name in names)
+        return list(zip(log_probs, largest, ids, strict=True))
 
 
 def _as_plain(held: Held) -> dict[str, Any]:

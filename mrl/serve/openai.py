@@ -116,7 +116,7 @@ class OpenAI:
         saved = self.ledger.find(name)
         if saved.part != "sampler_weights":
             raise UserError("model", name, "has weights to train on alone", "give one of save_weights_for_sampler")
-        return SamplerRecord("", "", saved.base, path=name)
+        return SamplerRecord("", "", saved.base, path=name, saved=saved.time)
 
     def _wanted(self, body: Mapping[str, Any], kind: Kind, prompts: Sequence[Sequence[int]], most: int) -> Wanted:
         for name in NOT_DONE:

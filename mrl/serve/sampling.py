@@ -56,7 +56,7 @@ class Sampling:
         saved = self.ledger.find(path)
         if saved.part != "sampler_weights":
             raise UserError("model_path", path, "has weights to train on alone", "give one of save_weights_for_sampler")
-        return SamplerRecord(id, session, saved.base, path=path)
+        return SamplerRecord(id, session, saved.base, path=path, saved=saved.time)
 
     async def sampler(self, asked: Asked) -> Response:
         record = self._record(asked.path["id"])
@@ -135,7 +135,7 @@ class Sampling:
 
 def source_of(record: SamplerRecord) -> Samples:
     """Returns the queue of all samples from one place."""
-    return Samples(record.path, record.snapshot)
+    return Samples(record.path, record.saved, record.snapshot)
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:

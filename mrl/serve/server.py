@@ -52,7 +52,10 @@ SLICE = 64
 """Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
 
 LOOK_S = 0.5
-"""How often the main rank looks for a signal and for clients that are gone."""
+"""How often the main rank looks for a signal."""
+
+LOOK_AGAIN_S = 5.0
+"""And for clients that are gone."""
 
 API = "/api/v1"
 
@@ -76,7 +79,8 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
             limits = Limits(vocab_size or len(tokenizer), config.serve.max_length)
-            served = Served(config.serve.name or config.model.path, folder, limits, config.model.lora)
+            name, most = config.serve.name or config.model.path, config.serve.max_models
+            served = Served(name, folder, limits, config.model.lora, most)
             _serve(config, Models(engine, tokenizer, config.model.lora, folder, config.serve), served, console)
         finally:
             lock.release()
@@ -195,7 +199,8 @@ class Server:
     def silent(self, now: float) -> list[str]:
         """Returns the models of clients that have not been heard of for long."""
         gone = {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
-        return [model.id for model in self.ledger.models.values() if model.here and model.session in gone]
+        held = (model.id for model in self.ledger.models.values() if model.here and model.session in gone)
+        return [id for id in held if not self.desk.waits(id)]
 
 
 def _constant(answer: Any) -> Any:
@@ -220,7 +225,7 @@ def lead(server: Server, models: Models, stop: StopSignal) -> None:
         elif now - spoken > PULSE_S:
             together(models, ops.Rest())
             spoken = now
-        if now - looked > min(PULSE_S, server.config.serve.silent_s / 4):
+        if now - looked > min(LOOK_AGAIN_S, server.config.serve.silent_s / 4):
             _let_go(server, models)
             looked = now
     suspend(server, models)
@@ -279,7 +284,7 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
     """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
     what has come by then."""
     try:
-        snapshot = _snapshot(server, models, queue.path, queue.snapshot)
+        snapshot = _snapshot(server, models, queue)
         running = models.running[snapshot][0] if snapshot in models.running else {}
         begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
         ended = together(models, ops.SampleAll(snapshot, begun, SLICE))
@@ -303,18 +308,21 @@ def _as_result(found: Sampled, waiting: Sequence[Waiting], id: str) -> Result:
     return work.answer(found)
 
 
-def _snapshot(server: Server, models: Models, path: str | None, snapshot: str | None) -> str | None:
-    """Returns the name of the snapshot to sample from, which is read where it is only saved."""
-    if path is None:
-        if snapshot is not None and snapshot not in models.snapshots:
-            fix = "make another sampling client; a named save is kept"
-            raise UserError("sampling_session_id", snapshot, "is gone: the server was started anew", fix)
-        return snapshot
-    if path not in models.snapshots:
-        saved = server.ledger.find(path)
+def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
+    """Returns the name of the snapshot to sample from, which is read where it is only saved. Raises UserError."""
+    if queue.path is None:
+        if queue.snapshot is not None and queue.snapshot not in models.snapshots:
+            why, fix = "is gone: newer ones took its place, or the server was started anew", "save it under a name"
+            raise UserError("sampling_session_id", queue.snapshot, why, fix)
+        return queue.snapshot
+    name = f"{queue.path}@{queue.saved}"
+    if name not in models.snapshots:
+        saved = server.ledger.find(queue.path)
+        if saved.time != queue.saved:
+            raise UserError("model_path", queue.path, "was saved anew since", "make another sampling client")
         folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
-        together(models, ops.Thaw(path, saved.kind, folder))
-    return path
+        together(models, ops.Thaw(name, saved.kind, folder))
+    return name
 
 
 def _let_go(server: Server, models: Models) -> None:

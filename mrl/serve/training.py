@@ -42,9 +42,11 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The queue of what is sampled from one place: what was saved, a snapshot, or neither for the base."""
+    """The queue of what is sampled from one place: what was saved under a path at a time, a snapshot, or neither for
+    the base."""
 
     path: str | None
+    saved: float | None
     snapshot: str | None
 
 
@@ -56,6 +58,7 @@ class Served:
     tokenizer: str
     limits: datums.Limits
     lora: LoraConfig | None  # the adapters of the engine; None: one model, of which all weights train
+    most_models: int
 
 
 class Training:
@@ -97,7 +100,11 @@ class Training:
         return JSONResponse({})
 
     async def finish_session(self, asked: Asked) -> Response:
-        return JSONResponse({"session_id": asked.path["id"]})
+        """What the session's models hold is freed once they have done what they were given."""
+        id = asked.path["id"]
+        if id in self.ledger.sessions:
+            self.ledger.finish(id)
+        return JSONResponse({"session_id": id})
 
     def _session(self, body: Mapping[str, Any]) -> str:
         id = field(body, "session_id", str)
@@ -130,8 +137,11 @@ class Training:
         if known is None:
             others = [model.id for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
             if self.served.lora is None and others:
-                fix = "end it, or serve adapters (model.lora)"
+                fix = "close its ServiceClient first, or serve adapters (model.lora)"
                 raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
+            if len(others) >= self.served.most_models:
+                fix = "close a ServiceClient first, or raise serve.max_models"
+                raise UserError("model", record.id, f"is one more than the {len(others)} that are held at once", fix)
             self.ledger.model(record)
             self.desk.open(record.id, first=0)
         elif not self.desk.has(record.id):
