@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import hmac
+import os
 import pathlib
 import secrets
 import tarfile
@@ -73,11 +74,11 @@ class Links:
 
     def _archive(self, folder: pathlib.Path) -> pathlib.Path:
         """Returns a tar file of a folder, which whoever has sent it removes."""
-        about = {"dir": self.ledger.folder, "prefix": ".tmp-", "suffix": ".tar", "delete": False}
-        with tempfile.NamedTemporaryFile(**about) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        number, path = tempfile.mkstemp(dir=self.ledger.folder, prefix=".tmp-", suffix=".tar")
+        with os.fdopen(number, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             for each in sorted(folder.rglob("*")):
                 tar.add(each, arcname=str(each.relative_to(folder)), recursive=False)
-        return pathlib.Path(file.name)
+        return pathlib.Path(path)
 
 
 def _time(seconds: float) -> str:

@@ -338,11 +338,9 @@ class Models:
             for k, drawn in enumerate(one.completions if sample.top_of_samples else ()):
                 how = sample.top_of_samples, sample.sampling.temperature or 1.0
                 asked.setdefault(how, {})[i, k] = [*sample.tokens, *drawn.tokens]
-        read = {
-            key: found
-            for how, of in asked.items()
-            for key, found in zip(of, self._read(list(of.values()), *how), strict=True)
-        }
+        read: dict[tuple[int, int | None], _Read] = {}
+        for how, of in asked.items():
+            read |= zip(of, self._read(list(of.values()), *how), strict=True)
         return [self._sampled(one, i, read) for i, one in enumerate(ended)]
 
     def _sampled(self, one: _Running, i: int, read: Mapping[tuple[int, int | None], _Read]) -> Sampled:
