@@ -130,7 +130,7 @@ class Training:
         """Puts the first operation of a model on its own queue, once."""
 
         def begun(_: Any) -> Result:
-            record.here = True
+            self.ledger.models[record.id].here = True
             return as_result({"model_id": record.id, "path": getattr(operation, "path", None)})
 
         known = self.ledger.models.get(record.id)

@@ -1,16 +1,22 @@
 """The unmodified client of tinker over loopback: what it trains is what mrl trains, whatever comes between."""
 
+import io
 import json
+import re
 import signal
+import tarfile
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.serve.serving import ADAM, LAYOUTS, datum, make_model, rows, serving, step, tensor, weights
-from tests.tiers import slow_but
+from tests.serve.serving import ADAM, LAYOUTS, ask, datum, make_model, rows, serving, step, tensor, weights
+from tests.tiers import nightly_but
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +24,7 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=slow_but(["one"], LAYOUTS))
+@pytest.fixture(scope="module", params=nightly_but(["one"], LAYOUTS))
 def server(request, model, tmp_path_factory):
     nproc, overrides = LAYOUTS[request.param]
     with serving(tmp_path_factory.mktemp(request.param), model, *overrides, nproc=nproc) as server:
@@ -55,6 +61,7 @@ def test_log_probs_and_loss_are_those_of_transformers(server, model):
     assert found.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_calls_add_up(server):
     """A batch in one call, in two calls, and cut by the client into chunks of one datum."""
     data = rows(1)
@@ -71,6 +78,7 @@ def test_calls_add_up(server):
     close(weights(server, two, "two"), of_whole, 1e-5)
 
 
+@pytest.mark.slow
 def test_two_clients_take_turns(server):
     """Each is, to the bit, what it is alone."""
     alone = [
@@ -87,6 +95,7 @@ def test_two_clients_take_turns(server):
     assert together == alone
 
 
+@pytest.mark.slow
 def test_a_custom_loss_is_cross_entropy(server):
     data = rows(2)
     plain, custom = server.train(seed=5), server.train(seed=5)
@@ -102,6 +111,7 @@ def test_a_custom_loss_is_cross_entropy(server):
     assert (found.metrics["mine:sum"], norm) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_targets_of_a_position(server):
     """[N, K], dense and by rows, is K calls of one each."""
     ids, columns = [5, 6, 7, 8], 3
@@ -136,6 +146,7 @@ def test_several_targets_of_a_position(server):
     assert step(server.train(seed=6), [by_rows]) == pytest.approx(step(server.train(seed=6), [several]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_snapshot_stays_as_it_was(server):
     client, prompt = server.train(seed=7), types.ModelInput.from_ints([5, 6, 7, 8])
     data = [datum([5, 6, 7, 8], weights=[1.0] * 3)]
@@ -161,6 +172,7 @@ def test_a_snapshot_stays_as_it_was(server):
     )
 
 
+@pytest.mark.slow
 def test_sampling_options(server, model):
     sampler, prompt = server.client().create_sampling_client(base_model=model), types.ModelInput.from_ints([5, 6, 7])
     greedy = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
@@ -175,6 +187,7 @@ def test_sampling_options(server, model):
     assert list(short.tokens) == expected[:cut].tolist() and short.stop_reason == "stop"
 
 
+@pytest.mark.slow
 def test_saved_in_one_client_goes_on_in_another(server):
     """With the optimizer bitwise, without it from the same weights."""
     client = server.train(seed=8)
@@ -188,6 +201,7 @@ def test_saved_in_one_client_goes_on_in_another(server):
     assert first == pytest.approx(expected[0], rel=1e-6) and step(anew, rows(7)) != expected[1]
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
     """SIGKILL between forward_backward and optim_step; what was not saved is said to be gone."""
     with serving(tmp_path, model) as server:
@@ -204,6 +218,7 @@ def test_a_killed_server_goes_on_from_what_was_saved(model, tmp_path):
         assert step(went_on, rows(9)) == expected
 
 
+@pytest.mark.slow
 def test_a_signal_between_two_calls_changes_nothing(model, tmp_path):
     """SIGTERM suspends what trains, with its gradients, and what nobody has fetched yet; the same client goes on."""
     with serving(tmp_path, model) as server:
@@ -218,6 +233,7 @@ def test_a_signal_between_two_calls_changes_nothing(model, tmp_path):
         assert (passed.result().metrics["loss:sum"], norm) == expected[1]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_an_oracle(server, model):
     """Each loss, as a sum over positions written anew here, on transformers' log-probs."""
     ids, rng = [[5, 6, 7, 8, 9], [20, 21, 22]], np.random.default_rng(1)
@@ -253,6 +269,55 @@ def oracle(name, options, lp, q, a, mask):
     return -np.minimum(r * a, np.clip(r, low, high) * a).sum()
 
 
+def files_of(client, path):
+    """What links to external weights lead to, by name, as a plain download gets them."""
+    urls = client.create_rest_client().get_external_weights_urls(path).result().urls
+    found = {}
+    for name, url in urls.items():
+        with urllib.request.urlopen(url) as answer:
+            found[name] = answer.read()
+    return found
+
+
+@pytest.mark.slow
+def test_what_was_saved_for_others_is_downloaded(server):
+    client = server.train(seed=13)
+    step(client, rows(11))
+    path = client.save_weights_external("out").result().path
+    files = files_of(server.client(), path)
+    assert safetensors.torch.load(files["adapter_model.safetensors"]).keys() == weights(server, client, "same").keys()
+    assert json.loads(files["adapter_config.json"])["r"] == 4
+    id, _, _ = path.removeprefix("tinker://").partition("/")
+    _, answer = ask(server, f"/api/v1/training_runs/{id}/checkpoints/external_weights/out/archive", method="GET")
+    url = json.loads(answer)["url"]
+    with urllib.request.urlopen(url) as archive, tarfile.open(fileobj=io.BytesIO(archive.read())) as tar:
+        assert set(tar.getnames()) == files.keys()
+    for wrong in (
+        url.replace("out/all.tar", "../x"),
+        url.replace("/archive/", "/file/"),
+        re.sub(r"links/\d+", "links/9", url),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(wrong)
+    assert not list((server.folder / "run" / "models").glob(".tmp-*")), "an archive that was sent is removed"
+
+
+@pytest.mark.slow
+def test_a_name_that_is_saved_anew(server):
+    """Whoever samples from the first save goes on with it, or is told; whoever comes later has the second."""
+    client, prompt = server.train(seed=14), types.ModelInput.from_ints([5, 6, 7, 8])
+    first = client.save_weights_and_get_sampling_client(name="again")
+    before = first.compute_logprobs(prompt).result()
+    step(client, rows(12))
+    second = client.save_weights_and_get_sampling_client(name="again")
+    after = second.compute_logprobs(prompt).result()
+    assert after != before and first.compute_logprobs(prompt).result() == before
+    asked = [second.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8][:n])) for n in (2, 3, 4)]
+    for n, one in zip((2, 3, 4), asked, strict=True):
+        np.testing.assert_allclose(one.result()[1:], after[1:n], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_records_and_archives(server):
     client = server.train(seed=12, user_metadata={"who": "tests"})
     client.save_state("kept").result()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from tests.serve.serving import LAYOUTS, RANK, datum, folder_of, make_model, serving
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.slow  # each starts a run and a server
 STEPS, BATCH = 4, 4
@@ -46,7 +47,10 @@ def trained(server, client, full):
 
 
 @pytest.mark.parametrize(
-    ("layout", "full"), [*((name, False) for name in LAYOUTS), *((name, True) for name in ("one", "pp2", "fsdp2"))]
+    ("layout", "full"),
+    nightly_but(
+        [("one", False)], [*((name, False) for name in LAYOUTS), *((n, True) for n in ("one", "pp2", "fsdp2"))]
+    ),
 )
 def test_fine_tuning(layout, full, model, tmp_path):
     """Both are fp32 and differ in the order of sums alone."""

@@ -15,6 +15,8 @@ from tinker import types
 from mrl.serve import messages
 from tests.serve.serving import ADAM, ask, make_model, rows, serving, step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -66,7 +68,6 @@ class _Handler(socketserver.StreamRequestHandler):
             first = self.rfile.readline()
 
 
-@pytest.mark.slow  # the client waits a while before it asks again
 def test_lost_answers_change_nothing(server):
     proxy = Losing(server.port)
     plain, through = server.train(seed=1), server.train(url=proxy.url, seed=1)
@@ -171,7 +172,6 @@ def test_more_samples_than_wait_at_once(server, model):
     assert all(found[i] == found[i % 50] for i in range(400)) and len({tuple(one) for one in found}) > 5
 
 
-@pytest.mark.slow  # it waits for the client to be silent
 def test_what_a_dead_client_held_is_freed(model, tmp_path):
     with serving(tmp_path, model, "serve.silent_s=3") as server:
         status, answer = ask(server, "/api/v1/create_session", {"sdk_version": "0.38.0"})
