@@ -42,6 +42,11 @@ PPO_CONFIG: dict[str, Any] = {
     "train": {"steps": 4, "global_batch_size": 8},
 }
 
+SERVE_CONFIG: dict[str, Any] = {
+    "output_dir": "run", "model": {"path": "model", "init": "random", "dtype": "float32"}, "engine": {"device": "cpu"},
+    "serve": {"max_length": 64},
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Workspace:
@@ -63,6 +68,7 @@ class Workspace:
             return
         self.write("config.yaml", yaml.safe_dump(CONFIG))
         self.write("ppo.yaml", yaml.safe_dump(PPO_CONFIG))
+        self.write("serve.yaml", yaml.safe_dump(SERVE_CONFIG))
         self.write("model/config.json", json.dumps(MODEL))
         self.write("rows.jsonl", "".join(json.dumps({"prompt": f"{i} + 1 =", "completion": f" {i + 1}"}) + "\n" for i in range(8)))  # fmt: skip
 

@@ -19,7 +19,7 @@ from mrl.config.load import from_dict
 from mrl.config.rewards import NAMED, FunctionReward
 from mrl.errors import LONGEST, ConfigError
 from mrl.launch.slurm.options import SlurmConfig
-from tests.bad_input.mistakes import CONFIG, PPO_CONFIG, Workspace
+from tests.bad_input.mistakes import Workspace
 from tests.config import fuzz
 
 EXTREMES = [0, 1, -1, 2**31, -(2**31), 2**63 - 1, 10**18, 10**22, -(10**22), 10**400, 0.0, 5e-324, 1e300, -1e300, math.inf, -math.inf, math.nan]  # fmt: skip
@@ -59,7 +59,7 @@ def outside(key, value) -> bool:
 
 @pytest.mark.parametrize("command", roots())
 def test_each_numeric_key_at_the_extremes_of_its_type(command):
-    root, base = roots()[command], {"sft": CONFIG, "ppo": PPO_CONFIG}[command]
+    root, base = roots()[command], fuzz.BASES[command]
     for key in numeric(root):
         assert key.bounds["maximum"] <= max(MOST[int], 2**32 - 1), key.path
         assert key.bounds["minimum"] is not None or key.bounds["above"] is not None, key.path
