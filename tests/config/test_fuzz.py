@@ -122,7 +122,7 @@ def test_values_are_shortened_and_controls_escaped(workspace):
     assert code == 2 and said.startswith("mrl: model.path: value './beginxx") and "xx...xx" in said
     assert said.endswith("xend' does not exist; give a Hugging Face model folder or a hub id\n") and len(said) < 300
     workspace.write("controls.yaml", b"output_dir: run\nseed: \x07\n")
-    assert refusal(from_dict, {**CONFIG, "seed": "\x1b[31m\u202e\u2028"}) == (
+    assert refusal(from_dict, {**fuzz.BASES["sft"], "seed": "\x1b[31m\u202e\u2028"}) == (
         'seed: value "\\u001b[31m\\u202e " is text; give a whole number of at least 0 and at most 4294967295'
     )
 
