@@ -146,16 +146,18 @@ def test_several_targets_of_a_position(server):
     assert step(server.train(seed=6), [by_rows]) == pytest.approx(step(server.train(seed=6), [several]), rel=1e-6)
 
 
+def sampler_of(client, name):
+    """A sampling client of weights that are saved under a name."""
+    return client.create_sampling_client(client.save_weights_for_sampler(name=name).result().path)
+
+
 @pytest.mark.slow
 def test_a_snapshot_stays_as_it_was(server):
     client, prompt = server.train(seed=7), types.ModelInput.from_ints([5, 6, 7, 8])
     data = [datum([5, 6, 7, 8], weights=[1.0] * 3)]
     step(client, rows(3))
     scored = client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
-    unnamed, named = (
-        client.save_weights_and_get_sampling_client(),
-        client.save_weights_and_get_sampling_client(name="n"),
-    )
+    unnamed, named = client.save_weights_and_get_sampling_client(), sampler_of(client, "n")
     for sampler in (unnamed, named):
         found = sampler.compute_logprobs(prompt).result()
         assert found[0] is None
@@ -306,10 +308,10 @@ def test_what_was_saved_for_others_is_downloaded(server):
 def test_a_name_that_is_saved_anew(server):
     """Whoever samples from the first save goes on with it, or is told; whoever comes later has the second."""
     client, prompt = server.train(seed=14), types.ModelInput.from_ints([5, 6, 7, 8])
-    first = client.save_weights_and_get_sampling_client(name="again")
+    first = sampler_of(client, "again")
     before = first.compute_logprobs(prompt).result()
     step(client, rows(12))
-    second = client.save_weights_and_get_sampling_client(name="again")
+    second = sampler_of(client, "again")
     after = second.compute_logprobs(prompt).result()
     assert after != before and first.compute_logprobs(prompt).result() == before
     asked = [second.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8][:n])) for n in (2, 3, 4)]
