@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from mrl.config.schema import REQUIRED, EngineConfig, LogConfig, ModelConfig, key
+from mrl.config.schema import MOST_SECONDS, MOST_WAYS, REQUIRED, EngineConfig, LogConfig, ModelConfig, key
 
 ROOM = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServersConfig:
+    kind: Literal["vllm", "sglang"] | None = key(
+        None, "what the servers are that samples are drawn by; null draws them with the model's own engine"
+    )
+    urls: tuple[str, ...] = key((), "servers, as http://host:8000, that see output_dir under the same path")
+    concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
+    timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +42,9 @@ class ServeKeys:
         65536, "tokens whose keys and values a replica of the model keeps at once, while it samples", minimum=1
     )
     prefill_tokens: int = key(4096, "prompt tokens in one forward at most", minimum=1)
+    servers: ServersConfig = key(
+        ServersConfig, "inference servers that draw samples beside the training, with model.lora (docs/serve.md)"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

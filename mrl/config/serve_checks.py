@@ -28,6 +28,7 @@ def check_serve(config: ServeConfig) -> None:
     if lora is not None and lora.dropout:
         why = "would make what a model trains depend on the turns of others"
         raise ConfigError("model.lora.dropout", lora.dropout, why, "set it to 0")
+    _check_servers(config)
     secret = secret_of_clients()
     if secret is None and not is_loopback(keys.host):
         fix = f"set {KEY} to {PREFIX} and a long secret, or listen on 127.0.0.1"
@@ -40,6 +41,17 @@ def check_serve(config: ServeConfig) -> None:
     if keys.cache_tokens < keys.max_length:
         why = f"is less than the {keys.max_length} tokens of serve.max_length"
         raise ConfigError("serve.cache_tokens", keys.cache_tokens, why, "raise it, or lower serve.max_length")
+
+
+def _check_servers(config: ServeConfig) -> None:
+    servers = config.serve.servers
+    if (servers.kind is None) != (not servers.urls):
+        lacking = "kind" if servers.kind is None else "urls"
+        fix = "give vllm or sglang" if lacking == "kind" else "name the servers, as [http://node1:8000]"
+        raise ConfigError(f"serve.servers.{lacking}", why="is missing beside the other key of servers", fix=fix)
+    if servers.kind is not None and config.model.lora is None:
+        why = "takes snapshots as adapters, and all weights train here"
+        raise ConfigError("serve.servers.kind", servers.kind, why, "set model.lora, or leave the servers out")
 
 
 def secret_of_clients() -> str | None:

@@ -32,14 +32,15 @@ class HungUp(Exception):
 
 class Http:
     """One server. url: `http://host:port` or https. timeout_s: longest wait for an answer; a slower one is not asked
-    again.
+    again. key: names it in messages.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, key: str = "rollout.server.urls") -> None:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if not host or parts.scheme not in ("http", "https") or parts.query or parts.username is not None:
-            raise ConfigError("rollout.server.urls", quoted(url), "is not a server", "write it as http://host:8000")
+            raise ConfigError(key, quoted(url), "is not a server", "write it as http://host:8000")
+        self._key, self._section = key, key.rpartition(".")[0]
         self.url, self._host = url.rstrip("/"), host
         self._parts, self._timeout_s = urllib.parse.urlsplit(self.url), timeout_s
         self._open: set[http.client.HTTPConnection] = set()
@@ -51,6 +52,10 @@ class Http:
     def post(self, path: str, body: Any = None) -> Any:
         """Returns the answer's JSON, None where it has no body. Raises ServerError. May be called from many threads."""
         return self._answer("POST", path, body)
+
+    def tell(self, path: str, body: Any) -> None:
+        """As `post`, for an answer that is no JSON and says no more than that it was done."""
+        self._answer("POST", path, body, as_json=False)
 
     def hang_up(self) -> None:
         """Ends the requests that are under way, which raise HungUp; the server drops what it was doing for them."""
@@ -64,7 +69,7 @@ class Http:
         """Undoes `hang_up`."""
         self._stopped.clear()
 
-    def _answer(self, method: str, path: str, body: Any) -> Any:
+    def _answer(self, method: str, path: str, body: Any, *, as_json: bool = True) -> Any:
         wait_s = FIRST_WAIT_S
         for left in reversed(range(TRIES)):
             try:
@@ -73,20 +78,20 @@ class Http:
             except TimeoutError:
                 self._check_wanted()
                 raise self.error(
-                    f"{path} gave no answer in {self._timeout_s:g} s; raise rollout.server.timeout_s or see its log"
+                    f"{path} gave no answer in {self._timeout_s:g} s; raise {self._section}.timeout_s or see its log"
                 ) from None
             except (OSError, http.client.HTTPException) as error:
                 status, why = None, f"cannot be reached ({type(error).__name__}: {error})"
             self._check_wanted()
             if status == 200:
-                return self._parse(path, text)
+                return self._parse(path, text) if as_json else None
             if status is not None and status not in _BUSY:
                 raise self.error(f"{path} {why}; see its log", status=status)
             if left:
                 self._stopped.wait(wait_s)
                 self._check_wanted()
                 wait_s *= 2
-        raise self.error(f"{path} {why}, after {TRIES} tries; start it, or take it out of rollout.server.urls")
+        raise self.error(f"{path} {why}, after {TRIES} tries; start it, or take it out of {self._key}")
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
@@ -124,7 +129,7 @@ class Http:
 
     def error(self, what: str, *, status: int | None = None) -> ServerError:
         """Returns one line about this server. status: of HTTP, where that is what is wrong."""
-        return ServerError(f"rollout.server.urls: {self.url} {' '.join(what.split())}", status=status)
+        return ServerError(f"{self._key}: {self.url} {' '.join(what.split())}", status=status)
 
 
 def shut(sock: socket.socket) -> None:

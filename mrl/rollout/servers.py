@@ -99,6 +99,21 @@ class Server(abc.ABC):
     def wake(self) -> None: ...
 
 
+class AdapterServer(Server):
+    """A server that was started with its own weights, and takes adapters beside them."""
+
+    @abc.abstractmethod
+    def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
+        """adapter: the name of one that `load_adapter` gave; None is the model without."""
+
+    @abc.abstractmethod
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Takes the adapter of a folder in peft's form, which the server sees under the same path."""
+
+    @abc.abstractmethod
+    def unload_adapter(self, name: str) -> None: ...
+
+
 def seed_of(request: SampleRequest) -> int:
     """63 bits that follow from the request's key and length, so that each sample and each turn has noise of its own."""
     return noise_key(request.key, len(request.tokens)) >> 1

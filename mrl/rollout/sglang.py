@@ -15,7 +15,7 @@ from typing import Any
 
 from mrl.engine.base import Completion
 from mrl.rollout.base import SampleRequest
-from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
+from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
 
 
 def sampling_fields(request: SampleRequest) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     }
 
 
-class SGLangServer(Server):
+class SGLangServer(AdapterServer):
     """`python -m sglang.launch_server`."""
 
     path = ""
@@ -65,11 +65,9 @@ class SGLangServer(Server):
         with answers_of(self, "/v1/models"):
             return models["data"][0]["max_model_len"]
 
-    def complete(self, request: SampleRequest) -> Completion:
-        answer = self.http.post(
-            "/generate",
-            {"input_ids": list(request.tokens), "sampling_params": sampling_fields(request), "return_logprob": True},
-        )
+    def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
+        body = {"input_ids": list(request.tokens), "sampling_params": sampling_fields(request), "return_logprob": True}
+        answer = self.http.post("/generate", body | ({} if adapter is None else {"lora_path": adapter}))
         with answers_of(self, "/generate"):
             reason = answer["meta_info"]["finish_reason"]["type"]
             sampled = answer["meta_info"].get("output_token_logprobs", [])  # absent where nothing was sampled
@@ -95,6 +93,16 @@ class SGLangServer(Server):
             if [each[1] for each in found] != list(tokens):
                 raise ValueError("input_token_logprobs are of other tokens")
             return [float(each[0]) for each in found[1:]]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        answer = self.http.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        with answers_of(self, "/load_lora_adapter"):
+            success, message = answer["success"], answer["error_message"]
+        if success is not True:
+            raise self.http.error(f"did not load the adapter {folder}: {message}")
+
+    def unload_adapter(self, name: str) -> None:
+        self.http.post("/unload_lora_adapter", {"lora_name": name})
 
     def pause(self) -> None:
         self.http.post("/pause_generation", {"mode": "abort"})  # answers when nothing is being sampled any more

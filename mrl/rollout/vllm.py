@@ -17,7 +17,7 @@ from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
 from mrl.rollout.http import Http
-from mrl.rollout.servers import Server, ServerSampler, answers_of, seed_of
+from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warning
@@ -80,7 +80,7 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
     }
 
 
-class VLLMServer(Server):
+class VLLMServer(AdapterServer):
     """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
 
     def __init__(self, http: Http) -> None:
@@ -114,9 +114,9 @@ class VLLMServer(Server):
     def refuse(self, sampling: SamplingParams) -> None:
         refuse(sampling, self.mode, "rollout.server.urls", self.http.url)
 
-    def complete(self, request: SampleRequest) -> Completion:
+    def complete(self, request: SampleRequest, *, adapter: str | None = None) -> Completion:
         body = {
-            "model": self.name,
+            "model": adapter or self.name,
             "prompt": list(request.tokens),
             "return_token_ids": True,
             **sampling_fields(request),
@@ -140,6 +140,20 @@ class VLLMServer(Server):
         answer = self.http.post("/v1/completions", body)
         with answers_of(self, "/v1/completions"):
             return answer["choices"][0]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        try:
+            self.http.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": True})
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            raise self.http.error(
+                "takes no adapters; start it with --enable-lora, --max-lora-rank and the environment variable "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            ) from None
+
+    def unload_adapter(self, name: str) -> None:
+        self.http.tell("/v1/unload_lora_adapter", {"lora_name": name})
 
     def pause(self) -> None:
         self.http.post("/pause?mode=wait")  # what is being sampled ends with the weights it began with

@@ -111,6 +111,7 @@ class Desk:
         self._by_key: dict[Hashable, Promise] = {}
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
+        self._lent: set[str] = set()
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
@@ -182,8 +183,9 @@ class Desk:
             return promise
 
     def _check_room(self, made: _Numbered | _Together) -> None:
-        waiting = (len(q.waiting) for q in self._queues.values() if isinstance(q, type(made)))
-        if self._closed is not None or sum(waiting) >= self.most_waiting:
+        waiting = sum(len(q.waiting) for q in self._queues.values() if isinstance(q, type(made)))
+        waiting += len(self._lent) if isinstance(made, _Together) else 0
+        if self._closed is not None or waiting >= self.most_waiting:
             raise Busy
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:
@@ -245,10 +247,16 @@ class Desk:
             assert isinstance(made, _Together)
             made.waiting = [*waiting, *made.waiting]
 
+    def lend(self, promise: Promise) -> None:
+        """Says that others see to what was taken, until it is finished: it counts as if it waited."""
+        with self._lock:
+            self._lent.add(promise.id)
+
     def finish(self, promise: Promise, result: Result) -> None:
         """Says what a promise came to."""
         with self._lock:
             promise.result, promise.done_at = result, self.clock()
+            self._lent.discard(promise.id)
             told, promise.told = promise.told, []
         for each in told:
             each()

@@ -61,6 +61,11 @@ THAWED = 16
 """Saved snapshots that are held at once, beside those that are being sampled from."""
 
 
+def prompt_number(tokens: Sequence[int]) -> int:
+    """Returns a number that a prompt's noise follows from: with the same seed the same prompt gets the same samples."""
+    return int.from_bytes(hashlib.sha256(repr(list(tokens)).encode()).digest()[:7], "big")
+
+
 @dataclasses.dataclass
 class _Running:
     """A sample that is being drawn, in parts."""
@@ -71,9 +76,8 @@ class _Running:
 
     @staticmethod
     def of(sample: Sample) -> _Running:
-        digest = hashlib.sha256(repr(list(sample.tokens)).encode()).digest()
         nothing = [Completion([], [], finished=False) for _ in range(sample.count)]
-        return _Running(sample, int.from_bytes(digest[:7], "big"), nothing)
+        return _Running(sample, prompt_number(sample.tokens), nothing)
 
     @property
     def going(self) -> list[int]:
@@ -101,6 +105,7 @@ class Models:
         self.start = engine.trained_state()
         self.waiting: dict[str, Held] = {}
         self.snapshots: dict[str, Held] = {}
+        self.folders: dict[str, str] = {}  # of snapshots that inference servers load
         self.active: tuple[str, Kind] | None = None
         self.shown: tuple[str | None] | None = None  # the snapshot that the engine has, where it has no active model
         self.accumulated: set[str] = set()  # models that have gradients
@@ -259,6 +264,9 @@ class Models:
     def _freeze(self, asked: ops.Freeze) -> None:
         kind = self._take(asked.model)
         self.snapshots[asked.snapshot] = self._frozen(kind)
+        if asked.folder is not None:
+            self._export(ops.Export(asked.model, asked.folder))
+            self.folders[asked.snapshot] = asked.folder
         of_model = [name for name in self.snapshots if name.startswith(f"{asked.model}:")]
         self._forget(ops.Forget(snapshots=of_model[: -self.keys.snapshots]))
 
@@ -283,6 +291,8 @@ class Models:
         for name in asked.snapshots:
             self.snapshots.pop(name, None)
             self.running.pop(name, None)
+            if (folder := self.folders.pop(name, None)) is not None:
+                on_main(lambda folder=folder: shutil.rmtree(folder, ignore_errors=True))  # type: ignore[misc]
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 

@@ -75,10 +75,11 @@ class Export:
 
 @dataclasses.dataclass(frozen=True)
 class Freeze:
-    """A snapshot of a model's weights, to sample from."""
+    """A snapshot of a model's weights, to sample from. folder: where inference servers find it, beside."""
 
     model: str
     snapshot: str
+    folder: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,18 +28,19 @@ from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
-from mrl.errors import Stopped, UserError
+from mrl.errors import ConfigError, Stopped, UserError
 from mrl.rollout.stops import end_tokens
 from mrl.serve import operations as ops
 from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
-from mrl.serve.ledger import Ledger
+from mrl.serve.ledger import Ledger, Saved
 from mrl.serve.links import ROOT, Links
 from mrl.serve.models import Models, Sampled
 from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
+from mrl.serve.servers import Adapter, Servers
 from mrl.serve.training import Samples, Served, Training
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console, open_console
@@ -73,6 +74,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
         try:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: refuse_foreign(directory))
+            engine.on_main(lambda: refuse_other_layout(config))
             say_all(console, engine.notes)
             console.doing("building the model")
             engine.init_model()
@@ -80,7 +82,9 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
             limits = Limits(vocab_size or len(tokenizer), config.serve.max_length)
             name, most = config.serve.name or config.model.path, config.serve.max_models
-            served = Served(name, folder, limits, config.model.lora, most)
+            exports = directory.path / "snapshots" if config.serve.servers.kind is not None else None
+            engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
+            served = Served(name, folder, limits, config.model.lora, most, exports)
             _serve(config, Models(engine, tokenizer, config.model.lora, folder, config.serve), served, console)
         finally:
             lock.release()
@@ -125,13 +129,11 @@ class Server:
         self.training = Training(served, self.ledger, self.desk)
         self.sampling = Sampling(served, self.ledger, self.desk, ends)
         self.openai = OpenAI(served, self.ledger, self.desk, self.sampling, tokenizer)
+        keys = config.serve
+        self.servers = None
+        if keys.servers.kind is not None:
+            self.servers = Servers(keys.servers, self.desk, longest=keys.max_length)
         self.http = HTTPServer(self._routes(), host=config.serve.host, port=config.serve.port)
-
-    @property
-    def layout(self) -> str:
-        """What must be equal for one start to read what another suspended."""
-        engine = self.config.engine
-        return f"{engine.backend} {engine.parallel} {engine.fsdp} on {all_ranks().size} processes, {self.config.model}"
 
     def _routes(self) -> list[Any]:
         training, sampling, links = self.training, self.sampling, Links(self.ledger)
@@ -236,13 +238,15 @@ def suspend(server: Server, models: Models) -> None:
     """Does what models have yet to do, and writes all that the next start goes on with. Samples are drawn anew: their
     clients ask again."""
     server.desk.close("the server ends")
+    if server.servers is not None:
+        server.servers.close()
     while (turn := server.desk.take(0)) is not None:
         if not isinstance(turn.queue, Samples):
             do_turn(server, models, turn)
     folder = server.ledger.suspended
     shutil.rmtree(folder, ignore_errors=True)
     together(models, ops.Suspend(f"{folder}.partial"))
-    state = {"layout": server.layout, "desk": server.desk.state()}
+    state = {"layout": layout_of(server.config), "desk": server.desk.state()}
     (folder.parent / f"{folder.name}.partial" / "desk.json").write_text(json.dumps(state), encoding="utf-8")
     os.rename(f"{folder}.partial", folder)
     server.http.stop()
@@ -256,14 +260,29 @@ def resume(server: Server, models: Models) -> str:
     if not folder.exists():
         return ""
     state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
-    said = f"the models of the last start are gone, but for what was saved: they were on {state['layout']}"
-    if state["layout"] == server.layout:
-        together(models, ops.Resume(str(folder)))
-        server.desk.restore(state["desk"])
-        here = server.training.back(models.waiting)
-        said = f"going on with {here} of the last start" if here else ""
+    together(models, ops.Resume(str(folder)))
+    server.desk.restore(state["desk"])
+    here = server.training.back(models.waiting)
     shutil.rmtree(folder)
-    return said
+    return f"going on with {here} of the last start" if here else ""
+
+
+def layout_of(config: ServeConfig) -> str:
+    """Returns what must be equal for one start to read what another suspended."""
+    engine = config.engine
+    return f"{engine.backend} {engine.parallel} {engine.fsdp} on {all_ranks().size} processes, {config.model}"
+
+
+def refuse_other_layout(config: ServeConfig) -> None:
+    """Raises ConfigError where models are suspended that this start could not go on with."""
+    folder = Ledger(pathlib.Path(config.output_dir)).suspended
+    if not (folder / "desk.json").exists():
+        return
+    before = json.loads((folder / "desk.json").read_text(encoding="utf-8"))["layout"]
+    if before != layout_of(config):
+        why = f"has models that were suspended on {before}"
+        fix = f"start it so to go on with them, or remove {folder} to go on with what was saved alone"
+        raise ConfigError("output_dir", config.output_dir, why, fix)
 
 
 def do_turn(server: Server, models: Models, turn: Turn) -> None:
@@ -282,8 +301,12 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
 
 def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> None:
     """Draws more tokens of all that is sampled from one place; what is not whole waits for the next turn, together with
-    what has come by then."""
+    what has come by then. What the inference servers can draw, where there are some, is theirs."""
     try:
+        if server.servers is not None:
+            waiting = _lend(server, models, queue, waiting)
+        if not waiting:
+            return
         snapshot = _snapshot(server, models, queue)
         running = models.running[snapshot][0] if snapshot in models.running else {}
         begun = {one.promise.id: one.operation.operation for one in waiting if one.promise.id not in running}
@@ -303,6 +326,31 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
             server.desk.finish(one.promise, results[one.promise.id])
 
 
+def _lend(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+    """Gives the inference servers what they can draw, and returns the rest. Raises UserError."""
+    assert server.servers is not None
+    adapter = None
+    if queue.path is not None:
+        saved = _saved(server, queue)
+        adapter = Adapter(str(server.ledger.folder_of(saved.run, saved.part, saved.name)), saved.time)
+    elif queue.snapshot is not None:
+        if queue.snapshot not in models.folders:  # it is of an earlier start, or is gone
+            return waiting
+        adapter = Adapter(models.folders[queue.snapshot])
+    theirs = [one for one in waiting if server.servers.can(one.operation.operation)]
+    server.servers.draw(theirs, adapter)
+    return [one for one in waiting if one not in theirs]
+
+
+def _saved(server: Server, queue: Samples) -> Saved:
+    """Returns what a queue samples from. Raises UserError where it is gone."""
+    assert queue.path is not None
+    saved = server.ledger.find(queue.path)
+    if saved.time != queue.saved:
+        raise UserError("model_path", queue.path, "was saved anew since", "make another sampling client")
+    return saved
+
+
 def _as_result(found: Sampled, waiting: Sequence[Waiting], id: str) -> Result:
     [work] = [one.operation for one in waiting if one.promise.id == id]
     return work.answer(found)
@@ -317,9 +365,7 @@ def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
         return queue.snapshot
     name = f"{queue.path}@{queue.saved}"
     if name not in models.snapshots:
-        saved = server.ledger.find(queue.path)
-        if saved.time != queue.saved:
-            raise UserError("model_path", queue.path, "was saved anew since", "make another sampling client")
+        saved = _saved(server, queue)
         folder = str(server.ledger.folder_of(saved.run, saved.part, saved.name))
         together(models, ops.Thaw(name, saved.kind, folder))
     return name

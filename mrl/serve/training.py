@@ -7,6 +7,7 @@ done is made an answer on the main thread, by the `answer` beside it.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
 import secrets
 import time
@@ -59,6 +60,7 @@ class Served:
     limits: datums.Limits
     lora: LoraConfig | None  # the adapters of the engine; None: one model, of which all weights train
     most_models: int
+    exports: pathlib.Path | None = None  # where snapshots are written that inference servers load
 
 
 class Training:
@@ -320,7 +322,9 @@ class Training:
             self.ledger.sampler(SamplerRecord(id, model.session, model.base, snapshot=snapshot))
             return as_result({"sampling_session_id": id})
 
-        work = Work(ops.Freeze(model.id, snapshot), frozen)
+        exports = self.served.exports
+        folder = None if exports is None else str(exports / f"{model.id}-{count}".replace(":", "-"))
+        work = Work(ops.Freeze(model.id, snapshot, folder), frozen)
         return promised(self.desk.put(model.id, count, work, model=model.id))
 
 

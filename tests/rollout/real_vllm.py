@@ -62,9 +62,9 @@ def make_model(folder: str, seed: int) -> str:
 
 
 class RealServer:
-    """A process that serves `model`; `flags` are vLLM's."""
+    """A process that serves `model`; `flags` are vLLM's, `variables` of its environment."""
 
-    def __init__(self, model: str, log: pathlib.Path, *flags: str) -> None:
+    def __init__(self, model: str, log: pathlib.Path, *flags: str, **variables: str) -> None:
         python = VENV / "bin" / "python"
         assert python.exists(), (
             f"no vLLM in {VENV}: run `make vllm-venv`, or set MRL_TEST_VLLM_VENV to a venv that has it"
@@ -83,7 +83,7 @@ class RealServer:
             "tiny",
         ]
         command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *flags]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | variables
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent

@@ -1,0 +1,152 @@
+"""Samples drawn by inference servers, beside what the ranks do: a snapshot is an adapter that the servers load.
+
+The servers of docs/rollout-servers.md, with the base model and adapters switched on. What is scored, log-probs of a
+prompt and largest log-probs, is scored by the ranks, from the very weights that train.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from mrl.config.serve import ServersConfig
+from mrl.engine.base import Completion
+from mrl.engine.sampling import SamplingKey
+from mrl.errors import ServerError, UserError
+from mrl.rollout.base import SampleRequest
+from mrl.rollout.http import Http, HungUp
+from mrl.rollout.servers import AdapterServer, checked
+from mrl.rollout.sglang import SGLangServer
+from mrl.rollout.vllm import VLLMServer
+from mrl.serve.desk import Desk, Promise, Waiting
+from mrl.serve.models import Sampled, prompt_number
+from mrl.serve.operations import Sample
+
+KINDS: dict[str, type[AdapterServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+KEY = "serve.servers.urls"
+KEPT = 8
+"""Adapters that a server has at once, beside those that it draws from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A folder in peft's form. version: of what lies there."""
+
+    folder: str
+    version: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What servers call it."""
+        return "mrl-" + hashlib.sha256(f"{self.folder}@{self.version}".encode()).hexdigest()[:16]
+
+
+class _Loaded:
+    """The adapters of one server, the one used last at the end."""
+
+    def __init__(self, server: AdapterServer) -> None:
+        self.server, self.lock = server, threading.Lock()
+        self.in_use: collections.OrderedDict[str, int] = collections.OrderedDict()  # name -> requests
+
+    @contextlib.contextmanager
+    def using(self, adapter: Adapter, *, anew: bool = False) -> Iterator[str]:
+        """Inside, the server has an adapter; yields its name there. anew: the server has lost it."""
+        name, folder = adapter.name, os.path.abspath(adapter.folder)
+        with self.lock:
+            if name not in self.in_use or anew:
+                self._make_room()
+                self.server.load_adapter(name, folder)
+            self.in_use[name] = self.in_use.pop(name, 0) + 1
+        try:
+            yield name
+        finally:
+            with self.lock:
+                self.in_use[name] -= 1
+
+    def _make_room(self) -> None:
+        idle = [name for name, requests in self.in_use.items() if not requests]
+        for name in idle[: max(0, len(self.in_use) - KEPT + 1)]:
+            del self.in_use[name]
+            with contextlib.suppress(ServerError):  # it was started anew and has none
+                self.server.unload_adapter(name)
+
+
+class Servers:
+    """The servers of `serve.servers`. Used by the main rank alone."""
+
+    def __init__(self, config: ServersConfig, desk: Desk, *, longest: int) -> None:
+        """Raises ServerError where one does not answer, or has no room for sequences of `longest` tokens."""
+        assert config.kind is not None
+        self.desk = desk
+        self.loaded = []
+        for url in config.urls:
+            server = KINDS[config.kind](Http(url, timeout_s=config.timeout_s, key=KEY))
+            room = server.inspect(sleeps=False)
+            if room is not None and room < longest:
+                raise server.http.error(f"takes sequences of {room} tokens; start it with room for {longest}")
+            self.loaded.append(_Loaded(server))
+        self.turns = itertools.cycle(self.loaded)
+        self.pool = concurrent.futures.ThreadPoolExecutor(config.concurrency * len(self.loaded), "samples")
+
+    def close(self) -> None:
+        """Ends what is under way; its clients ask again."""
+        for loaded in self.loaded:
+            loaded.server.http.hang_up()
+        self.pool.shutdown(cancel_futures=True)
+
+    @staticmethod
+    def can(sample: Sample) -> bool:
+        """Returns whether the servers draw a sample; else the ranks do."""
+        return not (sample.prompt_log_probs or sample.top_of_prompt or sample.top_of_samples)
+
+    def draw(self, waiting: Sequence[Waiting], adapter: Adapter | None) -> None:
+        """Begins to draw samples, and keeps their promises once they are whole. adapter: None is the base."""
+        for one in waiting:
+            self.desk.lend(one.promise)
+            sample: Sample = one.operation.operation
+            futures = [self.pool.submit(self._complete, sample, i, adapter) for i in range(sample.count)]
+            self.pool.submit(self._finish, one, futures)
+
+    def _finish(self, one: Waiting, futures: Sequence[concurrent.futures.Future[Completion]]) -> None:
+        try:
+            completions = [future.result() for future in futures]
+        except (HungUp, concurrent.futures.CancelledError):
+            return
+        except ServerError as error:
+            self._fail(one.promise, "server", error)
+            return
+        except UserError as error:
+            self._fail(one.promise, "user", error)
+            return
+        if one.operation.progress is not None:
+            one.operation.progress(completions)
+        self.desk.finish(one.promise, one.operation.answer(Sampled(completions, None, None, None)))
+
+    def _fail(self, promise: Promise, category: str, error: UserError) -> None:
+        self.desk.fail(promise, "server" if category == "server" else "user", str(error))
+
+    def _complete(self, sample: Sample, index: int, adapter: Adapter | None) -> Completion:
+        request = SampleRequest(
+            tokens=sample.tokens, max_new_tokens=sample.max_new_tokens, sampling=sample.sampling,
+            key=SamplingKey(seed=sample.seed, prompt=prompt_number(sample.tokens), sample=index),
+            stop_tokens=sample.stop_tokens, stop=sample.stop,
+        )  # fmt: skip
+        loaded = next(self.turns)
+        loaded.server.refuse(sample.sampling)
+        if adapter is None:
+            return checked(loaded.server, request, loaded.server.complete(request))
+        for anew in (False, True):
+            with loaded.using(adapter, anew=anew) as name:
+                try:
+                    return checked(loaded.server, request, loaded.server.complete(request, adapter=name))
+                except ServerError as error:
+                    if error.status not in (400, 404) or anew:  # it may have been started anew, and lost its adapters
+                        raise
+        raise AssertionError("a second try that neither ends nor fails")

@@ -1,0 +1,77 @@
+"""`mrl serve` that samples from a real vLLM: snapshots are adapters there, and training goes on meanwhile."""
+
+import json
+import urllib.request
+
+import pytest
+from tinker import types
+
+from tests.rollout.real_vllm import MAX_LENGTH, RealServer, make_model
+from tests.serve.serving import rows, serving, step
+
+pytestmark = pytest.mark.slow  # vLLM starts
+PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
+GREEDY = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return make_model(str(folder), seed=0)
+
+
+@pytest.fixture(scope="module")
+def vllm(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    server = RealServer(model, log, "--enable-lora", "--max-lora-rank", "8", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    server.wait()
+    yield server
+    server.kill()
+
+
+def keys(url):
+    return (f"serve.servers={{kind: vllm, urls: ['{url}']}}", f"serve.max_length={MAX_LENGTH // 2}")
+
+
+def drawn(sampler, params=GREEDY, count=1):
+    return [(one.tokens, one.logprobs) for one in sampler.sample(PROMPT, count, params).result().sequences]
+
+
+def test_snapshots_are_adapters_of_the_servers(model, vllm, tmp_path):
+    """What vLLM draws of a snapshot is what the trainer's engine draws and scores, whatever is trained later."""
+    with serving(tmp_path, model, *keys(vllm.url)) as server:
+        client = server.train(seed=1)
+        base = drawn(server.client().create_sampling_client(base_model=model))
+        for seed in range(3):
+            step(client, rows(seed))
+        unnamed = client.save_weights_and_get_sampling_client()
+        named = client.create_sampling_client(client.save_weights_for_sampler(name="n").result().path)
+        first = drawn(unnamed)
+        assert first[0][0] == drawn(named)[0][0] != base[0][0]
+        whole = types.ModelInput.from_ints([5, 6, 7, 8, *first[0][0]])
+        scored = named.compute_logprobs(whole).result()[4:]  # by the trainer's engine
+        assert first[0][1] == pytest.approx(scored, abs=2e-5)
+        step(client, rows(7))
+        assert drawn(unnamed)[0][0] == first[0][0]
+        later = client.create_sampling_client(client.save_weights_for_sampler(name="n").result().path)
+        assert drawn(later)[0][1] != first[0][1], "the name was saved anew, and is another adapter"
+        seeded = types.SamplingParams(max_tokens=6, seed=3, temperature=1.0)
+        assert (
+            drawn(unnamed, seeded, 4) == drawn(unnamed, seeded, 4)
+            and len({tuple(t) for t, _ in drawn(unnamed, seeded, 4)}) > 1
+        )
+        with urllib.request.urlopen(f"{vllm.url}/v1/models") as answer:
+            listed = {one["id"] for one in json.load(answer)["data"]}
+        assert sum(name.startswith("mrl-") for name in listed) == 3
+
+
+def test_a_server_that_lacks_what_it_takes(model, vllm, tmp_path):
+    with pytest.raises(
+        AssertionError,
+        match=f"serve.servers.urls: {vllm.url} takes sequences of 512 tokens; start it with room for 4096",
+    ):
+        with serving(tmp_path, model, *keys(vllm.url), "serve.max_length=4096"):
+            pass
+    with pytest.raises(AssertionError, match="serve.servers.urls: http://127.0.0.1:9 .*cannot be reached"):
+        with serving(tmp_path, model, *keys("http://127.0.0.1:9")):
+            pass
