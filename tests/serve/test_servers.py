@@ -7,7 +7,7 @@ import pytest
 from tinker import types
 
 from tests.rollout.real_vllm import MAX_LENGTH, RealServer, make_model
-from tests.serve.serving import rows, serving, step
+from tests.serve.serving import Serving, rows, serving, step
 
 pytestmark = pytest.mark.slow  # vLLM starts
 PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
@@ -65,13 +65,12 @@ def test_snapshots_are_adapters_of_the_servers(model, vllm, tmp_path):
         assert sum(name.startswith("mrl-") for name in listed) == 3
 
 
-def test_a_server_that_lacks_what_it_takes(model, vllm, tmp_path):
-    with pytest.raises(
-        AssertionError,
-        match=f"serve.servers.urls: {vllm.url} takes sequences of 512 tokens; start it with room for 4096",
-    ):
-        with serving(tmp_path, model, *keys(vllm.url), "serve.max_length=4096"):
-            pass
-    with pytest.raises(AssertionError, match="serve.servers.urls: http://127.0.0.1:9 .*cannot be reached"):
-        with serving(tmp_path, model, *keys("http://127.0.0.1:9")):
-            pass
+@pytest.mark.parametrize(("url", "length", "says"), [
+    (None, 4096, "takes sequences of 512 tokens; start it with room for 4096"),
+    ("http://127.0.0.1:9", 64, "cannot be reached"),
+])  # fmt: skip
+def test_a_server_that_will_not_do(model, vllm, tmp_path, url, length, says):
+    server = Serving(tmp_path, model, *keys(url or vllm.url), f"serve.max_length={length}")
+    with pytest.raises(AssertionError, match=f"serve.servers.urls: {url or vllm.url} .*{says}"):
+        server.start()
+    assert server.process.wait(60) == 2
