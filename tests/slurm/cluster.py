@@ -89,7 +89,7 @@ class Cluster:
     def __init__(self, root: pathlib.Path, cpus: int = 2) -> None:
         self.root = root
         self.environ = {"SLURM_CONF": str(root / "slurm.conf"), "PATH": _path()}
-        ctld_port, *slurmd_ports = _free_ports(1 + len(NODES))
+        ctld_port, *slurmd_ports = free_ports(1 + len(NODES))
         host = socket.gethostname().partition(".")[0]
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=8000 Gres=gpu:8"
@@ -184,7 +184,7 @@ def _step_of(task: psutil.Process) -> psutil.Process | None:
     return None
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
