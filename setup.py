@@ -63,7 +63,8 @@ setup(
             "pillow>=10",
             "starlette>=1",
             "uvicorn>=0.40",
-            "tinker>=0.29",  # the client of `mrl serve`
+            "tinker>=0.29",  # the clients of `mrl serve`
+            "openai>=2",
             "build",
             "mypy",
         ],

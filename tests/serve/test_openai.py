@@ -1,0 +1,99 @@
+"""The door of OpenAI's interface, with OpenAI's own client."""
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.serve.serving import make_model, rows, serving, step
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("openai"), model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
+
+
+def greedy(reference, ids, count):
+    hf, _ = reference
+    return hf.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None)[
+        0, len(ids) :
+    ].tolist()
+
+
+def test_greedy_completions_are_those_of_transformers(client, model, reference):
+    _, tokenizer = reference
+    prompts = ["What is 2 + 2?", "the quick brown"]
+    answer = client.completions.create(
+        model=model, prompt=prompts, max_tokens=10, temperature=0, extra_body={"stop": []}
+    )
+    for i, prompt in enumerate(prompts):
+        expected = greedy(reference, tokenizer(prompt)["input_ids"], 10)
+        assert answer.choices[i].text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert answer.usage.completion_tokens == 20
+
+
+def test_a_prompt_is_scored_without_a_completion(client, model, reference):
+    """As evaluation tools do: echo, log-probs, no new token."""
+    hf, _ = reference
+    ids = [5, 20, 31, 8, 44]
+    answer = client.completions.create(model=model, prompt=ids, max_tokens=0, echo=True, logprobs=2, temperature=0)
+    found = answer.choices[0].logprobs
+    with torch.no_grad():
+        log_p = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = log_p[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert found.token_logprobs[0] is None and found.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
+    largest = log_p.max(-1).values.tolist()
+    assert [max(top.values()) for top in found.top_logprobs[1:]] == pytest.approx(largest[:-1], abs=1e-5)
+
+
+def test_a_chat_streams_what_it_would_answer(client, model):
+    asked = {
+        "model": model, "messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 24, "seed": 3,
+        "temperature": 1.0,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0]
+    pieces = list(client.chat.completions.create(**asked, stream=True))
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == whole.message.content
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == whole.finish_reason
+
+
+def test_a_policy_is_read_while_it_trains(client, server, model):
+    """A named save is a model of its own, and stays what it was."""
+    trained = server.train(seed=1)
+    step(trained, rows(1))
+    name = trained.save_weights_for_sampler(name="half").result().path
+    assert name in [one.id for one in client.models.list()] and client.models.retrieve(name).id == name
+    asked = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    of_save, of_base = (client.completions.create(model=m, **asked).choices[0] for m in (name, model))
+    assert of_save.logprobs.token_logprobs != of_base.logprobs.token_logprobs
+    step(trained, rows(2))
+    again = client.completions.create(model=name, **asked).choices[0]
+    assert (again.text, again.logprobs.token_logprobs) == (of_save.text, of_save.logprobs.token_logprobs)
+
+
+def test_mistakes_are_told(client, model):
+    with pytest.raises(openai.BadRequestError, match="max_tokens: value 1000 is more than fits"):
+        client.completions.create(model=model, prompt="a", max_tokens=1000)
+    with pytest.raises(openai.BadRequestError, match="presence_penalty: value 0.5 is not done by this server"):
+        client.completions.create(model=model, prompt="a", presence_penalty=0.5)
+    with pytest.raises(openai.APIStatusError, match="nothing.*is not saved on this server"):
+        client.completions.create(model="nothing", prompt="a")
