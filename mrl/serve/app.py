@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mrl.config.serve_checks import is_loopback
 from mrl.errors import UserError, one_line
 from mrl.serve.desk import Busy, Desk, Gone, Promise, Result
 from mrl.serve.requests import Refused, read_json
@@ -55,7 +56,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """Who may ask, and how much. key: None where nobody needs one."""
+    """Who may ask, and how much. key: None where nobody needs one, who asks this machine by a name of its own."""
 
     key: str | None
     most_bytes: int
@@ -63,7 +64,8 @@ class Door:
     async def open(self, request: Request) -> Asked:
         """Returns a request with its body. Raises Refused."""
         if self.key is None:
-            if "origin" in request.headers:  # a web page of any site can reach a server on loopback
+            # a web page of any site can reach a server on loopback, also by a name that it has made lead here
+            if "origin" in request.headers or not is_loopback(request.url.hostname or ""):
                 raise Refused(403, "a browser may not ask: set MRL_SERVE_KEY and send it")
         elif not hmac.compare_digest(_key_of(request).encode(), self.key.encode()):
             raise Refused(401, "the key is not this server's: set TINKER_API_KEY to its MRL_SERVE_KEY")

@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 import time
 import typing
 from collections.abc import Collection
@@ -73,7 +74,8 @@ class SamplerRecord:
 
 
 class Ledger:
-    """The records of one server. Used by the thread of the HTTP server alone, and by the main thread with its lock."""
+    """The records of one server. Every method may be called on any thread; whoever goes through a mapping goes through
+    what it was then, as an event makes another one of it."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder, self.file = folder / "models", folder / "ledger.jsonl"
@@ -82,42 +84,49 @@ class Ledger:
         self.models: dict[str, ModelRecord] = {}
         self.saved: dict[str, Saved] = {}
         self.samplers: dict[str, SamplerRecord] = {}
+        self._lock = threading.Lock()
         self._read()
 
     def _read(self) -> None:
-        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        for line in lines:
+        text = self.file.read_text(encoding="utf-8") if self.file.exists() else ""
+        if text and not text.endswith(
+            "\n"
+        ):  # the last line of a server that was killed: the next one is not to join it
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        for line in text.splitlines():
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # the last line of a server that was killed
+                continue  # it broke off
             getattr(self, f"_on_{event.pop('event')}")(**event)
 
     def _write(self, event: str, **fields: Any) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, **fields}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        getattr(self, f"_on_{event}")(**fields)
+        with self._lock:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": event, **fields}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            getattr(self, f"_on_{event}")(**fields)
 
     def _on_session(self, id: str, time: float) -> None:
-        self.sessions[id] = time
+        self.sessions = {**self.sessions, id: time}
 
     def _on_model(self, kind: dict[str, Any], **fields: Any) -> None:
         record = ModelRecord(kind=Kind(**kind), **fields)
-        self.models[record.id] = record
+        self.models = {**self.models, record.id: record}
 
     def _on_saved(self, kind: dict[str, Any], **fields: Any) -> None:
         saved = Saved(kind=Kind(**kind), **fields)
-        self.saved[saved.path] = saved
+        self.saved = {**self.saved, saved.path: saved}
 
     def _on_deleted(self, path: str) -> None:
-        self.saved.pop(path, None)
+        self.saved = {name: saved for name, saved in self.saved.items() if name != path}
 
     def _on_sampler(self, **fields: Any) -> None:
         record = SamplerRecord(**fields)
-        self.samplers[record.id] = record
+        self.samplers = {**self.samplers, record.id: record}
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class Ledger:
 
     def expire(self, now: float) -> None:
         """Removes what was saved for a time that is over."""
-        for saved in list(self.saved.values()):
+        for saved in self.saved.values():
             if saved.expires is not None and saved.expires <= now:
                 self.delete(saved.path)
 

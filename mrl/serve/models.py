@@ -135,6 +135,8 @@ class Models:
     def _take(self, name: str) -> Kind:
         """Gives the engine the model `name`."""
         if self.active is None or self.active[0] != name:
+            if name not in self.waiting:
+                raise UserError("model_id", name, "could not be made", "create another")
             self._put_away()
             held = self.waiting.pop(name)
             self._fill(held)
