@@ -89,9 +89,7 @@ class Ledger:
 
     def _read(self) -> None:
         text = self.file.read_text(encoding="utf-8") if self.file.exists() else ""
-        if text and not text.endswith(
-            "\n"
-        ):  # the last line of a server that was killed: the next one is not to join it
+        if text and not text.endswith("\n"):  # of a server that was killed: the next line is not to join its last one
             with self.file.open("a", encoding="utf-8") as file:
                 file.write("\n")
         for line in text.splitlines():

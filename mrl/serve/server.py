@@ -179,7 +179,9 @@ class Server:
             "POST completions": self.openai.completions,
             "POST chat/completions": self.openai.chat_completions,
         }
-        signed = route("GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Door(None, 0))
+        signed = route(
+            "GET", f"{ROOT}/{{until}}/{{signature}}/{{what:path}}", links.follow, Door(None, 0, for_all=True)
+        )
         return [signed] + [
             route(method, f"{root}/{path}", handler, door)
             for root, below in ((API, handlers), ("/v1", of_openai))

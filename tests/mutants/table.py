@@ -176,7 +176,7 @@ SCALING_AND_OPTIMIZER = (
         ("limit / (norm + 1e-6)", "0.99 * limit / (norm + 1e-6)"),
         ("if limit and norm > limit:", "if not limit and norm > limit:"),
         (".double().square().sum()\n", ".double().sum()\n"),
-        ('group["lr"] = lr\n', 'group["lr"] = 0.9 * lr\n'),
+        ("lr=update.lr, betas", "lr=0.9 * update.lr, betas"),
     ),
     *_of(
         "engine/schedule.py",
