@@ -117,7 +117,9 @@ def route(method: str, path: str, handler: Handler, door: Door) -> Route:
 
 
 def refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": one_line(line, 400)}, status, headers)
+    said = one_line(line, 400)
+    error = {"message": said, "type": "invalid_request_error" if status < 500 else "server_error"}  # as OpenAI's
+    return JSONResponse({"detail": said, "error": error}, status, headers)
 
 
 def promised(promise: Promise, **more: Any) -> JSONResponse:

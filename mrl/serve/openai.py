@@ -227,8 +227,12 @@ class OpenAI:
         return found
 
     def _others(self, log_probs: Any, ids: Any) -> dict[str, float]:
-        pairs = zip(ids.tolist(), log_probs.tolist(), strict=True)
-        return {self._text(token): log_prob for token, log_prob in pairs if math.isfinite(log_prob)}
+        """Returns text -> log-prob, the largest first; of tokens that read alike the largest."""
+        found: dict[str, float] = {}
+        for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):
+            if math.isfinite(log_prob):
+                found.setdefault(self._text(token), log_prob)
+        return found
 
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
