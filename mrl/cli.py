@@ -235,13 +235,14 @@ def main() -> None:
 
 
 def command() -> None:
-    """`mrl` as a process of its own; one that another launcher started as a rank does not end the interpreter's way."""
+    """`mrl` as a process of its own; one that has loaded PyTorch does not end the interpreter's way."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that an ASCII terminal cannot show is no fault
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(prog_name="mrl")
     except BaseException as end:
-        if "RANK" not in os.environ:
+        is_rank = "RANK" in os.environ  # of another launcher
+        if not is_rank and "torch" not in sys.modules:
             raise
         code = EXIT_FAULT
         if isinstance(end, SystemExit):
@@ -252,4 +253,4 @@ def command() -> None:
             ending.record(os.environ, EXIT_FAULT, last, "".join(traceback.format_exception(end)))
         from mrl.launch.worker import leave
 
-        leave(code, failed=code not in (0, EXIT_STOPPED))
+        leave(code, failed=is_rank and code not in (0, EXIT_STOPPED))

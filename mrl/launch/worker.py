@@ -167,14 +167,16 @@ def main() -> None:
 
 
 def leave(code: int, *, failed: bool) -> NoReturn:
-    """Ends the process of a rank.
+    """Ends a process that has loaded PyTorch. failed: it has peers, which may be gone.
 
-    The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run.
+    The interpreter's own way out takes C++ libraries down while their threads run: seen to abort a finished run, with
+    "terminate called without an active exception" and exit code -6.
     """
     if not failed:
         atexit._run_exitfuncs()  # after a failure they may wait for process groups whose peers are gone
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # as of `mrl ... | head`
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

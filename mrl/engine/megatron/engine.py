@@ -41,7 +41,16 @@ cpu_stand_in.prepare()  # before anything below imports megatron
 
 from megatron.core import parallel_state  # noqa: E402
 
-from mrl.engine.megatron import dist_checkpoint, generate, lora, optim, pipeline, streams, trained, watched  # noqa: E402
+from mrl.engine.megatron import (  # noqa: E402
+    dist_checkpoint,
+    generate,
+    lora,
+    optim,
+    pipeline,
+    streams,
+    trained,
+    watched,
+)
 from mrl.engine.megatron.checks import MegatronChecks, choices  # noqa: E402
 from mrl.engine.megatron.model import Model  # noqa: E402
 from mrl.parallel import ParallelDims  # noqa: E402

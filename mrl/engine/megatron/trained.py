@@ -18,14 +18,13 @@ MOMENTS = optim_state.PARTS[1:]
 
 def copy(chunks: Chunks, optimizer: MegatronOptimizer, *, gradients: bool, spent: bool) -> TrainedState:
     """Returns what this rank has. gradients: there are some that have accumulated and are not reduced."""
-    found = [
-        None if (values := part.optimizer.state.get(main, {}).get(name)) is None else values
+    moments = (
+        torch.zeros_like(main) if (kept := part.optimizer.state.get(main, {}).get(name)) is None else kept
         for part, _, main, _ in optim.shards(optimizer) for name in MOMENTS
-    ]  # fmt: skip
-    mains = [main for _, _, main, _ in optim.shards(optimizer) for _ in MOMENTS]
+    )  # fmt: skip
     return TrainedState(
         weights=on_host(_weights(chunks, optimizer)),
-        moments=on_host(torch.zeros_like(m) if t is None else t for t, m in zip(found, mains, strict=True)),
+        moments=on_host(moments),
         updates=optim_state.step_count(optimizer),
         gradients=on_host(b.grad_data for b in optim.gradient_buffers(chunks)) if gradients else None,
         spent=spent,
