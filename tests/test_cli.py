@@ -444,7 +444,10 @@ ENDINGS = {
     slow_but([(True, "done"), (True, "fault")], [(joined, name) for joined in (True, False) for name in ENDINGS]),
 )
 def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, name):
-    """What the interpreter does last, here a module's own finalizer, is not done: it was seen to abort finished runs."""
+    """What the interpreter does last, here a module's own finalizer, is not done: it was seen to abort finished runs.
+
+    Nor by a process that nothing joined, as it has loaded PyTorch; it leaves by `atexit` whatever its end was.
+    """
     target, expected = ENDINGS[name]
     code = (
         "import atexit, os, sys\n"
@@ -466,4 +469,4 @@ def test_a_joined_rank_leaves_without_taking_libraries_down(workspace, joined, n
     assert done.stderr.count("Traceback") == (name == "fault"), done.stderr
     clean = not joined or expected in (0, 75)
     said = [line for line in done.stdout.splitlines() if not line.endswith(" s so far)")]  # on a slow machine
-    assert said == ["printed", *["atexit"] * clean, *["taken down"] * (not joined)]
+    assert said == ["printed", *["atexit"] * clean]
