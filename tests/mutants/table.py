@@ -1,10 +1,11 @@
 """The mutants of models, losses, batches, engines, checkpoints and plans; those of the commands that inspect a run or a
-machine are in table_of_commands.py."""
+machine are in table_of_commands.py, those of `mrl serve` in table_of_serve.py."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import of as _of
 from tests.mutants.table_of_commands import OF_COMMANDS
+from tests.mutants.table_of_serve import OF_SERVE
 
 LOSSES = (
     *_of(
@@ -458,4 +459,5 @@ PLANS = (
 MUTANTS = (
     *LOSSES, *KL, *ADVANTAGES, *BATCHES, *SCALING_AND_OPTIMIZER, *MODELS, *CONVERTERS, *CHECKPOINTS, *ON_GPUS, *PLANS,
     *OF_COMMANDS,
+    *OF_SERVE,
 )  # fmt: skip

@@ -1,0 +1,63 @@
+"""What the server remembers from one start to the next."""
+
+import pytest
+
+from mrl.errors import UserError
+from mrl.serve.ledger import Ledger, ModelRecord, SamplerRecord, Saved
+from mrl.serve.operations import Kind
+
+RUN = "s1:train:0"
+
+
+def saved(name, **fields):
+    return Saved(RUN, "weights", name, Kind(4), "base", 1.0, 10, **fields)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    made = Ledger(tmp_path)
+    made.session("s1")
+    made.model(ModelRecord(RUN, "s1", Kind(4), "base", {"who": "tests"}, 1.0, here=True))
+    made.save(saved("a"))
+    made.sampler(SamplerRecord("s1:sample:0", "s1", "base", path=saved("a").path, saved=1.0))
+    return made
+
+
+def test_the_next_start_knows_all_but_what_the_ranks_have(ledger, tmp_path):
+    again = Ledger(tmp_path)
+    assert again.sessions == ledger.sessions and again.saved == ledger.saved and again.samplers == ledger.samplers
+    [model] = again.models.values()
+    assert (model.id, model.kind, model.metadata, model.here) == (RUN, Kind(4), {"who": "tests"}, False)
+
+
+def test_a_line_that_broke_off_takes_no_other_with_it(ledger, tmp_path):
+    whole = ledger.file.read_text()
+    ledger.file.write_text(whole[:-20])  # of a server that was killed while it wrote
+    Ledger(tmp_path).save(saved("b"))
+    again = Ledger(tmp_path)
+    assert again.saved.keys() == {saved("a").path, saved("b").path} and not again.samplers
+
+
+def test_what_is_saved_for_a_time_is_removed_after_it(ledger):
+    for name, expires in (("soon", 5.0), ("later", 50.0)):
+        ledger.save(saved(name, expires=expires))
+        ledger.folder_of(RUN, "weights", name).mkdir(parents=True)
+    ledger.expire(10.0)
+    assert ledger.saved.keys() == {saved("a").path, saved("later").path}
+    assert [path.name for path in (ledger.folder / RUN / "weights").iterdir()] == ["later"]
+
+
+def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
+    for _ in ledger.saved.values():
+        ledger.save(saved("new"))
+    for _ in ledger.sessions.items():
+        ledger.session("s2")
+
+
+@pytest.mark.parametrize(
+    ("run", "part", "name"),
+    [(RUN, "weights", ".."), (RUN, "weights", "a/b"), (RUN, "elsewhere", "a"), ("../x", "weights", "a"), ("s1", "weights", "a")],
+)  # fmt: skip
+def test_paths_stay_below_the_folder(ledger, run, part, name):
+    with pytest.raises(UserError):
+        ledger.folder_of(run, part, name)
