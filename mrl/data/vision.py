@@ -76,6 +76,10 @@ class Vision:
         inputs = {name: torch.cat([of_image[name] for _, of_image in made]) for name in made[0][1]}
         return WithImages(Encoded(ids, mask), inputs)
 
+    def read(self, image: Image) -> tuple[list[int], dict[str, Tensor]]:
+        """Returns the tokens that an image takes, whose bytes are given, and what it is to the model. Raises BadRow."""
+        return self._process(image, image.open(""))
+
     def _process(self, image: Image, picture: Any) -> tuple[list[int], dict[str, Tensor]]:
         """Returns the tokens that an image takes, and what it is to the model."""
         try:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from mrl.algorithms.sums import DENOMINATOR, LOSSES
 from mrl.batch import Batch
+from mrl.data.files import BadRow
+from mrl.data.images import Image
+from mrl.data.vision import Vision
 from mrl.errors import UserError
 from mrl.serve import messages
 
@@ -31,6 +34,7 @@ class Limits:
 
     vocab_size: int
     length: int  # positions
+    vision: Vision | None = None  # of a model that reads images
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +89,11 @@ def batch_of(call: Call, limits: Limits) -> Batch:
         raise UserError("data", why="is empty", fix="send at least one datum")
     fields = LOSSES[call.loss].fields
     tokens: list[Tensor] = []
+    images: list[Mapping[str, Tensor]] = []
     labels: list[Tensor] = []
     columns: dict[str, list[Tensor]] = {name: [] for name in fields}
     for i, datum in enumerate(call.data):
-        ids = tokens_of(datum.model_input, f"data[{i}].model_input", limits)
+        ids, of_images = read_input(datum.model_input, f"data[{i}].model_input", limits)
         inputs = _inputs(datum, i, (_TARGETS, *fields))
         targets = inputs[_TARGETS]
         _check_targets(targets, len(ids), i, limits, call)
@@ -103,12 +108,14 @@ def batch_of(call: Call, limits: Limits) -> Batch:
                 )
             columns[name].append(inputs[name].to(torch.float32))
         tokens.append(ids)
+        images.append(of_images)
         labels.append(targets.to(torch.int64))
     joined = torch.cat(tokens)
     return Batch(
         tokens=joined, labels=torch.cat(labels), loss_mask=torch.ones(len(joined)),
         lengths=torch.tensor([len(ids) for ids in tokens]),
         token_fields={name: torch.cat(parts) for name, parts in columns.items()},
+        multi_modal_inputs=tuple(images) if any(images) else (),
         denominators={DENOMINATOR: 1.0, "tokens": float(len(joined)), "sequences": float(len(tokens))},
     )  # fmt: skip
 
@@ -117,17 +124,40 @@ def _columns(targets: Tensor) -> str:
     return "[N]" if targets.dim() == 1 else f"[N, {targets.shape[1]}]"
 
 
-def tokens_of(chunks: Sequence[Any], where: str, limits: Limits) -> Tensor:
-    """Returns the token ids of a model input, [N] int64. Raises UserError for images and ids that the model lacks."""
-    parts = []
-    for chunk in chunks:
+def read_input(chunks: Sequence[Any], where: str, limits: Limits) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the token ids of a model input, [N] int64, those that stand for its images among them, and what these are
+    to the model. Raises UserError for what the model lacks."""
+    parts: list[Any] = []
+    images: list[Mapping[str, Tensor]] = []
+    for i, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("value")
+        if kind == "image":
+            ids, of_image = _read_image(chunk.image, f"{where}[{i}]", limits.vision)
+            parts.append(np.array(ids))
+            images.append(of_image)
+            continue
         if kind != "encoded_text":
             raise UserError(where, why=f"has a chunk of kind {kind or 'unknown'}", fix="send encoded_text")
         parts.append(_array(chunk.encoded_text.tokens, messages.INT32, where))
+        if limits.vision is not None and limits.vision.count(parts[-1].tolist()):
+            why = f"has a token in its text that stands for an image ({limits.vision.image_token})"
+            raise UserError(f"{where}[{i}]", why=why, fix="send the image as a chunk of its own")
     ids = torch.from_numpy(np.concatenate(parts).astype(np.int64)) if parts else torch.zeros(0, dtype=torch.int64)
     check_tokens(ids, where, limits)
-    return ids
+    return ids, {name: torch.cat([one[name] for one in images]) for name in images[0]} if images else {}
+
+
+def _read_image(sent: Any, where: str, vision: Vision | None) -> tuple[list[int], dict[str, Tensor]]:
+    if vision is None:
+        raise UserError(where, why="is an image, and this model reads text alone", fix="send encoded_text")
+    try:
+        ids, of_image = vision.read(Image(where, data=sent.data))
+    except BadRow as error:
+        raise UserError(str(error)) from None
+    if sent.HasField("expected_tokens") and sent.expected_tokens != len(ids):
+        fix = f"expect {len(ids)}, or send it in another size"
+        raise UserError(f"{where}.expected_tokens", sent.expected_tokens, f"is not the {len(ids)} that it takes", fix)
+    return ids, of_image
 
 
 def check_tokens(ids: Tensor, where: str, limits: Limits) -> None:

@@ -26,6 +26,7 @@ from mrl.config.serve_checks import KEY, secret_of_clients
 from mrl.converters.hf_config import read_hf_config, vocab_size_of
 from mrl.converters.hub import model_folder
 from mrl.data.tokenizer import load_tokenizer
+from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, Stopped, UserError
@@ -68,7 +69,8 @@ def run(config: ServeConfig, command_line: str = "") -> None:
     with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
         console.doing("reading the model's folder")
         folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
-        vocab_size = vocab_size_of(read_hf_config(folder))  # first: a wrong config.json fails the tokenizer too
+        hf_config = read_hf_config(folder)  # first: a wrong one fails the tokenizer too
+        vocab_size, vision = vocab_size_of(hf_config), load_vision(folder, hf_config)
         tokenizer = load_tokenizer(folder, config.model.trust_remote_code, None)
         engine = build_engine(role_config(config, folder))
         try:
@@ -80,7 +82,7 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.init_model()
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
-            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length)
+            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length, vision)
             name, most = config.serve.name or config.model.path, config.serve.max_models
             exports = directory.path / "snapshots" if config.serve.servers.kind is not None else None
             engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))

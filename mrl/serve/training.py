@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 
 from mrl.config.schema import LoraConfig
@@ -225,7 +226,7 @@ class Training:
     async def forward_backward(self, asked: Asked) -> Response:
         call = datums.read_call(asked.body)
         model = self._model({"model_id": call.model})
-        batch = datums.batch_of(call, self.served.limits)
+        batch = await run_in_threadpool(datums.batch_of, call, self.served.limits)  # images may take long to read
 
         def answer(found: Any) -> Result:
             log_probs, loss = found
