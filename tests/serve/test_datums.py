@@ -110,7 +110,7 @@ def test_images_and_odd_tensors():
     sent = request(([1, 2], [2, 3]))
     image = messages.ForwardBackwardRequest.FromString(sent.SerializeToString())
     image.data[0].model_input[0].image.format = "png"
-    assert "data[0].model_input: has a chunk of kind image; send encoded_text" in refused(image)
+    assert "data[0].model_input[0]: is an image, and this model reads text alone; send encoded_text" in refused(image)
     for change, says in (
         (lambda t: setattr(t, "dtype", 9), "has the unknown dtype 9"),
         (lambda t: setattr(t, "dense", b"123"), "has 3 bytes"),

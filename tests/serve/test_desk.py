@@ -100,3 +100,30 @@ def test_whoever_waits_is_told(desk):
     desk.finish(promise, Result(b""))
     desk.tell(promise, lambda: told.append("later"))
     assert told == ["at once", "later"]
+
+
+def test_what_is_put_back_comes_before_what_came_meanwhile(desk):
+    desk.put_together("s", "key 1", "s1")
+    turn = desk.take(0)
+    desk.put_together("s", "key 2", "s2")
+    desk.put_back("s", turn.waiting)
+    assert taken(desk) == ("s", ["s1", "s2"])
+
+
+def test_what_is_lent_takes_room_until_it_is_finished(desk):
+    promises = [desk.put_together("s", number, number) for number in range(4)]
+    desk.take(0)
+    for promise in promises:
+        desk.lend(promise)
+    with pytest.raises(Busy):
+        desk.put_together("s", "more", "more")
+    desk.finish(promises[0], Result(b""))
+    assert desk.put_together("s", "more", "more").result is None
+
+
+def test_what_waits_for_long_is_not_forgotten(desk, clock):
+    desk.open("a", first=1)
+    promise = desk.put("a", 2, "waits")
+    clock.now = 2 * KEPT_S
+    desk.put("a", 3, "more")
+    assert desk.find(promise.id) is promise and desk.put("a", 2, "waits") is promise
