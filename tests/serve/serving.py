@@ -37,10 +37,10 @@ LAYOUTS = {
 """Name -> (processes, overrides of the config)."""
 
 
-def make_model(folder: pathlib.Path, layers: int = 4) -> str:
+def make_model(folder: pathlib.Path) -> str:
     """A tiny Qwen3 with a tokenizer, in a folder whose path has not two slashes: the client would cut such a name."""
     tokenizer = make_tokenizer()
-    path = tiny.make_model(str(folder), "qwen3", layers=layers, vocab=len(tokenizer) + 3)
+    path = tiny.make_model(str(folder), "qwen3", layers=4, vocab=len(tokenizer) + 3)
     tokenizer.save_pretrained(path)
     return path
 

@@ -15,13 +15,8 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.serve.serving import ADAM, LAYOUTS, ask, datum, make_model, rows, serving, step, tensor, weights
+from tests.serve.serving import ADAM, LAYOUTS, ask, datum, rows, serving, step, tensor, weights
 from tests.tiers import nightly_but
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=nightly_but(["one"], LAYOUTS))

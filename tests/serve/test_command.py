@@ -15,15 +15,10 @@ from mrl.config.command import record
 from mrl.config.load import from_dict
 from mrl.config.serve import ServeConfig
 from mrl.errors import ConfigError
-from tests.serve.serving import make_model, serving
+from tests.serve.serving import serving
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
 EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from tinker import types
 
-from tests.serve.serving import LAYOUTS, RANK, datum, folder_of, make_model, serving
+from tests.serve.serving import LAYOUTS, RANK, datum, folder_of, serving
 from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.slow  # each starts a run and a server
@@ -24,11 +24,6 @@ ADAM = types.AdamParams(
     learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0
 )  # fmt: skip
 REWARD = "def score(prompt, completion, row):\n    return float(len(completion) % 5)\n"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def run(command: str, folder: pathlib.Path, config: dict, overrides=(), nproc=1) -> list[dict]:

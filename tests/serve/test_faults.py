@@ -13,14 +13,9 @@ import pytest
 from tinker import types
 
 from mrl.serve import messages
-from tests.serve.serving import ADAM, ask, make_model, rows, serving, step
+from tests.serve.serving import ADAM, ask, rows, serving, step
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

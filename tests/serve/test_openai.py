@@ -5,14 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.serve.serving import make_model, rows, serving, step
+from tests.serve.serving import rows, serving, step
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.serve.serving import make_model, serving
+from tests.serve.serving import serving
 
 pytestmark = pytest.mark.nightly
 SCRIPT = pathlib.Path(__file__).with_name("client_script.py")
@@ -21,8 +21,8 @@ def run(server, model, packages=None):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("run"), make_model(tmp_path_factory.mktemp("model"), layers=2)) as server:
+def server(model, tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("run"), model) as server:
         yield server
 
 
