@@ -14,6 +14,7 @@ from tinker import types
 
 from mrl.serve import messages
 from tests.serve.serving import ADAM, ask, rows, serving, step
+from tests.tiers import nightly_but
 
 pytestmark = pytest.mark.slow
 
@@ -159,13 +160,14 @@ def test_a_step_without_gradients(server):
         server.train(seed=5).optim_step(ADAM).result()
 
 
-def test_more_samples_than_wait_at_once(server, model):
+@pytest.mark.parametrize("count", nightly_but([400], [400, 2000]))
+def test_more_samples_than_wait_at_once(server, model, count):
     """The client is told to come again, and gets them all."""
     sampler = server.client().create_sampling_client(base_model=model)
     params = types.SamplingParams(max_tokens=2, seed=1)
-    futures = [sampler.sample(types.ModelInput.from_ints([5 + i % 50]), 1, params) for i in range(400)]
+    futures = [sampler.sample(types.ModelInput.from_ints([5 + i % 50]), 1, params) for i in range(count)]
     found = [future.result().sequences[0].tokens for future in futures]
-    assert all(found[i] == found[i % 50] for i in range(400)) and len({tuple(one) for one in found}) > 5
+    assert all(found[i] == found[i % 50] for i in range(count)) and len({tuple(one) for one in found}) > 5
 
 
 def test_what_a_dead_client_held_is_freed(model, tmp_path):
