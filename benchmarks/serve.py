@@ -68,11 +68,11 @@ def write_config(folder: pathlib.Path, lora: dict[str, Any] | None) -> pathlib.P
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, config: pathlib.Path) -> Iterator[tuple[str, psutil.Process]]:
-    """(url, process) of a server, which ends with the block."""
-    log = folder / "serve.log"
+    """(url, process) of a server of its own directory, which ends with the block."""
+    log, run = folder / "serve.log", tempfile.mkdtemp(dir=folder)
     with log.open("w") as file:
         server = subprocess.Popen(
-            [sys.executable, "-u", "-m", "mrl", "serve", str(config), "--nproc", "1"], stdout=file, stderr=file,
+            [sys.executable, "-u", "-m", "mrl", "serve", str(config), f"output_dir={run}", "--nproc", "1"], stdout=file, stderr=file,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:

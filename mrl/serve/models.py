@@ -183,6 +183,7 @@ class Models:
             moments = [torch.zeros_like(moment) for moment in state.moments]
             self.engine.set_trained_state(dataclasses.replace(state, moments=moments, updates=0))
         self.engine.optimizer_zero_grad()
+        self._forget(ops.Forget(models=[asked.model]))  # as it was before
         self.active = asked.model, asked.kind
 
     def _pass(self, asked: ops.Pass) -> tuple[Tensor, float]:

@@ -19,6 +19,10 @@ class Kind:
     attention: bool = True  # modules that have adapters
     mlp: bool = True
 
+    def describe(self) -> str:
+        where = " and ".join(name for name, has in (("attention", self.attention), ("MLP", self.mlp)) if has)
+        return "all weights" if self.rank is None else f"adapters of rank {self.rank} on {where}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Create:
@@ -30,7 +34,7 @@ class Create:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A new model, from a checkpoint. optimizer: with what the optimizer had gathered."""
+    """A model as a checkpoint has it, whatever it was before. optimizer: with what the optimizer had gathered."""
 
     model: str
     kind: Kind

@@ -288,27 +288,36 @@ class Training:
         return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
 
     async def load_weights(self, asked: Asked) -> Response:
+        """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do
+        clients before 0.38."""
         body = asked.json
-        if "session_id" not in body:
-            why = "loads into a model that trains, which this server does not do"
-            raise UserError("load_weights", why=why, fix="use create_training_client_from_state")
+        model = self._model(body) if "session_id" not in body else None
         saved = self.ledger.find(field(body, "path", str))
         if saved.part != "weights":
             raise UserError("path", saved.path, "has weights to sample from alone", "give one of save_state")
         if field(body, "base_model", str, saved.base) != self.served.base:
             raise UserError("path", saved.path, f"is of {saved.base}", f"this server has {self.served.base}")
         self._check_optimizer(body)
-        self._check_kind(saved)
-        record = self._new_model(body, saved.kind)
+        self._check_kind(saved, model)
         folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
-        load = ops.Load(record.id, saved.kind, folder, field(body, "optimizer", bool, False))
-        return promised(self._begin(record, load))
+        optimizer = field(body, "optimizer", bool, False)
+        if model is None:
+            record = self._new_model(body, saved.kind)
+            return promised(self._begin(record, ops.Load(record.id, saved.kind, folder, optimizer)))
+        load = ops.Load(model.id, model.kind, folder, optimizer)
+        answer = as_result({"path": saved.path, "model_id": model.id})
+        return promised(
+            self.desk.put(model.id, number(body, "seq_id", least=1), Work(load, lambda _: answer), model=model.id)
+        )
 
-    def _check_kind(self, saved: Saved) -> None:
+    def _check_kind(self, saved: Saved, model: ModelRecord | None) -> None:
         lora = self.served.lora
         if (saved.kind.rank is None) != (lora is None):
             what = "all weights" if saved.kind.rank is None else "adapters"
             raise UserError("path", saved.path, f"has {what}", "serve with the model.lora that it was saved under")
+        if model is not None and dataclasses.replace(saved.kind, seed=model.kind.seed) != model.kind:
+            fix = "use create_training_client_from_state, which makes a model of its kind"
+            raise UserError("path", saved.path, f"has {saved.kind.describe()}, the model {model.kind.describe()}", fix)
 
     async def save_weights_for_sampler(self, asked: Asked) -> Response:
         body = asked.json
