@@ -84,7 +84,13 @@ class ServerConfig:
     weights_dir: str | None = key(
         None, "folder that trainer and servers share, for new weights; null is one in output_dir"
     )
-    bucket_mb: int = key(512, "weights that are handed over at once: one file", minimum=1, maximum=10**6)
+    handover: Literal["auto", "disk", "broadcast", "ipc"] = key(
+        "auto",
+        "how weights come to the servers: files in weights_dir, a broadcast over NCCL (gloo on CPUs), or memory of a "
+        "machine that both are on; auto is ipc or broadcast where the actor is on a GPU and all servers take it, "
+        "else disk",
+    )
+    bucket_mb: int = key(512, "weights that are handed over at once: a file, or a message", minimum=1, maximum=10**6)
     concurrency: int = key(128, "requests at a time at each server", minimum=1, maximum=MOST_WAYS)
     timeout_s: float = key(600.0, "longest wait for an answer", above=0, maximum=MOST_SECONDS)
     sleep: bool = key(False, "servers give their GPU memory back while the trainer trains (docs/rollout-servers.md)")

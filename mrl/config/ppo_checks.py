@@ -22,7 +22,7 @@ from mrl.parallel import divisors_near
 
 SERVERS = ("vllm", "sglang")
 IN_PROCESS_ONLY = ("memory_fraction", "tp")
-SERVERS_ONLY = ("weights_dir", "bucket_mb", "concurrency", "timeout_s", "sleep")
+SERVERS_ONLY = ("weights_dir", "handover", "bucket_mb", "concurrency", "timeout_s", "sleep")
 NATIVE_ONLY = ("cache_tokens", "prefill_tokens")
 OF_ENVIRONMENTS = ("max_turns", "max_turn_tokens", "environment_parts", "environment_timeout_s")
 SAMPLING = ("top_k", "top_p", "min_p", "stop", "stop_tokens")

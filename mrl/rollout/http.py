@@ -49,13 +49,24 @@ class Http:
     def get(self, path: str) -> Any:
         return self._answer("GET", path, None)
 
-    def post(self, path: str, body: Any = None) -> Any:
-        """Returns the answer's JSON, None where it has no body. Raises ServerError. May be called from many threads."""
-        return self._answer("POST", path, body)
+    def post(self, path: str, body: Any = None, *, tries: int = TRIES) -> Any:
+        """Returns the answer's JSON, None where it has no body. Raises ServerError. May be called from many threads.
+
+        tries: 1 for what must not be done twice.
+        """
+        return self._answer("POST", path, body, tries=tries)
 
     def tell(self, path: str, body: Any) -> None:
         """As `post`, for an answer that is no JSON and says no more than that it was done."""
         self._answer("POST", path, body, as_json=False)
+
+    def own_address(self) -> str:
+        """Returns this machine's address as the server sees it."""
+        found = socket.getaddrinfo(self._host, self._parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # which sends nothing, over UDP
+            return sock.getsockname()[0]
 
     def hang_up(self) -> None:
         """Ends the requests that are under way, which raise HungUp; the server drops what it was doing for them."""
@@ -69,9 +80,9 @@ class Http:
         """Undoes `hang_up`."""
         self._stopped.clear()
 
-    def _answer(self, method: str, path: str, body: Any, *, as_json: bool = True) -> Any:
+    def _answer(self, method: str, path: str, body: Any, *, as_json: bool = True, tries: int = TRIES) -> Any:
         wait_s = FIRST_WAIT_S
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(tries)):
             try:
                 status, text = self._send(method, path, body)
                 why = f"says HTTP {status}: {words(text)}"
@@ -91,7 +102,8 @@ class Http:
                 self._stopped.wait(wait_s)
                 self._check_wanted()
                 wait_s *= 2
-        raise self.error(f"{path} {why}, after {TRIES} tries; start it, or take it out of {self._key}")
+        after = f", after {tries} tries" if tries > 1 else ""
+        raise self.error(f"{path} {why}{after}; start it, or take it out of {self._key}")
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, str]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection

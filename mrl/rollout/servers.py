@@ -3,40 +3,31 @@
 The main process alone talks to them; every rank gets what it got, errors too. What differs between kinds of servers is
 a `Server`: vllm.py and sglang.py have one each.
 
-**New weights** (trap 31). They are written whole to a folder that the servers see. Then every server is paused, which
-ends or refuses what it was sampling; every server loads the folder; only when all have done so does any of them go on.
-Where one cannot, all load the folder before it again, and one that cannot even do that stays paused: no token is
-sampled from weights that are partly new. Each set of weights has a name, and `sample` asks each server for it before
-and after: one that was started again meanwhile has other weights, and is an error.
+How new weights come to them is in handover.py. Each set of weights has a name, and `sample` asks each server for it
+before and after: one that was started again meanwhile has other weights, and is an error.
 """
 
 from __future__ import annotations
 
 import abc
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
 from mrl.engine.collective import OnMain
 from mrl.engine.sampling import SamplingParams, noise_key
-from mrl.errors import ConfigError, ServerError, UserError
+from mrl.errors import ConfigError, UserError
 from mrl.rollout.base import Sampler, SampleRequest
+from mrl.rollout.handover import Handover, Receiver, Together, make_handover
 from mrl.rollout.http import Http
-from mrl.rollout.weights import Shapes, WeightFolders
-
-T = TypeVar("T")
-"""`BaseEngine.on_main`: calls a function on the main process and gives every rank what it returned or the UserError it
-raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +40,8 @@ class Probe:
     tolerance: float = 0.1  # largest mean difference: servers round otherwise, most of all in bfloat16
 
 
-class Server(abc.ABC):
-    """One inference server, as a sampler uses it; methods raise ServerError.
-
-    `path`: where its own weights came from.
-    """
-
-    path: str
-
-    def __init__(self, http: Http) -> None:
-        self.http = http
+class Server(Receiver):
+    """One inference server, as a sampler uses it; methods raise ServerError."""
 
     @abc.abstractmethod
     def inspect(self, *, sleeps: bool) -> int | None:
@@ -76,17 +59,6 @@ class Server(abc.ABC):
     @abc.abstractmethod
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Returns log-probs of `tokens[1:]` at temperature 1."""
-
-    @abc.abstractmethod
-    def pause(self) -> None:
-        """Nothing is sampled from when this returns until `resume`."""
-
-    @abc.abstractmethod
-    def load(self, path: str, version: str) -> None:
-        """Takes the weights in the folder and forgets what it had computed with others. Only while it is paused."""
-
-    @abc.abstractmethod
-    def resume(self) -> None: ...
 
     @abc.abstractmethod
     def version(self) -> str:
@@ -172,20 +144,20 @@ class ServerSampler(Sampler):
         weights_dir: str,
         max_length: int | None = None,
         probe: Probe | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (nothing changes it)
     ) -> None:
-        self._servers = [self.server(Http(url, timeout_s=config.timeout_s)) for url in config.urls]
+        self._servers = Together([self.server(Http(url, timeout_s=config.timeout_s)) for url in config.urls])
         self._config, self._probe = config, probe
         self._is_main, self._on_main = is_main, on_main
-        self._folders: WeightFolders | None = None
-        self._shapes: Shapes = {}
+        self._handover: Handover | None = None
         self._version: str | None = None
-        self._loaded: dict[Server, tuple[str, str]] = {}
         self._asleep = self._updated = False
-        on_main(lambda: self._start(weights_dir, max_length))
+        on_main(lambda: self._start(weights_dir, max_length, device))
 
-    def _start(self, weights_dir: str, max_length: int | None) -> None:
+    def _start(self, weights_dir: str, max_length: int | None, device: torch.device) -> None:
+        config = self._config
         for server, longest in zip(
-            self._servers, self._each(lambda s: s.inspect(sleeps=self._config.sleep)), strict=True
+            self._servers, self._servers.each(lambda s: s.inspect(sleeps=config.sleep)), strict=True
         ):
             if max_length is not None and longest is not None and longest < max_length:
                 raise ConfigError(
@@ -196,8 +168,7 @@ class ServerSampler(Sampler):
                     ),
                     fix="start it for that many",
                 )
-            self._loaded[server] = (server.path, "as it was started")
-        self._folders = WeightFolders(weights_dir, bucket_mb=self._config.bucket_mb)
+        self._handover = make_handover(self._servers, config, weights_dir, device)
 
     # --------------------------------------------------------------------------------------------------- completions
 
@@ -224,12 +195,12 @@ class ServerSampler(Sampler):
                 found[index] = checked(server, request, server.complete(request))
 
         lines = min(self._config.concurrency, math.ceil(len(requests) / len(self._servers)))
-        self._together([functools.partial(work, server) for _ in range(lines) for server in self._servers])
+        self._servers.at_once([functools.partial(work, server) for _ in range(lines) for server in self._servers])
         self._check_versions()
         return [found[index] for index in range(len(requests))]
 
     def _check_versions(self) -> None:
-        for server, version in zip(self._servers, self._each(lambda s: s.version()), strict=True):
+        for server, version in zip(self._servers, self._servers.each(lambda s: s.version()), strict=True):
             if version != self._version:
                 raise server.http.error(
                     f"has the weights {version!r} and not {self._version!r} of this run: it was started again, or "
@@ -238,7 +209,7 @@ class ServerSampler(Sampler):
 
     def log_probs(self, tokens: Sequence[int]) -> list[list[float]]:
         """Returns log-probs of `tokens[1:]` at temperature 1, from each server. Collective."""
-        return self._on_main(lambda: self._each(lambda s: s.score(tokens)))
+        return self._on_main(lambda: self._servers.each(lambda s: s.score(tokens)))
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -248,69 +219,30 @@ class ServerSampler(Sampler):
         After an error (ServerError) those that can be reached have the old ones, or stay paused.
         """
         self.wake()
-        written, error = None, None
+        version, error = "", None
         if self._is_main:
-            assert self._folders is not None
+            assert self._handover is not None
             try:
-                written = self._folders.write(weights)
+                version = self._handover.send(weights)
             except UserError as caught:
                 error = caught
         else:
             for _ in weights:
                 pass
-        self._on_main(lambda: self._hand_over(written, error))
+        self._on_main(lambda: self._took(version, error))
         self._updated = True
         probe = self._probe
         if probe is not None:
             expected = list(probe.log_probs(probe.tokens))
             self._on_main(lambda: self._check_probe(probe, expected))
 
-    def _hand_over(self, written: tuple[pathlib.Path, Shapes] | None, error: UserError | None) -> None:
+    def _took(self, version: str, error: UserError | None) -> None:
         if error is not None:
             raise error
-        assert written is not None and self._folders is not None
-        folder, shapes = written
-        assert shapes and self._shapes in ({}, shapes), "weights have other names or shapes than before"
-        self._shapes = shapes
-        new = (str(folder), folder.name)
-        try:
-            self._each(lambda s: s.pause())
-        except ServerError as failed:
-            self._outcomes(lambda s: s.resume())
-            self._keep_loaded()
-            raise failed
-        try:
-            self._each(lambda s: s.load(*new))
-        except ServerError as failed:
-            raise self._roll_back(failed) from failed
-        self._each(lambda s: s.resume())
-        self._loaded = dict.fromkeys(self._servers, new)
-        self._version = folder.name
-        self._folders.keep_only(folder)
-
-    def _roll_back(self, failed: ServerError) -> ServerError:
-        """Brings the old weights back everywhere. Returns the error to raise."""
-
-        def back(server: Server) -> None:
-            server.load(*self._loaded[server])
-            server.resume()
-
-        results = zip(self._servers, self._outcomes(back), strict=True)
-        stuck = [server.http.url for server, result in results if isinstance(result, ServerError)]
-        self._keep_loaded()
-        after = f"; {', '.join(stuck)} cannot go back, take(s) no requests, and must be started again" if stuck else ""
-        return ServerError(
-            f"{failed}; no server samples from the new weights{after}; rollout.server.weights_dir must be one folder "
-            "for all"
-        )
-
-    def _keep_loaded(self) -> None:
-        """Removes all folders but the one that servers may have to load again."""
-        assert self._folders is not None
-        self._folders.keep_only(None if self._version is None else self._folders.root / self._version)
+        self._version = version
 
     def _check_probe(self, probe: Probe, expected: list[float]) -> None:
-        for server, found in zip(self._servers, self._each(lambda s: s.score(probe.tokens)), strict=True):
+        for server, found in zip(self._servers, self._servers.each(lambda s: s.score(probe.tokens)), strict=True):
             gap = sum(abs(a - b) for a, b in zip(expected, found, strict=True)) / len(expected)
             if not gap <= probe.tolerance:
                 raise server.http.error(
@@ -322,53 +254,15 @@ class ServerSampler(Sampler):
 
     def sleep(self) -> None:
         if self._config.sleep and not self._asleep:
-            self._on_main(lambda: self._each(lambda s: s.sleep()))
+            self._on_main(lambda: self._servers.each(lambda s: s.sleep()))
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            self._on_main(lambda: self._each(lambda s: s.wake()))
+            self._on_main(lambda: self._servers.each(lambda s: s.wake()))
             self._asleep = False
 
     def close(self) -> None:
-        """Removes the weights that were handed over. The servers go on: they were not started here."""
-        if self._folders is not None:
-            self._folders.keep_only(None)
-
-    # --------------------------------------------------------------------------------------------------- all at once
-
-    def _each(self, call: Callable[[Server], T]) -> list[T]:
-        """Returns the results of `call` for each server, made at the same time, when all have ended. Raises the first
-        error.
-        """
-        return [future.result() for future in self._futures(call)]
-
-    def _outcomes(self, call: Callable[[Server], T]) -> list[T | ServerError]:
-        """As `_each`, with a ServerError as the result of its server."""
-        outcomes: list[T | ServerError] = []
-        for future in self._futures(call):
-            try:
-                outcomes.append(future.result())
-            except ServerError as error:
-                outcomes.append(error)
-        return outcomes
-
-    def _futures(self, call: Callable[[Server], T]) -> list[concurrent.futures.Future[T]]:
-        with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
-            return [pool.submit(call, server) for server in self._servers]
-
-    def _together(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Makes all calls at the same time. At the first error the others are ended, and it is raised."""
-        with concurrent.futures.ThreadPoolExecutor(len(calls) or 1) as pool:
-            futures = [pool.submit(call) for call in calls]
-            try:
-                for future in concurrent.futures.as_completed(futures):
-                    future.result()
-            except BaseException:
-                for server in self._servers:
-                    server.http.hang_up()
-                raise
-            finally:
-                concurrent.futures.wait(futures)
-                for server in self._servers:
-                    server.http.pick_up()
+        """Removes what was left of hand-overs. The servers go on: they were not started here."""
+        if self._handover is not None:
+            self._handover.close()

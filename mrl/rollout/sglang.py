@@ -15,6 +15,8 @@ from typing import Any
 
 from mrl.engine.base import Completion
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.handover import INCOMPLETE
+from mrl.rollout.http import TRIES
 from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
 
 
@@ -46,6 +48,9 @@ class SGLangServer(AdapterServer):
     """`python -m sglang.launch_server`."""
 
     path = ""
+    links = frozenset({"broadcast"})
+    how_to_link = "another kind of server (SGLang's has broadcast alone)"
+    _group = ""  # that its processes are in
 
     def inspect(self, *, sleeps: bool) -> int | None:
         info = self.http.get("/model_info")
@@ -108,13 +113,55 @@ class SGLangServer(AdapterServer):
         self.http.post("/pause_generation", {"mode": "abort"})  # answers when nothing is being sampled any more
 
     def load(self, path: str, version: str) -> None:
-        answer = self.http.post(
-            "/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": True}
-        )
-        with answers_of(self, "/update_weights_from_disk"):
+        fields = {"model_path": path, "weight_version": version, "flush_cache": True}
+        self._done("/update_weights_from_disk", fields, f"load {path}")
+
+    def _done(self, endpoint: str, fields: dict[str, Any], what: str, *, tries: int = TRIES) -> None:
+        """Asks for what the server answers with whether it has done it."""
+        answer = self.http.post(endpoint, fields, tries=tries)
+        with answers_of(self, endpoint):
             success, message = answer["success"], answer["message"]
         if success is not True:
-            raise self.http.error(f"did not load {path}: {message}")
+            raise self.http.error(f"did not {what}: {message}")
+
+    def workers(self) -> int:
+        info = self.http.get("/server_info")
+        with answers_of(self, "/server_info"):
+            tp, others = info["tp_size"], {name: info.get(name, 1) for name in ("dp_size", "pp_size")}
+        for name, size in others.items():
+            if size != 1:  # SGLang 0.5.23 asserts the one and counts processes without the other
+                raise self.http.error(
+                    f"has {name} {size}, and takes weights from a group with 1 alone; set rollout.server.handover to "
+                    "disk"
+                )
+        return int(tp)
+
+    def join(self, offer: dict[str, Any]) -> None:
+        self.leave()
+        group = {
+            "master_address": offer["address"], "master_port": offer["port"], "rank_offset": offer["rank"],
+            "world_size": offer["size"], "group_name": offer["name"], "backend": offer["backend"],
+        }  # fmt: skip
+        self._group = offer["name"]
+        self._done("/init_weights_update_group", group, "join the trainer's group", tries=1)
+
+    def begin(self) -> None:
+        self.http.post("/update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False})
+        self._done("/begin_weight_update", {}, "make ready for new weights", tries=1)
+
+    def receive(self, bucket: dict[str, Any]) -> None:
+        fields = bucket | {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False}
+        self._done("/update_weights_from_distributed", fields, "take new weights", tries=1)
+
+    def finish(self, version: str) -> None:
+        self._done("/end_weight_update", {}, "finish new weights", tries=1)
+        self.http.tell("/flush_cache", {})
+        self.http.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def leave(self) -> None:
+        if self._group:
+            name, self._group = self._group, ""
+            self.http.post("/destroy_weights_update_group", {"group_name": name}, tries=1)
 
     def resume(self) -> None:
         self.http.post("/continue_generation", {})

@@ -16,10 +16,13 @@ from mrl.engine.base import Completion
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ConfigError, ServerError, Shown
 from mrl.rollout.base import SampleRequest
+from mrl.rollout.handover import INCOMPLETE
 from mrl.rollout.http import Http
 from mrl.rollout.servers import AdapterServer, ServerSampler, answers_of, seed_of
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+LINKS = frozenset({"broadcast", "ipc"})
+ENGINE = "mrl"  # the weight-transfer engine of vllm_worker.py
 MIN_TEMPERATURE = 0.01  # vLLM raises what is below it, with no more than a warning
 
 
@@ -83,6 +86,11 @@ def sampling_fields(request: SampleRequest) -> dict[str, Any]:
 class VLLMServer(AdapterServer):
     """`python -m vllm.entrypoints.openai.api_server` with VLLM_SERVER_DEV_MODE=1."""
 
+    how_to_link = (
+        f"mrl on its PYTHONPATH, --worker-extension-cls mrl.rollout.vllm_worker.Worker and --weight-transfer-config "
+        f'\'{{"backend": "{ENGINE}"}}\''
+    )
+
     def __init__(self, http: Http) -> None:
         super().__init__(http)
         self.name, self.path, self.mode = "", "", RAW
@@ -105,6 +113,8 @@ class VLLMServer(AdapterServer):
         with answers_of(self, "/server_info"):
             config = info["vllm_config"]["model_config"]
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
+            engine = info["vllm_config"].get("weight_transfer_config")
+            self.links = LINKS if engine is not None and engine["backend"] == ENGINE else frozenset()
         if self.mode not in (RAW, PROCESSED):
             raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")
         if sleeps and not can_sleep:
@@ -160,6 +170,10 @@ class VLLMServer(AdapterServer):
 
     def load(self, path: str, version: str) -> None:
         self.http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        self._begin_anew(version)
+
+    def _begin_anew(self, version: str) -> None:
+        """Forgets what was computed with other weights, and calls those that it has `version`."""
         reset = self.http.post("/reset_prefix_cache")
         with answers_of(self, "/reset_prefix_cache"):
             if reset["success"] is not True:
@@ -167,6 +181,34 @@ class VLLMServer(AdapterServer):
                     "did not forget its prefix cache, so it would go on from the old weights; see its log"
                 )
         self.http.post("/update_weight_version", {"new_version": version})
+
+    def workers(self) -> int:
+        answer = self.http.get("/get_world_size")
+        with answers_of(self, "/get_world_size"):
+            return int(answer["world_size"])
+
+    def places(self) -> list[dict[str, Any]]:
+        answer = self.http.post("/collective_rpc", {"method": "mrl_place"})
+        with answers_of(self, "/collective_rpc"):
+            return list(answer["results"])
+
+    def join(self, offer: dict[str, Any]) -> None:
+        self.leave()
+        self.http.post("/init_weight_transfer_engine", {"init_info": {"offer": offer}}, tries=1)
+
+    def begin(self) -> None:
+        self.http.post("/update_weight_version", {"new_version": INCOMPLETE})
+        self.http.post("/start_weight_update", tries=1)
+
+    def receive(self, bucket: dict[str, Any]) -> None:
+        self.http.post("/update_weights", {"update_info": {"bucket": bucket}}, tries=1)
+
+    def finish(self, version: str) -> None:
+        self.http.post("/finish_weight_update", tries=1)
+        self._begin_anew(version)
+
+    def leave(self) -> None:
+        self.http.post("/collective_rpc", {"method": "mrl_leave"}, tries=1)
 
     def resume(self) -> None:
         self.http.post("/resume")

@@ -64,6 +64,7 @@ def make_sampler(
         max_length=max_length,
         weights_dir=weights_dir(rollout.server, str(output_dir)),
         probe=_probe(dispatch, tokenizer, max_length),
+        device=dispatch.device,
     )
 
 

@@ -1,0 +1,435 @@
+"""How the actor's new weights come to inference servers: all of them, or none samples.
+
+- **disk** (trap 31): they are written whole to a folder that the servers see. Then every server is paused, which ends
+  or refuses what it was sampling; every server loads the folder; only when all have done so does any of them go on.
+  Where one cannot, all load the folder before it again, and one that cannot even do that stays paused.
+- **broadcast**, **ipc** (links.py): every server is paused first. Then buckets of weights go straight into the
+  servers' processes: while one is sent and loaded, the next is gathered. Nothing is kept to go back to: where one
+  server fails, all stay paused, under the name `INCOMPLETE`, until a run hands over whole weights again.
+
+No token is sampled from weights that are partly new, either way. On the main process alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import functools
+import pathlib
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from mrl.config.ppo import ServerConfig
+from mrl.errors import ConfigError, ServerError, first_line
+from mrl.rollout import links
+from mrl.rollout.http import Http, HungUp
+from mrl.rollout.weights import Shapes, WeightFolders
+
+T = TypeVar("T")
+KEY = "rollout.server.handover"
+INCOMPLETE = "incomplete"
+"""What a server calls its weights while new ones are on their way through a link."""
+
+LAST_WORDS_S = 5.0
+"""Longest wait for what a server says of a failure, once another one has failed."""
+
+
+class Receiver(abc.ABC):
+    """What an inference server does about new weights; methods raise ServerError.
+
+    `path`: where its own weights came from. Those from `workers` to `leave` are for the links in `links` alone.
+    """
+
+    path: str
+    links: frozenset[str] = frozenset()  # of links.LINKS; known after `inspect`
+    how_to_link = "its kind of server has none"  # what a server has to be started with, for links
+
+    def __init__(self, http: Http) -> None:
+        self.http = http
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Nothing is sampled from when this returns until `resume`."""
+
+    @abc.abstractmethod
+    def resume(self) -> None: ...
+
+    @abc.abstractmethod
+    def load(self, path: str, version: str) -> None:
+        """Takes the weights in the folder and forgets what it had computed with others. Only while it is paused."""
+
+    def workers(self) -> int:
+        """Returns how many processes a link has to reach."""
+        raise NotImplementedError
+
+    def places(self) -> list[dict[str, Any]]:
+        """Returns `links.place` of each of its processes."""
+        raise NotImplementedError
+
+    def join(self, offer: dict[str, Any]) -> None:
+        """Its processes take part in a link, and leave the one before."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Makes ready for buckets of new weights; its weights are `INCOMPLETE` from now on. Only while it is paused."""
+        raise NotImplementedError
+
+    def receive(self, bucket: dict[str, Any]) -> None:
+        """Takes a bucket from the link. bucket: as of `links.Link.describe`."""
+        raise NotImplementedError
+
+    def finish(self, version: str) -> None:
+        """Has all weights, and forgets what it had computed with others."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Its processes leave the link, also in the middle of a bucket that does not come."""
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=Receiver)
+
+
+class Together(Sequence[R], Generic[R]):
+    """Servers that are asked at the same time."""
+
+    def __init__(self, servers: Sequence[R]) -> None:
+        self._servers = tuple(servers)
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[R]: ...
+    def __getitem__(self, index: int | slice) -> R | Sequence[R]:
+        return self._servers[index]
+
+    def __len__(self) -> int:
+        return len(self._servers)
+
+    def each(self, call: Callable[[R], T]) -> list[T]:
+        """Returns the results of `call` for each server, made at the same time, when all have ended. Raises the first
+        error.
+        """
+        return [future.result() for future in self._ended(call)]
+
+    def outcomes(self, call: Callable[[R], T]) -> list[T | ServerError]:
+        """As `each`, with a ServerError as the result of its server."""
+        outcomes: list[T | ServerError] = []
+        for future in self._ended(call):
+            try:
+                outcomes.append(future.result())
+            except ServerError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _ended(self, call: Callable[[R], T]) -> list[concurrent.futures.Future[T]]:
+        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
+            return [pool.submit(call, server) for server in self]
+
+    def at_once(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Makes all calls at the same time. At the first error the others are ended, and it is raised."""
+        with concurrent.futures.ThreadPoolExecutor(len(calls) or 1) as pool:
+            futures = [pool.submit(call) for call in calls]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    future.result()
+            except BaseException:
+                self.hang_up()
+                raise
+            finally:
+                concurrent.futures.wait(futures)
+                self.pick_up()
+
+    def hang_up(self) -> None:
+        """Ends all requests that are under way, which raise HungUp."""
+        for server in self:
+            server.http.hang_up()
+
+    def pick_up(self) -> None:
+        for server in self:
+            server.http.pick_up()
+
+    def at_most(self, seconds: float, call: Callable[[R], None]) -> None:
+        """Makes `call` for each server, and ends what takes longer; what goes wrong is not looked at."""
+        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
+            futures = [pool.submit(call, server) for server in self]
+            concurrent.futures.wait(futures, seconds)
+            self.hang_up()
+        self.pick_up()
+
+    def beside(self, call: Callable[[R], None], act: Callable[[Callable[[], bool]], None]) -> None:
+        """Makes `call` for each server while `act` runs; returns when all have ended. Raises the first error.
+
+        act: is given a function that says whether a server has failed; it ends then, without what the server should
+        have done. Where `act` raises LinkBroken the reason is most likely what a server says of itself, which is waited
+        for a while; then requests that are under way are ended.
+        """
+        broken: links.LinkBroken | None = None
+        with concurrent.futures.ThreadPoolExecutor(len(self)) as pool:
+            futures = [pool.submit(call, server) for server in self]
+
+            def failed() -> bool:
+                return any(future.done() and future.exception() is not None for future in futures)
+
+            try:
+                act(failed)
+            except links.LinkBroken as error:
+                broken = error
+            until = None if broken is None else LAST_WORDS_S
+            concurrent.futures.wait(futures, until, return_when=concurrent.futures.FIRST_EXCEPTION)
+            if broken is not None or failed():
+                concurrent.futures.wait(futures, LAST_WORDS_S if failed() else 0)
+                self.hang_up()
+        self.pick_up()
+        for said in [future.exception() for future in futures]:
+            if said is not None and not isinstance(said, HungUp):
+                raise said
+        if broken is not None:
+            urls = ", ".join(server.http.url for server in self)
+            raise ServerError(f"{KEY}: the link to {urls} broke ({first_line(broken)}); see the servers' logs")
+
+
+class Handover(abc.ABC):
+    """A way for weights to all of `servers`."""
+
+    name: str
+
+    @abc.abstractmethod
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """All servers have the weights when this returns, and call them what it returns.
+
+        Reads `weights` to its end whatever happens, since other ranks take part in it. Raises ServerError; then those
+        that can be reached have the old weights, or stay paused.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+def make_handover(servers: Together[Any], config: ServerConfig, weights_dir: str, device: torch.device) -> Handover:
+    """Returns the way of `config.handover`; the servers were inspected. device: the one that the actor is on.
+
+    Raises ConfigError where a server does not have that way; `auto` takes what all of them have, on a GPU.
+    """
+    folders = WeightFolders(weights_dir, bucket_mb=config.bucket_mb)
+    chosen = _choose(servers, config.handover, device)
+    if chosen == "disk":
+        return DiskHandover(servers, folders)
+    return LinkHandover(servers, chosen, device, bucket_mb=config.bucket_mb, timeout_s=config.timeout_s)
+
+
+def _choose(servers: Together[Any], asked: str, device: torch.device) -> str:
+    if asked == "disk" or (asked == "auto" and device.type != "cuda"):
+        return "disk"
+    for way in ("ipc", "broadcast") if asked == "auto" else (asked,):
+        found = servers.each(functools.partial(_obstacle, way=way, device=device))
+        obstacles = [(server, obstacle) for server, obstacle in zip(servers, found, strict=True) if obstacle]
+        if not obstacles:
+            return way
+        if asked != "auto":
+            server, (why, fix) = obstacles[0]
+            raise ConfigError(KEY, asked, f"cannot reach {server.http.url}: {why}", fix)
+    return "disk"
+
+
+def _obstacle(server: Receiver, way: str, device: torch.device) -> tuple[str, str] | None:
+    """Returns why weights cannot take `way` to a server, and what would help; None where they can."""
+    if way not in server.links:
+        return "it takes no weights that way", f"start it with {server.how_to_link}, or set it to disk"
+    if way == "broadcast":
+        return None
+    here = links.place()
+    for place in server.places():
+        if place["machine"] != here["machine"]:
+            return "it is on another machine (or has a /dev/shm of its own)", "set it to broadcast"
+        if device.type == "cuda" and here["gpus"][torch.cuda.current_device()] not in place["gpus"]:
+            return "it does not see the trainer's GPU", "set it to broadcast"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- disk
+
+
+class DiskHandover(Handover):
+    name = "disk"
+
+    def __init__(self, servers: Together[Any], folders: WeightFolders) -> None:
+        self._servers, self._folders = servers, folders
+        self._shapes: Shapes = {}
+        self._version: str | None = None
+        self._loaded = {server: (server.path, "as it was started") for server in servers}
+
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+        folder, shapes = self._folders.write(weights)
+        assert shapes and self._shapes in ({}, shapes), "weights have other names or shapes than before"
+        self._shapes = shapes
+        new = (str(folder), folder.name)
+        try:
+            self._servers.each(lambda s: s.pause())
+        except ServerError as failed:
+            self._servers.outcomes(lambda s: s.resume())
+            self._keep_loaded()
+            raise failed
+        try:
+            self._servers.each(lambda s: s.load(*new))
+        except ServerError as failed:
+            raise self._roll_back(failed) from failed
+        self._servers.each(lambda s: s.resume())
+        self._loaded = dict.fromkeys(self._servers, new)
+        self._version = folder.name
+        self._folders.keep_only(folder)
+        return folder.name
+
+    def _roll_back(self, failed: ServerError) -> ServerError:
+        """Brings the old weights back everywhere. Returns the error to raise."""
+
+        def back(server: Receiver) -> None:
+            server.load(*self._loaded[server])
+            server.resume()
+
+        results = zip(self._servers, self._servers.outcomes(back), strict=True)
+        stuck = [server.http.url for server, result in results if isinstance(result, ServerError)]
+        self._keep_loaded()
+        after = f"; {', '.join(stuck)} cannot go back, take(s) no requests, and must be started again" if stuck else ""
+        return ServerError(
+            f"{failed}; no server samples from the new weights{after}; rollout.server.weights_dir must be one folder "
+            "for all"
+        )
+
+    def _keep_loaded(self) -> None:
+        """Removes all folders but the one that servers may have to load again."""
+        self._folders.keep_only(None if self._version is None else pathlib.Path(self._folders.root) / self._version)
+
+    def close(self) -> None:
+        self._folders.keep_only(None)
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+class LinkHandover(Handover):
+    """name: of links.LINKS."""
+
+    def __init__(
+        self, servers: Together[Any], name: str, device: torch.device, *, bucket_mb: int, timeout_s: float
+    ) -> None:
+        self._servers, self.name, self._device = servers, name, device
+        self._bucket_bytes, self._timeout_s = bucket_mb * 2**20, timeout_s
+        self._link: links.Link | None = None
+        self._shapes: Shapes = {}
+        self._count = 0
+
+    def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+        self._count += 1
+        version = f"{self._count:08d}-{secrets.token_hex(4)}"
+        stream = _ReadToItsEnd(weights)
+        try:
+            link = self._joined()
+            self._paused()
+            try:
+                self._servers.each(lambda s: s.begin())
+                self._send_all(stream, link)
+                link.rest()
+                self._servers.each(lambda s: s.finish(version))
+            except ServerError as failed:
+                raise self._given_up(failed) from failed
+            self._servers.each(lambda s: s.resume())
+        finally:
+            stream.read_the_rest()
+        return version
+
+    def _joined(self) -> links.Link:
+        """Returns the link, which all servers have joined: at the first hand-over, or the first after an error."""
+        if self._link is not None:
+            return self._link
+        if self.name == "ipc":
+            self._link = links.SharedMemoryLink(self._device, len(self._servers))
+        else:
+            hosts = {server.http.own_address() for server in self._servers}
+            # Servers beside the trainer reach it under the address that others see, but not the other way round.
+            host = min(hosts, key=lambda address: address.startswith("127.") or address == "::1")
+            workers = self._servers.each(lambda s: s.workers())
+            self._link = links.BroadcastLink(self._device, host, workers, timeout_s=self._timeout_s)
+        link = self._link
+        offers = dict(zip(self._servers, link.offers(), strict=True))
+        try:
+            self._servers.beside(lambda s: s.join(offers[s]), link.connect)
+        except ServerError:
+            self._drop_link()
+            raise
+        return link
+
+    def _paused(self) -> None:
+        try:
+            self._servers.each(lambda s: s.pause())
+        except ServerError:
+            self._servers.outcomes(lambda s: s.resume())
+            raise
+
+    def _send_all(self, weights: Iterator[tuple[str, Tensor]], link: links.Link) -> None:
+        """Sends one bucket while the next is gathered and written."""
+        shapes: Shapes = {}
+        with concurrent.futures.ThreadPoolExecutor(1, "handover") as pool:
+            sent: concurrent.futures.Future[None] | None = None
+            for bucket in links.buckets(weights, self._bucket_bytes, link.buffer):
+                if sent is not None:
+                    sent.result()
+                sent = pool.submit(self._send_one, bucket, link)
+                shapes |= dict(zip(bucket.names, map(tuple, bucket.shapes), strict=True))
+            if sent is not None:
+                sent.result()
+        assert shapes and self._shapes in ({}, shapes), "weights have other names or shapes than before"
+        self._shapes = shapes
+
+    def _send_one(self, bucket: links.Bucket, link: links.Link) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        told = link.describe(bucket)
+        self._servers.beside(lambda s: s.receive(told), lambda failed: link.send(bucket, failed))
+
+    def _given_up(self, failed: ServerError) -> ServerError:
+        """Takes the link down, so that no server waits for more. Returns the error to raise."""
+        self._drop_link()
+        return ServerError(
+            f"{failed}; no server samples: their weights are partly new. They stay paused until the same command, run "
+            "again, hands over whole ones"
+        )
+
+    def _drop_link(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        del link  # gloo's connections end here, and what servers wait for in them
+        self._servers.at_most(LAST_WORDS_S, lambda s: s.leave())
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._drop_link()
+
+
+class _ReadToItsEnd:
+    """An iterator of which `read_the_rest` reads what is left, unless it was broken itself."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights, self._broken = weights, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._weights)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._broken = True
+            raise
+
+    def read_the_rest(self) -> None:
+        if not self._broken:
+            for _ in self:
+                pass

@@ -1,0 +1,411 @@
+"""Links that carry weights from the trainer into the processes of inference servers: both ends of them.
+
+- `broadcast`: the trainer's main process and all processes of the servers make a process group, over NCCL on GPUs and
+  gloo on CPUs.
+- `ipc`: the trainer writes into memory that the servers' processes on the same machine map too: CUDA's IPC handles for
+  a GPU's, a file in /dev/shm for the host's.
+
+Weights come in buckets: the bytes of some tensors one after another, and their names, dtypes and shapes as JSON beside
+them. The other end is in the servers' environment (mrl.rollout.vllm_worker), so nothing but torch is imported here.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import dataclasses
+import datetime
+import math
+import os
+import pathlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PROTOCOL = 1
+"""Of what both ends say to each other: a server may have been started with another mrl."""
+
+JOIN_S = 60.0
+"""Longest wait for all processes of a group to meet."""
+
+_POLL_S = 0.0005
+_SHM = pathlib.Path("/dev/shm")
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Some tensors, one after another in `data` (bytes)."""
+
+    names: list[str]
+    dtypes: list[str]  # as torch calls them, without "torch."
+    shapes: list[list[int]]
+    data: Tensor
+    turn: int  # which of the two buffers `data` is the beginning of
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
+
+
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], limit: int, buffer: Callable[[int, int], Tensor]
+) -> Iterator[Bucket]:
+    """Yields `weights` in buckets of at most `limit` bytes (or one tensor, where it is larger).
+
+    buffer: gives buffer 0 or 1, with room for so many bytes; buckets take turns, so that one is filled while the one
+    before it is sent, which must have been sent when the next one after it is asked for.
+    """
+    names: list[str] = []
+    dtypes: list[str] = []
+    shapes: list[list[int]] = []
+    data, size, turn = torch.empty(0), 0, 0
+    for name, tensor in weights:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        # A tensor begins at a multiple of its element size, so that the other end can read it where it lies.
+        if names and (size + flat.numel() > limit or size % tensor.element_size()):
+            yield Bucket(names, dtypes, shapes, data[:size], turn)
+            names, dtypes, shapes, size, turn = [], [], [], 0, 1 - turn
+        if not names:
+            data = buffer(turn, max(limit, flat.numel()))
+        data[size : size + flat.numel()].copy_(flat)
+        size += flat.numel()
+        names.append(name)
+        dtypes.append(str(tensor.dtype).removeprefix("torch."))
+        shapes.append(list(tensor.shape))
+    if names:
+        yield Bucket(names, dtypes, shapes, data[:size], turn)
+
+
+def size_of(layout: dict[str, Any]) -> int:
+    """Returns the bytes of a bucket's tensors together."""
+    return sum(_bytes(dtype, shape) for dtype, shape in zip(layout["dtypes"], layout["shapes"], strict=True))
+
+
+def unpack(layout: dict[str, Any], data: Tensor) -> list[tuple[str, Tensor]]:
+    """Returns the tensors of a bucket; they are views of `data`."""
+    found, at = [], 0
+    for name, dtype, shape in zip(layout["names"], layout["dtypes"], layout["shapes"], strict=True):
+        size = _bytes(dtype, shape)
+        found.append((name, data[at : at + size].view(getattr(torch, dtype)).view(shape)))
+        at += size
+    return found
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+# ---------------------------------------------------------------------------------------------------- the trainer's end
+
+
+class LinkBroken(Exception):
+    """The other end is gone, or does not take part."""
+
+
+class Link(abc.ABC):
+    """The trainer's end; of its main process alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor | None] = [None, None]
+
+    @abc.abstractmethod
+    def offers(self) -> list[dict[str, Any]]:
+        """Returns for each server what its processes join with (`make_end`)."""
+
+    def connect(self, given_up: Callable[[], bool]) -> None:  # noqa: B027 (memory has nothing to wait for)
+        """Returns when all processes of the servers have joined, which they do meanwhile, or where `given_up`.
+
+        Raises LinkBroken.
+        """
+
+    def buffer(self, turn: int, size: int) -> Tensor:
+        """Returns buffer `turn`, of `size` bytes or more."""
+        held = self._buffers[turn]
+        if held is None or held.numel() < size:
+            self._buffers[turn] = None  # before there is memory for the next
+            self._buffers[turn] = held = self._make(turn, size)
+        return held
+
+    def _make(self, turn: int, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    @abc.abstractmethod
+    def describe(self, bucket: Bucket) -> dict[str, Any]:
+        """Returns what the other end is told of a bucket, to take it from this link."""
+
+    @abc.abstractmethod
+    def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
+        """Returns when the bucket is on its way or where `given_up`; raises LinkBroken."""
+
+    def rest(self) -> None:
+        """Gives the buffers' memory back, until the next bucket."""
+        self._buffers = [None, None]
+
+    def close(self) -> None:
+        self.rest()
+
+
+class BroadcastLink(Link):
+    """A process group in which the trainer is rank 0 and the servers' processes come after it.
+
+    host: the trainer's address as the servers see it. workers: how many processes each server has.
+    """
+
+    def __init__(self, device: torch.device, host: str, workers: Sequence[int], *, timeout_s: float) -> None:
+        super().__init__(device)
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout_s, self._workers, self._host = timeout_s, workers, host
+        # A name of its own: a server may still have the group of a run that was killed.
+        self._name = f"mrl-{secrets.token_hex(8)}"
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_delta(JOIN_S))
+        self._group: dist.Backend | None = None
+
+    def offers(self) -> list[dict[str, Any]]:
+        whole = {
+            "protocol": PROTOCOL, "link": "broadcast", "address": self._host, "port": self._store.port,
+            "size": 1 + sum(self._workers), "name": self._name, "backend": self._backend,
+            "timeout_s": self._timeout_s,
+        }  # fmt: skip
+        return [whole | {"rank": 1 + sum(self._workers[:i])} for i in range(len(self._workers))]
+
+    def connect(self, given_up: Callable[[], bool]) -> None:
+        met: queue.SimpleQueue[dist.Backend | RuntimeError] = queue.SimpleQueue()
+
+        def meet() -> None:
+            try:
+                met.put(_make_group(self._store, self.offers()[0] | {"rank": 0}))
+            except RuntimeError as error:
+                met.put(error)
+
+        # In a thread that the process does not wait for at its end: nothing ends the search for a server that failed.
+        threading.Thread(target=meet, daemon=True).start()
+        while met.empty():
+            if given_up():
+                return
+            time.sleep(_POLL_S)
+        group = met.get()
+        if isinstance(group, RuntimeError):
+            raise LinkBroken(f"the processes do not meet: {group}") from group
+        self._group = group
+
+    def describe(self, bucket: Bucket) -> dict[str, Any]:
+        return bucket.layout
+
+    def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
+        assert self._group is not None, "connect comes first"
+        try:
+            work = self._group.broadcast([bucket.data], _from_rank_0(self._timeout_s))
+            while not work.is_completed():
+                if given_up():
+                    return
+                time.sleep(_POLL_S)
+            work.wait()
+        except RuntimeError as error:
+            raise LinkBroken(str(error)) from error
+
+    def close(self) -> None:
+        super().close()
+        _end_group(self._group)
+        self._group = None
+
+
+class SharedMemoryLink(Link):
+    """Memory of the trainer that the servers' processes map: `servers` of them, all on this machine."""
+
+    def __init__(self, device: torch.device, servers: int) -> None:
+        super().__init__(device)
+        self._servers = servers
+        self._files: list[pathlib.Path | None] = [None, None]
+        self._handles: list[dict[str, Any]] = [{}, {}]
+
+    def offers(self) -> list[dict[str, Any]]:
+        return [{"protocol": PROTOCOL, "link": "ipc"}] * self._servers
+
+    def _make(self, turn: int, size: int) -> Tensor:
+        if self._device.type == "cuda":
+            buffer = super()._make(turn, size)
+            self._handles[turn] = _cuda_handle(buffer)
+            return buffer
+        self._unlink(turn)
+        file = _SHM / f"mrl-{os.getpid()}-{secrets.token_hex(8)}"
+        self._files[turn], self._handles[turn] = file, {"file": str(file), "bytes": size}
+        file.touch(mode=0o600)
+        return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+
+    def describe(self, bucket: Bucket) -> dict[str, Any]:
+        return bucket.layout | {"memory": self._handles[bucket.turn]}
+
+    def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # before it is read from another process
+
+    def rest(self) -> None:
+        super().rest()
+        for turn in (0, 1):
+            self._unlink(turn)
+
+    def _unlink(self, turn: int) -> None:
+        file = self._files[turn]
+        if file is not None:
+            file.unlink(missing_ok=True)
+        self._files[turn] = None
+
+
+# ------------------------------------------------------------------------------------------------------ a server's end
+
+
+class End(abc.ABC):
+    """A server's process at a link."""
+
+    @abc.abstractmethod
+    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+        """Returns the bytes of a bucket that `Link.describe` told of, in memory of their own."""
+
+    def rest(self) -> None:  # noqa: B027 (a group has none)
+        """Lets go of the trainer's memory."""
+
+    def close(self) -> None:
+        self.rest()
+
+
+def make_end(offer: dict[str, Any], worker: int) -> End:
+    """Joins a link as the server's process number `worker`. Raises ValueError, RuntimeError."""
+    if offer.get("protocol") != PROTOCOL:
+        raise ValueError(f"the trainer's mrl says protocol {offer.get('protocol')} and this one's {PROTOCOL}")
+    return _BroadcastEnd(offer, worker) if offer["link"] == "broadcast" else _SharedMemoryEnd()
+
+
+class _BroadcastEnd(End):
+    def __init__(self, offer: dict[str, Any], worker: int) -> None:
+        store = dist.TCPStore(
+            offer["address"], offer["port"], is_master=False, wait_for_workers=False, timeout=_delta(JOIN_S)
+        )
+        self._group: dist.Backend | None = _make_group(store, offer | {"rank": offer["rank"] + worker})
+        self._timeout_s = offer["timeout_s"]
+
+    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+        assert self._group is not None
+        data = torch.empty(size_of(update), dtype=torch.uint8, device=device)
+        self._group.broadcast([data], _from_rank_0(self._timeout_s)).wait()
+        return data
+
+    def close(self) -> None:
+        _end_group(self._group)
+        self._group = None
+
+
+class _SharedMemoryEnd(End):
+    def __init__(self) -> None:
+        self._mapped: dict[str, Tensor] = {}
+
+    def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
+        memory = update["memory"]
+        key = memory.get("file") or memory["handle"]
+        if key not in self._mapped:
+            if "file" in memory:
+                if not os.path.exists(memory["file"]):
+                    raise ValueError("the trainer's memory is not here: is the server on another machine?")
+                self._mapped[key] = torch.from_file(
+                    memory["file"], shared=True, size=memory["bytes"], dtype=torch.uint8
+                )
+            else:
+                self._mapped[key] = _from_cuda_handle(memory)
+        # A copy: the trainer writes the next bucket but one here, and a loader may keep views of this one.
+        found = self._mapped[key][: size_of(update)].to(device, copy=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return found
+
+    def rest(self) -> None:
+        self._mapped.clear()
+
+
+def place() -> dict[str, Any]:
+    """Returns where this process is: its machine, and the GPUs that it sees, by UUID."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    shm = _SHM.stat() if _SHM.exists() else None
+    # /dev/shm too: containers of one machine may each have their own.
+    machine = [boot.read_text().strip() if boot.exists() else os.uname().nodename, shm and shm.st_dev]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"machine": machine, "gpus": [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]}
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+def _delta(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
+
+
+def _from_rank_0(timeout_s: float) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = 0, _delta(timeout_s)
+    return options
+
+
+def _make_group(store: dist.Store, offer: dict[str, Any]) -> dist.Backend:
+    """Returns a group of its own, beside the process's default one.
+
+    The prefixes are those that torch's `_new_process_group_helper` makes, through which SGLang joins.
+    """
+    name, device = offer["name"], "cuda" if offer["backend"] == "nccl" else "cpu"
+    prefixed: dist.Store = store
+    for prefix in (name, f"{name}/", f"{device}/"):
+        prefixed = dist.PrefixStore(prefix, prefixed)
+    if offer["backend"] == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _delta(offer["timeout_s"])
+        return dist.ProcessGroupNCCL(prefixed, offer["rank"], offer["size"], options)
+    return dist.ProcessGroupGloo(prefixed, offer["rank"], offer["size"], _delta(JOIN_S))
+
+
+def _end_group(group: dist.Backend | None) -> None:
+    """Closes a group's connections: what the others wait for in it fails."""
+    if group is not None and not isinstance(group, dist.ProcessGroupGloo):
+        group.abort()  # gloo's are closed when the last reference goes
+
+
+# ------------------------------------------------------------------------------------------------- CUDA's IPC handles
+
+
+def _cuda_handle(buffer: Tensor) -> dict[str, Any]:
+    device, *shared = buffer.untyped_storage()._share_cuda_()
+    handle, size, offset, counter, counter_offset, event, synchronize = shared
+    return {
+        "gpu": str(torch.cuda.get_device_properties(device).uuid),
+        "bytes": buffer.numel(),
+        "handle": _text(handle), "storage_bytes": size, "storage_offset": offset, "counter": _text(counter),
+        "counter_offset": counter_offset, "event": _text(event), "synchronize": synchronize,
+    }  # fmt: skip
+
+
+def _from_cuda_handle(memory: dict[str, Any]) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    here = place()["gpus"]
+    if memory["gpu"] not in here:
+        raise ValueError(f"the trainer's GPU {memory['gpu']} is none of those that the server sees")
+    return rebuild_cuda_tensor(
+        Tensor, (memory["bytes"],), (1,), 0, torch.UntypedStorage, torch.uint8, here.index(memory["gpu"]),
+        _decoded(memory["handle"]), memory["storage_bytes"], memory["storage_offset"], False,
+        _decoded(memory["counter"]), memory["counter_offset"], _decoded(memory["event"]), memory["synchronize"],
+    )  # fmt: skip
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _decoded(text: str) -> bytes:
+    return base64.b64decode(text)

@@ -1,0 +1,115 @@
+"""The part of a hand-over that runs in vLLM's processes, in vLLM's environment: torch and vllm are all it imports.
+
+    PYTHONPATH=MRL VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server ... \\
+        --worker-extension-cls mrl.rollout.vllm_worker.Worker --weight-transfer-config '{"backend": "mrl"}'
+
+vLLM imports this module for `Worker`, before it makes the weight-transfer engine that is registered here: vLLM's own
+`nccl` needs a GPU. Its endpoints /init_weight_transfer_engine, /start_weight_update, /update_weights and
+/finish_weight_update call the engine. Written against vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import layerwise
+
+from mrl.rollout import links
+
+BACKEND = "mrl"
+
+
+@dataclasses.dataclass
+class Offer(WeightTransferInitInfo):
+    """offer: as of `links.Link.offers`."""
+
+    offer: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Update(WeightTransferUpdateInfo):
+    """bucket: as of `links.Link.describe`."""
+
+    bucket: dict[str, Any]
+
+
+class Engine(WeightTransferEngine[Offer, Update]):
+    """Takes buckets of a model's weights, in any cut: a layer is loaded when all of its parts have come."""
+
+    init_info_cls, update_info_cls = Offer, Update
+    supports_draft_weight_update = False
+    _end: links.End | None = None
+
+    def init_transfer_engine(self, init_info: Offer) -> None:
+        self.shutdown()  # of a run that was killed
+        at = self.parallel_config
+        self._end = links.make_end(init_info.offer, at.data_parallel_index * at.world_size + at.rank)
+
+    def start_weight_update(self) -> None:
+        self._forget_parts()
+        self._loaded: set[str] = set()
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def _forget_parts(self) -> None:
+        """Forgets the parts of layers that an update which broke off has left, which would be loaded for new ones."""
+        broken_off = False
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                broken_off = True
+                info.loaded_weights, info.load_numel = [], 0
+        if broken_off:
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's own, which waits for an accelerator; `End.receive` has waited."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        assert self._end is not None, "/init_weight_transfer_engine comes first"
+        data = self._end.receive(update_info.bucket, self.device)
+        loaded = self.model.load_weights(iter(links.unpack(update_info.bucket, data)))
+        if loaded is None:
+            raise RuntimeError(f"vLLM's {type(self.model).__name__} does not say which parameters it has loaded")
+        self._loaded |= set(loaded)
+
+    def finish_weight_update(self) -> None:
+        """Raises RuntimeError where a parameter has got nothing: vLLM itself would go on with the old one."""
+        if self._end is not None:
+            self._end.rest()
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        wanted = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
+        missing = sorted(wanted - {name.replace(".base_layer.", ".") for name in self._loaded})
+        if missing:
+            raise RuntimeError(f"no weights have come for {len(missing)} parameters, as {missing[0]}")
+
+    def shutdown(self) -> None:
+        if self._end is not None:
+            self._end.close()
+        self._end = None
+
+
+class Worker:
+    """What vLLM's workers can do besides, over /collective_rpc."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def mrl_place(self) -> dict[str, Any]:
+        return links.place()
+
+    def mrl_leave(self) -> None:
+        """Leaves the trainer's link, also in the middle of an update, which a trainer that was killed did not end."""
+        if self.weight_transfer_engine is not None:
+            self.weight_transfer_engine.shutdown()
+        self._weight_update_active = False
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, Engine)
