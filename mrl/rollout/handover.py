@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mrl.config.ppo import ServerConfig
+from mrl.engine import links
 from mrl.errors import ConfigError, ServerError, first_line
-from mrl.rollout import links
 from mrl.rollout.http import Http, HungUp
 from mrl.rollout.weights import Shapes, WeightFolders
 

@@ -170,6 +170,11 @@ class ServerSampler(Sampler):
                 )
         self._handover = make_handover(self._servers, config, weights_dir, device)
 
+    @property
+    def handover(self) -> str | None:
+        """The way of `rollout.server.handover`, where that is auto the one that was found; None but on the main process."""
+        return None if self._handover is None else self._handover.name
+
     # --------------------------------------------------------------------------------------------------- completions
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:

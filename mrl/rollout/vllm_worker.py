@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import layerwise
 
-from mrl.rollout import links
+from mrl.engine import links
 
 BACKEND = "mrl"
 

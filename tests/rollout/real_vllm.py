@@ -61,6 +61,12 @@ def make_model(folder: str, seed: int) -> str:
     return folder
 
 
+LINKED = (
+    "--worker-extension-cls", "tests.rollout.noting_worker.Worker", "--weight-transfer-config", '{"backend": "mrl"}',
+)  # fmt: skip
+"""Flags of a server that takes weights by broadcast and ipc."""
+
+
 class RealServer:
     """A process that serves `model`; `flags` are vLLM's, `variables` of its environment."""
 
@@ -83,7 +89,7 @@ class RealServer:
             "tiny",
         ]
         command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *flags]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT | variables
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | variables
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
@@ -116,7 +122,7 @@ def logs_of(servers: list[RealServer]) -> Iterator[None]:
 
 
 def sampler_of(urls: list[str], weights_dir: str, *, is_main=True, on_main=lambda fn: fn(), probe=None, **config):
-    settings = ServerConfig(urls=tuple(urls), bucket_mb=1, **config)
+    settings = ServerConfig(**{"urls": tuple(urls), "bucket_mb": 1, **config})
     return VLLMServerSampler(
         settings, is_main=is_main, on_main=on_main, weights_dir=weights_dir, max_length=MAX_LENGTH, probe=probe
     )
@@ -153,8 +159,10 @@ def check(engine, sampler, sampling: SamplingParams) -> list[Completion]:
     return completions
 
 
-def follows_the_actor(config: RoleConfig, raw_url: str, processed_url: str, weights_dir: str) -> list[list[Completion]]:
-    """Log-probs of completions are those of the actor's weights, before and after it is trained. Several ranks take part."""
+def follows_the_actor(
+    config: RoleConfig, raw_url: str, processed_url: str, weights_dir: str, handover: str
+) -> list[list[Completion]]:
+    """Log-probs of completions are those of the actor's weights, before and after it is trained. All ranks take part."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=FIRST_REQUEST_S))  # the others wait for rank 0
     engine = build_engine(config)
     engine.init_model()
@@ -178,6 +186,7 @@ def follows_the_actor(config: RoleConfig, raw_url: str, processed_url: str, weig
                 is_main=engine.is_main,
                 on_main=engine.on_main,
                 probe=Probe(text, own, 1e-5),
+                handover=handover,
             )
             stack.callback(sampler.close)
             before = None

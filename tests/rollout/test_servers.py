@@ -207,7 +207,7 @@ def test_no_server_loads_before_all_are_paused(two, tmp_path):
 @pytest.mark.parametrize("broken", [LOAD, "/reset_prefix_cache", "/update_weight_version"])
 def test_where_one_cannot_load_all_go_back(two, tmp_path, broken):
     servers, sampler = two
-    old, version = sampler._loaded[sampler._servers[0]]
+    old, version = sampler._handover._loaded[sampler._servers[0]]
     servers[1].faults[broken] = [says(200, {"success": False}) if "reset" in broken else BROKEN]
     with pytest.raises(
         ServerError, match="no server samples from the new weights; rollout.server.weights_dir"
@@ -302,7 +302,8 @@ def ranks_share(url: str, folder: str) -> list:
     assert read == ["a", "b.c"] and on_main(lambda: completions) == completions
     with pytest.raises(ServerError, match="out of vocabulary"):
         sampler.sample([OUT_OF_VOCABULARY])
-    sampler._folders = WeightFolders("/dev/null/weights", bucket_mb=1) if rank == 0 else None
+    if rank == 0:
+        sampler._handover._folders = WeightFolders("/dev/null/weights", bucket_mb=1)
     with pytest.raises(ServerError, match="rollout.server.weights_dir: /dev/null/weights cannot be written"):
         sampler.update_weights(stream())
     assert read == ["a", "b.c"] * 2

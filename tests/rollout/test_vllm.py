@@ -24,42 +24,11 @@ from mrl.errors import ConfigError, ServerError
 from mrl.rollout.base import SampleRequest
 from tests.engine import tiny
 from tests.engine.harness import run_case
-from tests.rollout.real_vllm import FIRST_REQUEST_S, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
+from tests.rollout.real_vllm import FIRST_REQUEST_S, hf_stream, logs_of, requests, sampler_of
 
 pytestmark = pytest.mark.slow
 
 TEXT = [5, 9, 40, 41, 77, 12]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> list[str]:
-    """Two models that differ in their weights only."""
-    root = tmp_path_factory.mktemp("models")
-    return [make_model(str(root / str(seed)), seed) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def servers(folders, tmp_path_factory):
-    """(one with raw, one with processed log-probs), both started with the first model."""
-    logs = tmp_path_factory.mktemp("logs")
-    flags = [(), ("--logprobs-mode", "processed_logprobs")]
-    started = [RealServer(folders[0], logs / f"{i}.log", *each) for i, each in enumerate(flags)]
-    try:
-        for server in started:
-            server.wait()
-        yield started
-    finally:
-        for server in started:
-            server.kill()
-
-
-@pytest.fixture
-def sampler(servers, folders, tmp_path):
-    """Of the raw server, with the first model's weights."""
-    sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
-    sampler.update_weights(hf_stream(folders[0]))
-    yield sampler
-    sampler.close()
 
 
 def log_probs(folder: str, tokens: list[int]) -> torch.Tensor:
@@ -74,14 +43,20 @@ def close(found: list[float], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend, parallel", [("fsdp", {}), ("megatron", {"tp": 2})])
-def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, parallel):
-    """On two ranks, with an actor that the servers were not started with and that is trained in between."""
+@pytest.mark.parametrize(
+    "backend, parallel, ranks, handover",
+    [("fsdp", {}, 2, "disk"), ("megatron", {"tp": 2}, 2, "broadcast"), ("fsdp", {}, 1, "broadcast")],
+)
+def test_log_probs_are_those_of_the_actor(servers, folders, tmp_path, backend, parallel, ranks, handover):
+    """With an actor that the servers were not started with and that is trained in between.
+
+    The last two: a run that goes on with another number of processes joins the same servers.
+    """
     config = tiny.role(folders[1], backend=backend, parallel=parallel)
     urls = [server.url for server in servers]
     with logs_of(servers):
         seen = run_case(
-            2, "tests.rollout.real_vllm:follows_the_actor", timeout_s=FIRST_REQUEST_S,
+            ranks, "tests.rollout.real_vllm:follows_the_actor", timeout_s=FIRST_REQUEST_S, handover=handover,
             config=config, raw_url=urls[0], processed_url=urls[1], weights_dir=str(tmp_path),
         )  # fmt: skip
     assert len(seen) == 12 and all(len(c.tokens) == 12 for completions in seen for c in completions)

@@ -1,0 +1,38 @@
+"""The vLLM servers that test_handover.py and test_vllm.py share; a server takes half a minute to start."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, make_model, sampler_of
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> list[str]:
+    """Two models that differ in their weights only."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_model(str(root / str(seed)), seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def servers(folders, tmp_path_factory):
+    """(one with raw, one with processed log-probs), both started with the first model."""
+    logs = tmp_path_factory.mktemp("logs")
+    flags = [(), ("--logprobs-mode", "processed_logprobs")]
+    started = [RealServer(folders[0], logs / f"{i}.log", *LINKED, *each) for i, each in enumerate(flags)]
+    try:
+        for server in started:
+            server.wait()
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+@pytest.fixture
+def sampler(servers, folders, tmp_path):
+    """Of the raw server, with the first model's weights."""
+    sampler = sampler_of([servers[0].url], str(tmp_path / "weights"))
+    sampler.update_weights(hf_stream(folders[0]))
+    yield sampler
+    sampler.close()

@@ -1,0 +1,160 @@
+"""New weights through links into real vLLM servers on the CPU (slow tier): gloo, and memory that they map.
+
+Where vLLM comes from is in test_vllm.py, whose servers these are (conftest.py). vLLM packs linear weights on a CPU and
+cannot give them back, so what is compared bit for bit is what came to its loader (noting_worker.py), what can be read
+of the model (/weight_checker), and log-probs with those of the same weights from files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+
+from mrl.converters.safetensors_io import SafetensorsReader
+from mrl.engine import links
+from mrl.engine.sampling import SamplingParams
+from mrl.errors import ServerError
+from tests.engine import tiny
+from tests.rollout.noting_worker import digest
+from tests.rollout.real_vllm import LINKED, MAX_LENGTH, RealServer, hf_stream, logs_of, requests, sampler_of
+from tests.rollout.test_vllm import close, log_probs
+
+pytestmark = pytest.mark.slow
+
+TEXT = [5, 9, 40, 41, 77, 12, *range(3, 60)]
+WRONG = "model.layers.1.mlp.down_proj.weight"
+
+
+def post(server: RealServer, path: str, body: Any) -> Any:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def paused(server: RealServer) -> bool:
+    with urllib.request.urlopen(f"{server.url}/is_paused", timeout=60) as answer:
+        return json.load(answer)["is_paused"]
+
+
+def checksums(server: RealServer) -> dict[str, str]:
+    return post(server, "/weight_checker", {"action": "checksum"})["checksums"]
+
+
+def linked(servers: list[RealServer], folder, way: str, bucket_bytes: int = 2**20):
+    sampler = sampler_of([server.url for server in servers], str(folder), handover=way)
+    sampler._handover._bucket_bytes = bucket_bytes
+    return sampler
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_every_bit_arrives_whatever_the_buckets(servers, folders, tmp_path, way):
+    """At two servers. Buckets: smaller than a tensor, exactly the first five, one byte less, and one for all."""
+    by_disk = sampler_of([server.url for server in servers], str(tmp_path / "weights"))
+    by_disk.update_weights(hf_stream(folders[1]))
+    expected_sums, expected = [checksums(s) for s in servers], by_disk.log_probs(TEXT)
+    by_disk.close()
+    tensors = dict(hf_stream(folders[1]))
+    first = sum(t.numel() * t.element_size() for t in list(tensors.values())[:5])
+    for bucket_bytes in (1, first, first - 1, 2**30):
+        sampler = linked(servers, tmp_path, way, bucket_bytes)
+        sampler.update_weights(hf_stream(folders[0]))
+        assert sampler.log_probs(TEXT) != expected
+        for server in servers:
+            post(server, "/collective_rpc", {"method": "note"})
+        sampler.update_weights(hf_stream(folders[1]))
+        for server, sums in zip(servers, expected_sums, strict=True):
+            [came] = post(server, "/collective_rpc", {"method": "what_was_noted"})["results"]
+            assert came == [[name, *digest(tensor)] for name, tensor in tensors.items()]
+            assert checksums(server) == sums
+        assert sampler.log_probs(TEXT) == expected
+        sampler.sample(requests(SamplingParams()))
+        sampler.close()
+    assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_what_cannot_be_loaded_leaves_all_paused_until_whole_weights_come(servers, folders, tmp_path, way):
+    """A tensor of a wrong shape in the middle, of which a part of a layer is loaded already; then tensors that lack."""
+    sampler = linked(servers, tmp_path, way, 50_000)
+    for stream, said in (
+        (hf_stream(folders[1], wrong_shape=WRONG), r"/\w+_weights? says HTTP 500"),
+        ((pair for pair in hf_stream(folders[1]) if pair[0] != WRONG), f"no weights have come for 1 .*{WRONG}"),
+    ):
+        sampler._handover._shapes = {}
+        start = time.monotonic()
+        with logs_of(servers), pytest.raises(ServerError, match=said) as caught:
+            sampler.update_weights(stream)
+        assert time.monotonic() - start < 30 and "\n" not in str(caught.value)
+        assert "no server samples: their weights are partly new" in str(caught.value)
+        assert all(paused(server) for server in servers)
+    again = linked(servers, tmp_path, way, 50_000)  # as of the next start of the command
+    again.update_weights(hf_stream(folders[1]))
+    for found in again.log_probs(TEXT):
+        close(found, log_probs(folders[1], TEXT))
+    again.close()
+    sampler.close()
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, folders, tmp_path, way):
+    """It is gone after `begin`, and after a bucket of which the servers have a layer's part."""
+    for sent in (0, 1):
+        killed = linked(servers, tmp_path, way)
+        handover = killed._handover
+        link = handover._joined()
+        for server in killed._servers:
+            server.pause()
+            server.begin()
+        for bucket in list(links.buckets(hf_stream(folders[1]), 300_000, link.buffer))[:sent]:
+            handover._send_one(bucket, link)
+        link.close()  # as its end closes what it had open
+        del link, handover, killed
+        sampler = linked(servers, tmp_path, way)
+        with logs_of(servers):
+            sampler.update_weights(hf_stream(folders[sent]))
+        for found in sampler.log_probs(TEXT):
+            close(found, log_probs(folders[sent], TEXT))
+        sampler.close()
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """(a server of a model whose head is its embedding, that model, one with other weights)"""
+    root = tmp_path_factory.mktemp("tied")
+    same = {"tie_word_embeddings": True, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.06}
+    folders = [
+        tiny.make_model(str(root / str(seed)), "llama", seed=seed, **same) or str(root / str(seed)) for seed in (0, 1)
+    ]
+    server = RealServer(folders[0], root / "log", *LINKED, "--skip-tokenizer-init")
+    try:
+        server.wait()
+        yield server, *folders
+    finally:
+        server.kill()
+
+
+def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
+    """The head of a tied model comes with its embedding. A server that is killed while weights come is one line, soon."""
+    server, old, new = tied
+    with SafetensorsReader(new) as reader:
+        assert "lm_head.weight" not in reader.tensors
+    sampler = linked([server], tmp_path, "broadcast", 10_000)
+    sampler.update_weights(hf_stream(new))
+    close(sampler.log_probs(TEXT)[0], log_probs(new, TEXT))
+
+    def stream():
+        for i, pair in enumerate(hf_stream(old)):
+            if i == 4:
+                server.kill()
+            yield pair
+
+    start, read = time.monotonic(), []
+    with pytest.raises(ServerError, match=r"/update_weights cannot be reached .*no server samples") as caught:
+        sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in stream())
+    assert server.url in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - start < 30 and len(read) == len(list(hf_stream(old)))
+    sampler.close()

@@ -1,0 +1,223 @@
+"""Links between the trainer and the processes of servers: buckets, both links in threads of this process, and what a
+hand-over does where a server fails. Real servers are in test_handover.py.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from mrl.engine import links
+from mrl.errors import ConfigError, ServerError
+from tests.rollout.real_vllm import sampler_of
+from tests.rollout.replay import Replay, says
+
+CPU = torch.device("cpu")
+SIZES = (3, 8, 1, 0, 5, 2)  # elements
+WEIGHTS = [(f"w{i}", torch.arange(float(n)) + i) for i, n in enumerate(SIZES)]
+MIXED = [
+    ("half", torch.arange(3, dtype=torch.bfloat16)), ("whole", torch.arange(2.0)),
+    ("flag", torch.tensor([True, False, True])), ("scalar", torch.tensor(7, dtype=torch.int64)),
+    ("turned", torch.arange(6.0).reshape(2, 3).t()),
+]  # fmt: skip
+
+
+def packed(weights, limit: int) -> list[tuple[links.Bucket, bytes]]:
+    buffers: dict[int, torch.Tensor] = {}
+
+    def buffer(turn: int, size: int) -> torch.Tensor:
+        buffers[turn] = torch.full((size,), 255, dtype=torch.uint8)
+        return buffers[turn]
+
+    return [(b, b.data.numpy().tobytes()) for b in links.buckets(iter(weights), limit, buffer)]
+
+
+@pytest.mark.parametrize("limit", [1, 12, 13, 44, 48, 10_000])
+def test_buckets_hold_everything_and_no_more_than_their_size(limit):
+    """12 bytes: exactly the first tensor; 44: exactly the first two; 1: every tensor is larger than a bucket."""
+    found = packed(WEIGHTS, limit)
+    for bucket, content in found:
+        assert len(content) <= limit or len([s for s in bucket.shapes if s != [0]]) == 1
+        for (name, tensor), (expected_name, expected) in zip(
+            links.unpack(bucket.layout, bucket.data.clone()),
+            [(n, t) for n, t in WEIGHTS if n in bucket.names], strict=True,
+        ):  # fmt: skip
+            assert name == expected_name and tensor.dtype == expected.dtype and tensor.shape == expected.shape
+        assert links.size_of(bucket.layout) == len(content)
+    assert [name for bucket, _ in found for name in bucket.names] == [name for name, _ in WEIGHTS]
+    assert b"".join(content for _, content in found) == b"".join(t.numpy().tobytes() for _, t in WEIGHTS)
+    assert [bucket.turn for bucket, _ in found] == [i % 2 for i in range(len(found))]
+    if limit in (12, 44):
+        assert len(found[0][1]) == limit
+
+
+@pytest.mark.parametrize("limit", [1, 30, 10_000])
+def test_tensors_begin_where_their_type_may(limit):
+    found = packed(MIXED, limit)
+    came = [pair for bucket, _ in found for pair in links.unpack(bucket.layout, bucket.data.clone())]
+    if limit > 30:  # each was read after the buffer was written again
+        came = came[-len(found[-1][0].names) :]
+    names = [name for name, _ in came]
+    for name, tensor in came if limit > 30 else []:
+        assert torch.equal(tensor, dict(MIXED)[name]) and tensor.dtype == dict(MIXED)[name].dtype
+    assert names and all(b.data.storage_offset() == 0 for b, _ in found)
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_a_link_carries_every_bit(way):
+    """Two servers, of one and of two processes."""
+    link = (
+        links.BroadcastLink(CPU, "127.0.0.1", [1, 2], timeout_s=30)
+        if way == "broadcast"
+        else links.SharedMemoryLink(CPU, 2)
+    )
+    offers = link.offers()
+    seats = [(offers[0], 0), (offers[1], 0), (offers[1], 1)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        joining = [pool.submit(links.make_end, offer, worker) for offer, worker in seats]
+        link.connect(lambda: False)
+        ends = [each.result() for each in joining]
+        for weights in (WEIGHTS, MIXED):
+            came: list[list] = [[], [], []]
+            for bucket in links.buckets(iter(weights), 24, link.buffer):
+                told = link.describe(bucket)
+                receiving = [pool.submit(end.receive, told, CPU) for end in ends]
+                link.send(bucket, lambda: False)
+                for mine, each in zip(came, receiving, strict=True):
+                    mine += links.unpack(told, each.result())
+            link.rest()
+            for mine in came:
+                assert [(n, t.dtype, t.tolist()) for n, t in mine] == [(n, t.dtype, t.tolist()) for n, t in weights]
+            for end in ends:
+                end.rest()
+    assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
+    for each in (*ends, link):
+        each.close()
+
+
+def test_a_process_that_is_gone_breaks_the_link():
+    link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(links.make_end, link.offers()[0], 0)
+        link.connect(lambda: False)
+        joining.result().close()
+    del joining
+    [bucket] = links.buckets(iter([("a", torch.zeros(2**20))]), 2**30, link.buffer)
+    start = time.monotonic()
+    with pytest.raises(links.LinkBroken):
+        link.send(bucket, lambda: False)
+    assert time.monotonic() - start < 30
+
+
+def test_a_search_for_a_server_that_failed_ends():
+    link = links.BroadcastLink(CPU, "127.0.0.1", [1], timeout_s=60)
+    start = time.monotonic()
+    link.connect(lambda: time.monotonic() > start + 0.05)
+    assert time.monotonic() - start < 10
+
+
+def test_another_protocol_is_refused():
+    with pytest.raises(ValueError, match="protocol 0 and this one's 1"):
+        links.make_end({"protocol": 0, "link": "ipc"}, 0)
+    with pytest.raises(ValueError, match="another machine"):
+        memory = {"file": "/dev/shm/of-another-machine", "bytes": 4}
+        links.make_end({"protocol": 1, "link": "ipc"}, 0).receive({"memory": memory, "dtypes": [], "shapes": []}, CPU)
+
+
+# ------------------------------------------------------------------------------------------------- on recorded traffic
+
+
+def linked(body, recorded):
+    """A fault of /server_info: of a server that was started for links."""
+    recorded[1]["vllm_config"]["weight_transfer_config"] = {"backend": "mrl"}
+    return recorded
+
+
+PLACE, DONE = says(200, {"results": [links.place()]}), says(200, {"message": "done"})
+
+
+@pytest.fixture
+def two():
+    """Two servers, whose processes are in this process: what they receive is noted, and they take part in no group."""
+    shared: list[tuple[str, str]] = []
+    servers = [Replay("vllm.json", name=str(i), shared=shared) for i in range(2)]
+    for server in servers:
+        server.faults["/server_info?config_format=json"] = [linked]
+        server.faults["/collective_rpc"] = [PLACE] + [DONE] * 9
+        for path in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+            server.faults[f"/{path}"] = [DONE] * 9
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def test_the_next_bucket_is_gathered_while_one_is_sent(two, tmp_path):
+    """The servers answer for the first bucket only when the stream has been asked for what is in the second."""
+    asked_for, in_time = threading.Event(), []
+
+    def wait(body, recorded):
+        in_time.append(asked_for.wait(20))
+        return 200, {"message": "done"}
+
+    for server in two:
+        server.faults["/update_weights"] = [wait, *[DONE] * 3]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
+    sampler._handover._bucket_bytes = 1
+
+    def stream():
+        for i, pair in enumerate(WEIGHTS[:3]):
+            if i == 2:
+                asked_for.set()
+            yield pair
+
+    sampler.update_weights(stream())
+    assert in_time == [True, True]
+    paths = [path for _, path in two[0].shared]
+    marks = ["/pause?mode=wait", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    places = [[i for i, path in enumerate(paths) if path == mark] for mark in marks]
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(places)) and len(places[2]) == 2 * 3
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_where_one_fails_none_goes_on(two, tmp_path, path):
+    two[1].faults[path] = [says(500, {"error": {"message": "out of\nmemory"}})]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
+    read = []
+    with pytest.raises(ServerError, match="says HTTP 500: out of memory.*no server samples.*stay paused") as caught:
+        sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in WEIGHTS)
+    assert two[1].url in str(caught.value) and "\n" not in str(caught.value)
+    assert len(read) == len(WEIGHTS), "other ranks are in the stream"
+    assert "/resume" not in two[0].paths() + two[1].paths()
+    assert two[1].version == "incomplete"
+
+
+def test_a_server_that_does_not_pause_keeps_its_weights(two, tmp_path):
+    two[0].faults["/pause?mode=wait"] = [says(500, {"error": "no"})]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
+    with pytest.raises(ServerError, match="/pause"):
+        sampler.update_weights(iter(WEIGHTS))
+    for server in two:
+        assert server.paths().count("/resume") == 1 and "/start_weight_update" not in server.paths()
+
+
+def test_the_way_is_the_servers_too(two, tmp_path):
+    """auto on a CPU is disk; what is asked for and cannot be is one line with what would help."""
+    urls = [s.url for s in two]
+    assert sampler_of(urls, str(tmp_path)).handover == "disk"
+    two[1].faults["/server_info?config_format=json"] = []
+    with pytest.raises(
+        ConfigError, match=r"handover: value broadcast .*:\d+: it takes .*worker-extension-cls"
+    ) as caught:
+        sampler_of(urls, str(tmp_path), handover="broadcast")
+    assert two[1].url in str(caught.value)
+    for server in two:
+        server.faults["/server_info?config_format=json"] = [linked]
+        server.faults["/collective_rpc"] = [says(200, {"results": [{"machine": ["another", 1], "gpus": []}]})]
+    with pytest.raises(ConfigError, match="on another machine .*; set it to broadcast"):
+        sampler_of(urls, str(tmp_path), handover="ipc")
