@@ -172,7 +172,7 @@ class ServerSampler(Sampler):
 
     @property
     def handover(self) -> str | None:
-        """The way of `rollout.server.handover`, where that is auto the one that was found; None but on the main process."""
+        """How weights come to the servers, which `auto` has decided; None on other processes than the main one."""
         return None if self._handover is None else self._handover.name
 
     # --------------------------------------------------------------------------------------------------- completions

@@ -47,11 +47,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def make_model(folder: str, seed: int) -> str:
+def make_model(folder: str, seed: int, *, tied: bool = False) -> str:
     """A random fp32 Qwen3 of two megabytes, so that a hand-over has buckets, and a tokenizer of one word per token."""
     tiny.make_model(
         folder, "qwen3", seed=seed, head_dim=32, hidden_size=128, intermediate_size=256, initializer_range=0.06,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=MAX_LENGTH, tied=tied,
     )  # fmt: skip
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, tiny.VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))

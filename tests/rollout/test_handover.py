@@ -18,9 +18,8 @@ from mrl.converters.safetensors_io import SafetensorsReader
 from mrl.engine import links
 from mrl.engine.sampling import SamplingParams
 from mrl.errors import ServerError
-from tests.engine import tiny
-from tests.rollout.noting_worker import digest
-from tests.rollout.real_vllm import LINKED, MAX_LENGTH, RealServer, hf_stream, logs_of, requests, sampler_of
+from tests.rollout.digest import digest
+from tests.rollout.real_vllm import LINKED, RealServer, hf_stream, logs_of, make_model, requests, sampler_of
 from tests.rollout.test_vllm import close, log_probs
 
 pytestmark = pytest.mark.slow
@@ -50,28 +49,36 @@ def linked(servers: list[RealServer], folder, way: str, bucket_bytes: int = 2**2
     return sampler
 
 
+@pytest.fixture(scope="module")
+def by_disk(servers, folders, tmp_path_factory) -> list[tuple[list[dict[str, str]], list[list[float]]]]:
+    """(checksums, log-probs of TEXT) of both servers with the weights of each folder, from files."""
+    sampler = sampler_of([server.url for server in servers], str(tmp_path_factory.mktemp("weights")))
+    found = []
+    for folder in folders:
+        sampler.update_weights(hf_stream(folder))
+        found.append(([checksums(server) for server in servers], sampler.log_probs(TEXT)))
+    sampler.close()
+    assert found[0][1] != found[1][1]
+    return found
+
+
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
-def test_every_bit_arrives_whatever_the_buckets(servers, folders, tmp_path, way):
+def test_every_bit_arrives_whatever_the_buckets(servers, folders, by_disk, tmp_path, way):
     """At two servers. Buckets: smaller than a tensor, exactly the first five, one byte less, and one for all."""
-    by_disk = sampler_of([server.url for server in servers], str(tmp_path / "weights"))
-    by_disk.update_weights(hf_stream(folders[1]))
-    expected_sums, expected = [checksums(s) for s in servers], by_disk.log_probs(TEXT)
-    by_disk.close()
-    tensors = dict(hf_stream(folders[1]))
-    first = sum(t.numel() * t.element_size() for t in list(tensors.values())[:5])
-    for bucket_bytes in (1, first, first - 1, 2**30):
+    models = [dict(hf_stream(folder)) for folder in folders]
+    first = sum(t.numel() * t.element_size() for t in list(models[0].values())[:5])
+    for turn, bucket_bytes in enumerate((1, first, first - 1, 2**30) if way == "broadcast" else (first - 1, 2**30)):
+        model, (sums, scores) = models[turn % 2], by_disk[turn % 2]  # the servers have the other one's weights
         sampler = linked(servers, tmp_path, way, bucket_bytes)
-        sampler.update_weights(hf_stream(folders[0]))
-        assert sampler.log_probs(TEXT) != expected
         for server in servers:
             post(server, "/collective_rpc", {"method": "note"})
-        sampler.update_weights(hf_stream(folders[1]))
-        for server, sums in zip(servers, expected_sums, strict=True):
+        sampler.update_weights(iter(model.items()))
+        for server in servers:
             [came] = post(server, "/collective_rpc", {"method": "what_was_noted"})["results"]
-            assert came == [[name, *digest(tensor)] for name, tensor in tensors.items()]
-            assert checksums(server) == sums
-        assert sampler.log_probs(TEXT) == expected
-        sampler.sample(requests(SamplingParams()))
+            assert came == [[name, *digest(tensor)] for name, tensor in model.items()]
+        assert [checksums(server) for server in servers] == sums
+        assert sampler.log_probs(TEXT) == scores
+        sampler.sample(requests(SamplingParams(), prompts=1, samples=1))
         sampler.close()
     assert not list(links._SHM.glob(f"mrl-{links.os.getpid()}-*"))
 
@@ -125,11 +132,8 @@ def test_a_trainer_that_is_killed_leaves_servers_that_another_can_use(servers, f
 def tied(tmp_path_factory):
     """(a server of a model whose head is its embedding, that model, one with other weights)"""
     root = tmp_path_factory.mktemp("tied")
-    same = {"tie_word_embeddings": True, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.06}
-    folders = [
-        tiny.make_model(str(root / str(seed)), "llama", seed=seed, **same) or str(root / str(seed)) for seed in (0, 1)
-    ]
-    server = RealServer(folders[0], root / "log", *LINKED, "--skip-tokenizer-init")
+    folders = [make_model(str(root / str(seed)), seed, tied=True) for seed in (0, 1)]
+    server = RealServer(folders[0], root / "log", *LINKED)
     try:
         server.wait()
         yield server, *folders

@@ -210,9 +210,9 @@ def test_the_way_is_the_servers_too(two, tmp_path):
     """auto on a CPU is disk; what is asked for and cannot be is one line with what would help."""
     urls = [s.url for s in two]
     assert sampler_of(urls, str(tmp_path)).handover == "disk"
-    two[1].faults["/server_info?config_format=json"] = []
+    two[0].faults["/server_info?config_format=json"] = [linked]
     with pytest.raises(
-        ConfigError, match=r"handover: value broadcast .*:\d+: it takes .*worker-extension-cls"
+        ConfigError, match=r"handover: value .broadcast. .*:\d+: it takes .*worker-extension-cls"
     ) as caught:
         sampler_of(urls, str(tmp_path), handover="broadcast")
     assert two[1].url in str(caught.value)
