@@ -7,8 +7,12 @@ test_servers.py. Trap 31 (weights that are partly new): `test_a_hand_over_that_f
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from mrl.config.ppo import ServerConfig
 from mrl.engine.base import Completion
@@ -101,6 +105,89 @@ def test_a_hand_over_that_fails_is_undone(servers, tmp_path, status):
     assert [server.version for server in servers] == [version] * 2
     assert [server.paths()[-1] for server in servers] == ["/continue_generation"] * 2
     assert len(sampler.sample([FIRST, SECOND])) == 2
+
+
+class Process:
+    """What SGLang 0.5.23's process does with the endpoints of a group, by its `init_custom_process_group` and
+    `FlattenedTensorBucket.empty`; it loads nothing."""
+
+    def __init__(self, server: Replay) -> None:
+        self.came: dict[str, torch.Tensor] = {}
+        self.paths: list[str] = []
+        done = {"success": True, "message": ""}
+        for path, act in {
+            "/init_weights_update_group": self.join, "/begin_weight_update": lambda body: None,
+            "/update_weights_from_distributed": self.receive, "/end_weight_update": lambda body: None,
+            "/destroy_weights_update_group": self.leave, "/flush_cache": lambda body: None,
+        }.items():  # fmt: skip
+            fault = lambda body, recorded, act=act: (act(body), (200, done))[1]  # noqa: E731
+            server.faults[path] = [fault] * 9
+        named = lambda body, recorded: (setattr(server, "version", body["new_version"]), (200, {}))[1]  # noqa: E731
+        server.faults["/update_weight_version"] = [named] * 9
+        server.faults["/server_info"] = [changed(lambda a: a.update(tp_size=1, dp_size=1, pp_size=1))]
+
+    def join(self, body) -> None:
+        store, rank, size = next(
+            dist.rendezvous(
+                f"tcp://{body['master_address']}:{body['master_port']}", body["rank_offset"], body["world_size"]
+            )
+        )
+        name, timeout = body["group_name"], datetime.timedelta(seconds=30)
+        self.group, _ = distributed_c10d._new_process_group_helper(
+            size, rank, [], distributed_c10d.Backend(body["backend"]), dist.PrefixStore(name, store),
+            group_name=name, timeout=timeout,
+        )  # fmt: skip
+
+    def receive(self, body) -> None:
+        assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
+        offset, places = 0, []
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            dtype, shape = getattr(torch, dtype), torch.Size(shape)
+            assert offset % dtype.itemsize == 0, f"Unaligned received tensor {name}"
+            places.append((name, dtype, shape, offset))
+            offset += shape.numel() * dtype.itemsize
+        flat = torch.empty(offset, dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        self.group._get_backend(torch.device("cpu")).broadcast([flat], options).wait()
+        for name, dtype, shape, start in places:
+            self.came[name] = flat[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def leave(self, body) -> None:
+        del self.group
+
+
+def test_a_broadcast(servers, tmp_path, monkeypatch):
+    """Through a group that is made as SGLang makes it (once in a process): every tensor, and the order of the calls."""
+    servers = servers[:1]
+    weights = [("a", torch.arange(3, dtype=torch.bfloat16)), ("b", torch.arange(4.0)), ("c", torch.ones(2, 3))]
+    processes = [Process(server) for server in servers]
+    sampler = sampler_of(servers, tmp_path, handover="broadcast")
+    for _ in range(2):
+        sampler.update_weights(iter(weights))
+        for process in processes:
+            assert {n: (t.dtype, t.tolist()) for n, t in process.came.items()} == {
+                n: (t.dtype, t.tolist()) for n, t in weights
+            }
+            process.came.clear()
+    assert len(sampler.sample([FIRST, SECOND])) == 2
+    calls = [path for path in servers[0].paths() if "weight" in path or path in ("/pause_generation", "/flush_cache")]
+    once = ["/pause_generation", "/update_weight_version", "/begin_weight_update"]
+    once += ["/update_weights_from_distributed"] * 2  # "b" would begin where no float32 may
+    once += ["/end_weight_update", "/flush_cache", "/update_weight_version"]
+    assert calls == ["/init_weights_update_group", *once, *once]
+    sampler.close()
+    assert servers[0].paths()[-1] == "/destroy_weights_update_group"
+
+
+def test_what_a_group_cannot_reach_is_refused(servers, tmp_path):
+    with pytest.raises(ConfigError, match=r'handover: value "ipc" cannot reach http.*broadcast alone'):
+        sampler_of(servers, tmp_path, handover="ipc")
+    for server in servers:
+        server.faults["/server_info"] = [changed(lambda a: a.update(tp_size=2, dp_size=2))]
+    sampler = sampler_of(servers, tmp_path, handover="broadcast")
+    with pytest.raises(ServerError, match="has dp_size 2.*set rollout.server.handover to disk"):
+        sampler.update_weights(iter(WEIGHTS))
+    assert "/pause_generation" not in servers[0].paths()
 
 
 def meta(change):
