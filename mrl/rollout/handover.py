@@ -17,7 +17,7 @@ import concurrent.futures
 import functools
 import pathlib
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -57,6 +57,9 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def resume(self) -> None: ...
+
+    def check_names(self, names: Collection[str]) -> None:  # noqa: B027 (most can take all)
+        """Refuses weights of these names where `load` would not give the model that they are of."""
 
     @abc.abstractmethod
     def load(self, path: str, version: str) -> None:
@@ -269,6 +272,7 @@ class DiskHandover(Handover):
         self._shapes = shapes
         new = (str(folder), folder.name)
         try:
+            self._servers.each(lambda s: s.check_names(shapes))
             self._servers.each(lambda s: s.pause())
         except ServerError as failed:
             self._servers.outcomes(lambda s: s.resume())

@@ -9,7 +9,7 @@ filters neither is: that is refused. Written against and tried with vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mrl.engine.base import Completion
@@ -93,7 +93,7 @@ class VLLMServer(AdapterServer):
 
     def __init__(self, http: Http) -> None:
         super().__init__(http)
-        self.name, self.path, self.mode = "", "", RAW
+        self.name, self.path, self.mode, self.on_cpu = "", "", RAW, False
 
     def inspect(self, *, sleeps: bool) -> int | None:
         models = self.http.get("/v1/models")
@@ -114,6 +114,7 @@ class VLLMServer(AdapterServer):
             config = info["vllm_config"]["model_config"]
             self.mode, can_sleep = config["logprobs_mode"], config["enable_sleep_mode"]
             engine = info["vllm_config"].get("weight_transfer_config")
+            self.on_cpu = info["vllm_config"].get("device_config", {}).get("device") == "cpu"
             self.links = LINKS if engine is not None and engine["backend"] == ENGINE else frozenset()
         if self.mode not in (RAW, PROCESSED):
             raise self.http.error(f"gives {self.mode}; start it with --logprobs-mode {RAW} or {PROCESSED}")
@@ -168,8 +169,16 @@ class VLLMServer(AdapterServer):
     def pause(self) -> None:
         self.http.post("/pause?mode=wait")  # what is being sampled ends with the weights it began with
 
+    def check_names(self, names: Collection[str]) -> None:
+        if self.on_cpu and not self.links and not any("lm_head" in name or "embed_out" in name for name in names):
+            raise self.http.error(
+                "runs on a CPU, where vLLM keeps the old head of a model whose head is its embedding; start it with "
+                f"{self.how_to_link}"
+            )
+
     def load(self, path: str, version: str) -> None:
-        self.http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        method = "mrl_reload" if self.links else "reload_weights"
+        self.http.post("/collective_rpc", {"method": method, "kwargs": {"weights_path": path}})
         self._begin_anew(version)
 
     def _begin_anew(self, version: str) -> None:

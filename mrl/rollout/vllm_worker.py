@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import layerwise
 
 from mrl.engine import links
+from mrl.rollout.tied_head import pack_shared
 
 BACKEND = "mrl"
 
@@ -84,6 +85,7 @@ class Engine(WeightTransferEngine[Offer, Update]):
         if self._end is not None:
             self._end.rest()
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        pack_shared(self.model)
         wanted = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
         missing = sorted(wanted - {name.replace(".base_layer.", ".") for name in self._loaded})
         if missing:
@@ -99,7 +101,13 @@ class Worker:
     """What vLLM's workers can do besides, over /collective_rpc."""
 
     weight_transfer_engine: Any
+    model_runner: Any
     _weight_update_active: bool
+
+    def mrl_reload(self, weights_path: str) -> None:
+        """vLLM's `reload_weights`, and what it leaves out (tied_head.py)."""
+        self.model_runner.reload_weights(weights_path=weights_path)
+        pack_shared(self.model_runner.get_model())
 
     def mrl_place(self) -> dict[str, Any]:
         return links.place()

@@ -142,13 +142,15 @@ def tied(tmp_path_factory):
 
 
 def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
-    """The head of a tied model comes with its embedding. A server that is killed while weights come is one line, soon."""
+    """The head of a tied model comes with its embedding, from files too. A server that is killed while weights come is one line, soon."""
     server, old, new = tied
     with SafetensorsReader(new) as reader:
         assert "lm_head.weight" not in reader.tensors
-    sampler = linked([server], tmp_path, "broadcast", 10_000)
-    sampler.update_weights(hf_stream(new))
-    close(sampler.log_probs(TEXT)[0], log_probs(new, TEXT))
+    for way in ("disk", "ipc", "broadcast"):
+        sampler = sampler_of([server.url], str(tmp_path / "weights"), handover=way)
+        for folder in (old, new):
+            sampler.update_weights(hf_stream(folder))
+            close(sampler.log_probs(TEXT)[0], log_probs(folder, TEXT))
 
     def stream():
         for i, pair in enumerate(hf_stream(old)):
@@ -156,6 +158,7 @@ def test_tied_weights_and_then_a_server_that_dies(tied, tmp_path):
                 server.kill()
             yield pair
 
+    sampler._handover._bucket_bytes = 10_000
     start, read = time.monotonic(), []
     with pytest.raises(ServerError, match=r"/update_weights cannot be reached .*no server samples") as caught:
         sampler.update_weights((read.append(name), (name, tensor))[1] for name, tensor in stream())

@@ -15,7 +15,7 @@ import torch
 from mrl.engine import links
 from mrl.errors import ConfigError, ServerError
 from tests.rollout.real_vllm import sampler_of
-from tests.rollout.replay import Replay, says
+from tests.rollout.replay import Replay, changed, says
 
 CPU = torch.device("cpu")
 SIZES = (3, 8, 1, 0, 5, 2)  # elements
@@ -221,3 +221,14 @@ def test_the_way_is_the_servers_too(two, tmp_path):
         server.faults["/collective_rpc"] = [says(200, {"results": [{"machine": ["another", 1], "gpus": []}]})]
     with pytest.raises(ConfigError, match="on another machine .*; set it to broadcast"):
         sampler_of(urls, str(tmp_path), handover="ipc")
+
+
+def test_a_tied_head_needs_more_than_a_cpus_vllm_does(two, tmp_path):
+    """One that was started without mrl's worker would go on with its old head."""
+    two[0].faults["/server_info?config_format=json"] = [
+        changed(lambda a: a["vllm_config"].update(device_config={"device": "cpu"}))
+    ]
+    sampler = sampler_of([two[0].url], str(tmp_path))
+    with pytest.raises(ServerError, match="keeps the old head.*start it with .*vllm_worker.Worker"):
+        sampler.update_weights(iter([("model.embed_tokens.weight", torch.ones(2))]))
+    assert "/pause?mode=wait" not in two[0].paths()
