@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -46,10 +47,10 @@ class _Kept:
 class KeptSequences:
     """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
 
-    A request goes on with the sequence of its key, which no other has, as far as both have the same tokens. What no
-    request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that
-    each replica of the model keeps at most, beside the cache_tokens of the call; a sequence that finds none free is fed
-    from its first token again.
+    A request goes on with the sequence of its key, as far as both have the same tokens. Where several requests of a call
+    have one key, they are fed from their first tokens: other settings may have drawn other tokens. What no request
+    of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that each replica of the
+    model keeps at most, beside the cache_tokens of the call; so is a sequence fed that finds none free.
     """
 
     def __init__(self, room: int) -> None:
@@ -74,7 +75,8 @@ class KeptSequences:
     def begin(self, requests: Sequence[GenerateRequest]) -> None:
         """Forgets what none of the requests goes on with. A chat template may drop what a turn began with, as thinking;
         the tokens before that stay. One token at least is fed: what follows it is wanted."""
-        wanted = {request.key: request.tokens[:-1] for request in requests}
+        count = collections.Counter(request.key for request in requests)
+        wanted = {request.key: request.tokens[:-1] for request in requests if count[request.key] == 1}
         for key, one in list(self._kept.items()):
             pairs = zip(one.tokens, wanted.get(key, ()), strict=False)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -26,6 +26,12 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_S = 900.0
 """Seconds that a result is kept: a client whose connection broke asks again within 300 s."""
 
+LATE_S = 400.0
+"""Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
+
+LOOK_S = 10.0
+"""How often what is out of date is looked for: looking costs as much as all that is kept."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -42,6 +48,7 @@ class Promise:
     id: str
     model: str | None = None
     result: Result | None = None
+    asked_at: float = 0.0
     done_at: float = 0.0
     told: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
 
@@ -76,13 +83,21 @@ class _Numbered:
     def __init__(self, first: int) -> None:
         self.next = first
         self.waiting: dict[int, Waiting] = {}
+        self.refused: set[int] = set()  # numbers that are not waited for
 
     def ready(self) -> bool:
         return self.next in self.waiting
 
     def take(self) -> list[Waiting]:
         self.next += 1
-        return [self.waiting.pop(self.next - 1)]
+        taken = [self.waiting.pop(self.next - 1)]
+        self.pass_refused()
+        return taken
+
+    def pass_refused(self) -> None:
+        while self.next in self.refused:
+            self.refused.remove(self.next)
+            self.next += 1
 
 
 class _Together:
@@ -112,6 +127,7 @@ class Desk:
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
         self._lent: set[str] = set()
+        self._looked = clock()
 
     # -- of clients --------------------------------------------------------------------------------------------------
 
@@ -145,6 +161,37 @@ class Desk:
         for waiting in left:
             self.fail(waiting.promise, "user", str(why))
 
+    def known(self, queue: Hashable, number: int) -> Promise | None:
+        """Returns what was promised for a number, None where nothing was: what was right then may be refused now."""
+        with self._lock:
+            return self._by_key.get((queue, number))
+
+    def refuse(self, queue: Hashable, number: int) -> None:
+        """Says that the operation with this number will not come: those after it do not wait for it."""
+        with self._lock:
+            made = self._queues.get(queue)
+            if isinstance(made, _Numbered) and number >= made.next and number not in made.waiting:
+                made.refused.add(number)
+                made.pass_refused()
+                self._lock.notify_all()
+
+    def give_up(self) -> None:
+        """Fails what has waited for LATE_S seconds for an operation with a lower number, and goes on after it."""
+        left: list[tuple[int, Waiting]] = []
+        with self._lock:
+            before = self.clock() - LATE_S
+            for made in self._queues.values():
+                if not isinstance(made, _Numbered) or made.ready() or not made.waiting:
+                    continue
+                if min(waiting.promise.asked_at for waiting in made.waiting.values()) < before:
+                    left += [(made.next, waiting) for waiting in made.waiting.values()]
+                    made.next = max(made.waiting) + 1
+                    made.waiting.clear()
+                    made.pass_refused()
+        for lacking, waiting in left:
+            why, fix = "has not come, and later ones waited for it", "look at the client's first error, and send them again"
+            self.fail(waiting.promise, "user", str(UserError("seq_id", lacking, why, fix)))
+
     def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None) -> Promise:
         """Puts an operation of a model on its queue. The same number gets the first promise again.
 
@@ -160,6 +207,7 @@ class Desk:
                 return Promise(f"gone-{number}", model)
             self._check_room(made)
             promise = self._promise(key, model)
+            made.refused.discard(number)
             made.waiting[number] = Waiting(operation, promise)
             self._lock.notify_all()
             return promise
@@ -190,13 +238,16 @@ class Desk:
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:
         self._forget()
-        promise = Promise(f"{self._name}-{next(self._ids)}", model)
+        promise = Promise(f"{self._name}-{next(self._ids)}", model, asked_at=self.clock())
         self._promises[promise.id] = self._by_key[key] = promise
         return promise
 
     def _forget(self) -> None:
         """Forgets results that were kept for long enough."""
-        before = self.clock() - KEPT_S
+        now = self.clock()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked, before = now, now - KEPT_S
         old = {p.id for p in self._promises.values() if p.result is not None and p.done_at < before}
         if old:
             self._promises = {id: p for id, p in self._promises.items() if id not in old}
@@ -293,7 +344,7 @@ class Desk:
                 self._add(queue, _Numbered(number))
             for one in state["results"]:
                 result = Result(base64.b64decode(one["body"]), one["media_type"])
-                promise = Promise(one["id"], one["model"], result, self.clock())
+                promise = Promise(one["id"], one["model"], result, done_at=self.clock())
                 self._promises[promise.id] = self._by_key[one["queue"], one["number"]] = promise
 
 

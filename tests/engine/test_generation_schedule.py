@@ -138,6 +138,19 @@ def test_what_stays_the_same_is_kept_where_a_turn_loses_a_part():
     assert answer == [alone(again)] and fed(steps) == len(again.tokens) - 4
 
 
+def test_two_requests_of_one_key_go_on_with_nothing():
+    """As two clients that sample one prompt with one seed, at temperatures that draw other tokens."""
+    kept, limits = KeptSequences(100), {"cache_tokens": 100, "prefill_tokens": 100}
+    wanted = [GenerateRequest([1, 2, i, 4], 3) for i in (7, 8)]
+    for _ in range(3):
+        done, steps = complete(wanted, **limits, kept=kept)
+        assert done == [alone(request) for request in wanted]
+        assert not any(step.restored for step in steps)
+        wanted = [GenerateRequest([*r.tokens, *one.tokens], 3) for r, one in zip(wanted, done, strict=True)]
+    done, steps = complete(wanted[1:], **limits, kept=kept)
+    assert done == [alone(wanted[1])] and sum(len(step.restored) for step in steps) == 1
+
+
 def test_a_conversation_stays_with_its_replica():
     def wanted(*samples):
         return [GenerateRequest([1], 1, key=SamplingKey(sample=i)) for i in samples]
