@@ -8,6 +8,7 @@ Dimensions: `N` positions of a datum, `K` target tokens of a position, `T` posit
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from mrl.algorithms.sums import DENOMINATOR, LOSSES
+from mrl.algorithms.sums import DENOMINATOR, LOSSES, Loss
 from mrl.batch import Batch
 from mrl.data.files import BadRow
 from mrl.data.images import Image
@@ -34,6 +35,7 @@ class Limits:
 
     vocab_size: int
     length: int  # positions
+    numbers: int = 2**28  # of all tensors of a call, dense: a few bytes may stand for very many
     vision: Vision | None = None  # of a model that reads images
 
 
@@ -44,40 +46,43 @@ class Call:
     model: str
     number: int  # its place among the calls of the model
     loss: str
-    options: Mapping[str, float]
+    given: Mapping[str, Any]  # options of the loss; `options_of` reads them
     forward_only: bool
     data: Sequence[Any]  # protobuf's; `batch_of` reads them
 
 
 def read_call(body: bytes) -> Call:
-    """Returns what a client sent. Raises UserError where it is no such message, or its loss is not known."""
+    """Returns what a client sent. Raises UserError where it is no such message."""
     try:
         sent = messages.ForwardBackwardRequest.FromString(body)
     except DecodeError:
         raise UserError(
             "forward_backward", why="is no protobuf ForwardBackwardRequest", fix="use the tinker client"
         ) from None
-    return Call(sent.model_id, sent.seq_id, sent.loss_fn, _options(sent), sent.forward_only, sent.data)
-
-
-def _options(sent: Any) -> dict[str, float]:
-    """Returns all options of the loss, those that the client left out with their defaults."""
-    name = sent.loss_fn
-    if name not in LOSSES:
-        fix = "use importance_sampling" if name == "stable_reinforce" else f"use one of {', '.join(LOSSES)}"
-        why = "has no public formula" if name == "stable_reinforce" else "is not known here"
-        raise UserError("loss_fn", name, why, fix)
-    known = LOSSES[name].options
     given: dict[str, Any] = dict(sent.loss_fn_config)
     for key, value in sent.loss_fn_config_v2.items():
         given[key] = value.number if value.WhichOneof("value") == "number" else value.text
-    for key, value in given.items():
+    return Call(sent.model_id, sent.seq_id, sent.loss_fn, given, sent.forward_only, sent.data)
+
+
+def _loss_of(call: Call) -> Loss:
+    if call.loss not in LOSSES:
+        fix = "use importance_sampling" if call.loss == "stable_reinforce" else f"use one of {', '.join(LOSSES)}"
+        why = "has no public formula" if call.loss == "stable_reinforce" else "is not known here"
+        raise UserError("loss_fn", call.loss, why, fix)
+    return LOSSES[call.loss]
+
+
+def options_of(call: Call) -> dict[str, float]:
+    """Returns all options of the loss, those that the client left out with their defaults. Raises UserError."""
+    known = _loss_of(call).options
+    for key, value in call.given.items():
         if key not in known:
             what = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UserError(f"loss_fn_config.{key}", value, f"is no option of {name}", what)
+            raise UserError(f"loss_fn_config.{key}", value, f"is no option of {call.loss}", what)
         if not isinstance(value, float) or not np.isfinite(value):
             raise UserError(f"loss_fn_config.{key}", value, "is no finite number", "give one")
-    return {**known, **given}
+    return {**known, **call.given}
 
 
 def batch_of(call: Call, limits: Limits) -> Batch:
@@ -85,16 +90,18 @@ def batch_of(call: Call, limits: Limits) -> Batch:
 
     Raises UserError, which names the datum, where one does not fit the model, the loss or the others.
     """
+    fields = _loss_of(call).fields
     if not call.data:
         raise UserError("data", why="is empty", fix="send at least one datum")
-    fields = LOSSES[call.loss].fields
+    room = limits.numbers
     tokens: list[Tensor] = []
     images: list[Mapping[str, Tensor]] = []
     labels: list[Tensor] = []
     columns: dict[str, list[Tensor]] = {name: [] for name in fields}
     for i, datum in enumerate(call.data):
         ids, of_images = read_input(datum.model_input, f"data[{i}].model_input", limits)
-        inputs = _inputs(datum, i, (_TARGETS, *fields))
+        inputs = _inputs(datum, i, (_TARGETS, *fields), room)
+        room -= sum(value.numel() for value in inputs.values())
         targets = inputs[_TARGETS]
         _check_targets(targets, len(ids), i, limits, call)
         if labels and targets.shape[1:] != labels[0].shape[1:]:
@@ -188,7 +195,7 @@ def _check_targets(targets: Tensor, length: int, i: int, limits: Limits, call: C
     _check_vocabulary(targets.flatten(), where, limits)
 
 
-def _inputs(datum: Any, i: int, names: Sequence[str]) -> dict[str, Tensor]:
+def _inputs(datum: Any, i: int, names: Sequence[str], room: int) -> dict[str, Tensor]:
     where = f"data[{i}].loss_fn_inputs"
     lacking = [name for name in names if name not in datum.loss_fn_inputs]
     if lacking:
@@ -196,18 +203,21 @@ def _inputs(datum: Any, i: int, names: Sequence[str]) -> dict[str, Tensor]:
     unread = [name for name in datum.loss_fn_inputs if name not in names]
     if unread:
         raise UserError(f"{where}.{unread[0]}", why="is not read by this loss", fix=f"send {', '.join(names)} alone")
-    return {name: _tensor(datum.loss_fn_inputs[name], f"{where}.{name}") for name in names}
+    return {name: _tensor(datum.loss_fn_inputs[name], f"{where}.{name}", room) for name in names}
 
 
-def _tensor(sent: Any, where: str) -> Tensor:
-    """Returns a tensor of the client, dense or compressed by rows."""
+def _tensor(sent: Any, where: str, room: int) -> Tensor:
+    """Returns a tensor of the client, dense or compressed by rows. room: for so many numbers."""
     shape = list(sent.shape)
     if any(size < 0 for size in shape) or len(shape) > 2:
         raise UserError(where, why=f"has the shape {shape}", fix="send one or two dimensions")
+    if math.prod(shape) > room:
+        fix = "send less in one call, or raise serve.max_body_mb"
+        raise UserError(where, why=f"has the shape {shape}, for which there is no room", fix=fix)
     if sent.WhichOneof("value") == "sparse_csr":
         return _of_rows(sent, shape, where)
     values = _array(sent.dense, sent.dtype, where)
-    if values.size != int(np.prod(shape)):
+    if values.size != math.prod(shape):
         raise UserError(where, why=f"has {values.size} numbers for the shape {shape}", fix="send as many as it has")
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise UserError(where, why="has a number that is not finite", fix="send finite ones")

@@ -53,7 +53,7 @@ def field(body: Mapping[str, Any], name: str, kind: type[T], default: Any = _MIS
         raise UserError(name, found, "is not finite", "give a finite number")
     if kind is int and abs(found) > LARGEST:
         raise UserError(name, found, "is out of range", "give a smaller number")
-    if kind is str and not _is_utf8(found):
+    if kind is str and not is_utf8(found):
         raise UserError(name, found, "has characters that are none", "give UTF-8")
     return found
 
@@ -66,7 +66,8 @@ def number(body: Mapping[str, Any], name: str, default: Any = _MISSING, *, least
     return value
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
+    """Returns whether a text can be written: JSON may escape halves of characters."""
     try:
         text.encode()
     except UnicodeError:

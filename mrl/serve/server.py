@@ -82,7 +82,8 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.init_model()
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
-            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length, vision)
+            numbers = config.serve.max_body_mb * 2**19  # a body has no more of them, of two bytes each
+            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length, numbers, vision)
             name, most = config.serve.name or config.model.path, config.serve.max_models
             exports = directory.path / "snapshots" if config.serve.servers.kind is not None else None
             engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
@@ -378,6 +379,7 @@ def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
 def _let_go(server: Server, models: Models) -> None:
     """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
     server.ledger.expire(time.time())
+    server.desk.give_up()
     if silent := server.silent(time.time()):
         together(models, ops.Forget(models=silent))
         for id in silent:

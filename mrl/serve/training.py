@@ -7,6 +7,7 @@ done is made an answer on the main thread, by the `answer` beside it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import re
 import secrets
@@ -27,10 +28,14 @@ from mrl.serve.app import Asked, as_result, promised
 from mrl.serve.desk import PROTOBUF, Desk, Promise, Result
 from mrl.serve.ledger import PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
 from mrl.serve.operations import Kind
-from mrl.serve.requests import Refused, field, number
+from mrl.serve.requests import Refused, field, is_utf8, number
 
 OLDEST_CLIENT = (0, 29)
-FULL = "full"
+LEAST_EPS = 1e-30
+"""AdamW divides by no less: with 0 a weight whose gradients were all 0, as of what pads adapters, would be no number."""
+
+LONGEST_S = 10 * 365 * 24 * 3600
+MOST_METADATA = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Training:
 
     def _new_model(self, body: Mapping[str, Any], kind: Kind) -> ModelRecord:
         session, count = self._session(body), number(body, "model_seq_id")
-        metadata = field(body, "user_metadata", dict, {})
+        metadata = metadata_of(body)
         return ModelRecord(f"{session}:train:{count}", session, kind, self.served.base, metadata, time.time())
 
     def _begin(self, record: ModelRecord, operation: ops.Create | ops.Load) -> Promise:
@@ -223,69 +228,96 @@ class Training:
 
     # -- passes and steps --------------------------------------------------------------------------------------------
 
+    async def _numbered(self, model: ModelRecord, number: int, work: Callable[[], Work]) -> Response:
+        """Promises a call of a model. One that is sent again is promised what it was, whatever has changed since; one
+        that is refused is not waited for by those after it."""
+        known = self.desk.known(model.id, number)
+        if known is None:
+            try:
+                made = await run_in_threadpool(work)  # images may take long to read
+            except UserError:
+                self.desk.refuse(model.id, number)
+                raise
+            known = self.desk.put(model.id, number, made, model=model.id)
+        return promised(known)
+
     async def forward_backward(self, asked: Asked) -> Response:
         call = datums.read_call(asked.body)
         model = self._model({"model_id": call.model})
-        batch = await run_in_threadpool(datums.batch_of, call, self.served.limits)  # images may take long to read
 
-        def answer(found: Any) -> Result:
-            log_probs, loss = found
-            return Result(datums.answer(batch, log_probs, {"loss": loss}), PROTOBUF)
+        def work() -> Work:
+            options, batch = datums.options_of(call), datums.batch_of(call, self.served.limits)
 
-        work = Work(ops.Pass(model.id, batch, call.loss, call.options, call.forward_only), answer)
-        return promised(self.desk.put(model.id, call.number, work, model=model.id))
+            def answer(found: Any) -> Result:
+                log_probs, loss = found
+                return Result(datums.answer(batch, log_probs, {"loss": loss}), PROTOBUF)
+
+            return Work(ops.Pass(model.id, batch, call.loss, options, call.forward_only), answer)
+
+        return await self._numbered(model, call.number, work)
 
     async def optim_step(self, asked: Asked) -> Response:
         body = asked.json
+
+        def work() -> Work:
+            self._check_optimizer(
+                {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
+            )
+            given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
+            return Work(ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}))
+
         model = self._model(body)
-        self._check_optimizer(
-            {"optimizer_config": {"type": field(body, "optimizer_params", dict, {}).get("type", "adamw")}}
-        )
-        given = field(body, "adam_params", dict, field(body, "optimizer_params", dict, {}))
-        work = Work(ops.Step(model.id, update_of(given)), lambda found: as_result({"metrics": found}))
-        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
+        return await self._numbered(model, number(body, "seq_id", least=1), work)
 
     # -- saves -------------------------------------------------------------------------------------------------------
 
     async def save_weights(self, asked: Asked) -> Response:
         body = asked.json
-        model, name = self._model(body), field(body, "path", str, "")
-        name = name or f"step{number(body, 'seq_id', least=1):08d}"
-        folder = self._place(model, "weights", name, body)
-        work = Work(ops.Save(model.id, str(folder)), lambda _: self._saved(model, "weights", name, body))
-        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
+        model, count = self._model(body), number(body, "seq_id", least=1)
 
-    def _place(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Any:
+        def work() -> Work:
+            name = field(body, "path", str, "") or f"step{count:08d}"
+            folder, saved = self._place(model, "weights", name, body)
+            return Work(ops.Save(model.id, str(folder)), saved)
+
+        return await self._numbered(model, count, work)
+
+    def _place(
+        self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]
+    ) -> tuple[pathlib.Path, Callable[[Any], Result]]:
+        """Returns the folder to save in, and what says that it was saved."""
         check_name(name)
+        ttl, metadata = seconds_of(body), metadata_of(body)
         path = f"{PREFIX}{model.id}/{part}/{name}"
         if path in self.ledger.saved and not field(body, "overwrite", bool, part == "sampler_weights"):
             raise UserError("path", name, "is saved already", "give another name, or overwrite=True")
-        return self.ledger.folder_of(model.id, part, name)
-
-    def _saved(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Result:
-        ttl = field(body, "ttl_seconds", int, None)
         folder = self.ledger.folder_of(model.id, part, name)
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        now = time.time()
-        saved = Saved(
-            model.id, part, name, model.kind, model.base, now, size, None if ttl is None else now + ttl,
-            field(body, "user_metadata", dict, {}),
-        )  # fmt: skip
-        self.ledger.save(saved)
-        return as_result({"path": saved.path, "size_bytes": size})
+
+        def saved(_: Any) -> Result:
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            now = time.time()
+            expires = None if ttl is None else now + ttl
+            self.ledger.save(Saved(model.id, part, name, model.kind, model.base, now, size, expires, metadata))
+            return as_result({"path": path, "size_bytes": size})
+
+        return folder, saved
 
     async def save_weights_external(self, asked: Asked) -> Response:
         body = asked.json
-        if body.get("age_encryption_recipients"):
-            why = "are not known here: files are written as they are"
-            raise UserError("age_encryption_recipients", why=why, fix="leave them out")
-        return self._export(self._model(body), "external_weights", field(body, "path", str), body)
 
-    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Response:
-        """Promises a folder that peft loads over the base, or transformers where all weights train."""
-        folder = self._place(model, part, name, body)
-        work = Work(ops.Export(model.id, str(folder)), lambda _: self._saved(model, part, name, body))
-        return promised(self.desk.put(model.id, number(body, "seq_id", least=1), work, model=model.id))
+        def work() -> Work:
+            if body.get("age_encryption_recipients"):
+                why = "are not known here: files are written as they are"
+                raise UserError("age_encryption_recipients", why=why, fix="leave them out")
+            return self._export(model, "external_weights", field(body, "path", str), body)
+
+        model = self._model(body)
+        return await self._numbered(model, number(body, "seq_id", least=1), work)
+
+    def _export(self, model: ModelRecord, part: Part, name: str, body: Mapping[str, Any]) -> Work:
+        """Makes a folder that peft loads over the base, or transformers where all weights train."""
+        folder, saved = self._place(model, part, name, body)
+        return Work(ops.Export(model.id, str(folder)), saved)
 
     async def load_weights(self, asked: Asked) -> Response:
         """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do
@@ -321,10 +353,15 @@ class Training:
 
     async def save_weights_for_sampler(self, asked: Asked) -> Response:
         body = asked.json
-        model, name = self._model(body), field(body, "path", str, "")
-        count = number(body, "seq_id", least=1)
-        if name:
-            return self._export(model, "sampler_weights", name, body)
+        model, count = self._model(body), number(body, "seq_id", least=1)
+
+        def work() -> Work:
+            name = field(body, "path", str, "")
+            return self._export(model, "sampler_weights", name, body) if name else self._freeze(model, count, body)
+
+        return await self._numbered(model, count, work)
+
+    def _freeze(self, model: ModelRecord, count: int, body: Mapping[str, Any]) -> Work:
         id = f"{model.session}:sample:{number(body, 'sampling_session_seq_id')}"
         snapshot = f"{model.id}:{count}"
 
@@ -334,8 +371,7 @@ class Training:
 
         exports = self.served.exports
         folder = None if exports is None else str(exports / f"{model.id}-{count}".replace(":", "-"))
-        work = Work(ops.Freeze(model.id, snapshot, folder), frozen)
-        return promised(self.desk.put(model.id, count, work, model=model.id))
+        return Work(ops.Freeze(model.id, snapshot, folder), frozen)
 
 
 def update_of(given: Mapping[str, Any]) -> Update:
@@ -349,8 +385,9 @@ def update_of(given: Mapping[str, Any]) -> Update:
         )
     }  # fmt: skip
     for name, value in values.items():
-        if value < 0 or (name.startswith("beta") and value >= 1) or value > 1e6:
-            room = "at least 0 and below 1" if name.startswith("beta") else "at least 0"
+        least, most = {"eps": (LEAST_EPS, 1.0), "grad_clip_norm": (0.0, math.inf)}.get(name, (0.0, 1e6))
+        if value < least or value > most or (name.startswith("beta") and value >= 1):
+            room = "0 or more, and less than 1" if name.startswith("beta") else f"{least:g} to {most:g}"
             raise UserError(f"adam_params.{name}", value, "is out of range", f"give {room}")
     return Update(
         values["learning_rate"], (values["beta1"], values["beta2"]), values["eps"], values["weight_decay"],
@@ -362,3 +399,22 @@ def parsed(version: str) -> tuple[int, int]:
     """Returns the first two numbers of a version, zeros where it has none."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def seconds_of(body: Mapping[str, Any]) -> int | None:
+    """Returns for how long something is to be kept, None for ever. Raises UserError."""
+    seconds = field(body, "ttl_seconds", int, None)
+    if seconds is not None and not 1 <= seconds <= LONGEST_S:
+        raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {LONGEST_S}, or null for ever")
+    return seconds
+
+
+def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a client wants to be remembered, which every list shows. Raises UserError."""
+    metadata = field(body, "user_metadata", dict, {})
+    texts = [*metadata, *metadata.values()]
+    if not all(isinstance(text, str) and is_utf8(text) for text in texts):
+        raise UserError("user_metadata", why="has a value that is no text", fix="give texts of UTF-8")
+    if sum(map(len, texts)) > MOST_METADATA:
+        raise UserError("user_metadata", why="is too long", fix=f"give at most {MOST_METADATA} characters")
+    return metadata

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mrl.errors import UserError
-from mrl.serve.desk import KEPT_S, Busy, Desk, Gone, Result
+from mrl.serve.desk import KEPT_S, LATE_S, Busy, Desk, Gone, Result
 
 
 class Clock:
@@ -39,6 +39,48 @@ def test_a_models_operations_come_in_the_order_of_their_numbers(desk):
     desk.put("a", 0, "first")
     desk.put("a", 1, "second")
     assert [taken(desk)[1] for _ in range(3)] == [["first"], ["second"], ["third"]] and taken(desk) is None
+
+
+def test_a_refused_number_is_not_waited_for(desk):
+    """Whether it is the next one or a later one; a number that was done or waits is not refused."""
+    desk.open("a", first=1)
+    for number in (1, 3, 4):
+        desk.refuse("a", number)
+    desk.refuse("b", 1)
+    desk.put("a", 5, "fifth")
+    assert taken(desk) is None, "the second may come yet"
+    desk.put("a", 4, "fourth after all")
+    for number in (1, 2):
+        desk.refuse("a", number)
+    assert taken(desk) == ("a", ["fourth after all"])
+    desk.refuse("a", 5)
+    assert taken(desk) == ("a", ["fifth"]) and taken(desk) is None
+    desk.put("a", 6, "sixth")
+    assert taken(desk) == ("a", ["sixth"])
+
+
+def test_a_number_that_never_comes(desk, clock):
+    """What waited for it fails, and what comes later is done; what waits for its turn alone is left."""
+    for name in ("a", "b"):
+        desk.open(name, first=1)
+    waiting, ready = [desk.put("a", number, number) for number in (2, 4)], desk.put("b", 1, "b")
+    clock.now = LATE_S
+    desk.give_up()
+    assert waiting[0].result is None, "it has not waited for long enough"
+    clock.now += 1
+    desk.give_up()
+    for promise in waiting:
+        said = json.loads(promise.result.body)
+        assert said["category"] == "user" and said["error"].startswith("seq_id: value 1 has not come")
+    assert ready.result is None and taken(desk) == ("b", ["b"]) and taken(desk) is None
+    desk.put("a", 5, "goes on")
+    assert taken(desk) == ("a", ["goes on"])
+
+
+def test_what_was_promised_is_known(desk):
+    desk.open("a", first=1)
+    promise = desk.put("a", 1, "x")
+    assert desk.known("a", 1) is promise and desk.known("a", 2) is None
 
 
 def test_models_and_samples_take_turns(desk):
