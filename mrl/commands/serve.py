@@ -39,11 +39,14 @@ class Serve(TrainingCommand[ServeConfig]):
     def check_files(self, config: ServeConfig) -> None:
         import importlib.util
 
+        from mrl.config.serve_checks import check_positions
         from mrl.errors import UserError
+        from mrl.launch.preflight import read_model_config
 
         for package in ("starlette", "uvicorn", "google.protobuf"):
             if importlib.util.find_spec(package.partition(".")[0]) is None:
                 raise UserError("mrl serve", why=f"needs the package {package}", fix="pip install 'mrl[serve]'")
+        check_positions(config, read_model_config(config.model, "model"))
 
     def recognise(self, raw: Mapping[str, Any]) -> str | None:
         return "a server (it has the section serve)" if "serve" in raw else None

@@ -71,7 +71,7 @@ def _of_folder(given: str, folder: str, what: str) -> PlaceConfig:
             dtype = _name(main_dtype(reader.tensors))
     if dtype is None and isinstance(raw, dict):
         dtype = _name(raw.get("dtype") or raw.get("torch_dtype"))
-    limit, limited_by = _positions(raw)
+    limit, limited_by = positions_of(raw)
     return PlaceConfig(
         given=given, what=what, folder=folder, tokenizer=folder, dtype=dtype or "bfloat16", limit=limit,
         limited_by=limited_by,
@@ -83,7 +83,7 @@ def _of_source(given: str, folder: Path, key: str) -> PlaceConfig:
     with open_any(folder) as source:
         if source.head != "lm":
             raise ModelError(key, quoted(given), "is a value head, which makes no text", f"give {FORMS}")
-        limit, limited_by = _positions(source.hf_config)
+        limit, limited_by = positions_of(source.hf_config)
         beside = is_adapter(folder) and any((folder / name).is_file() for name in TOKENIZER_FILES)
         return PlaceConfig(
             given=given,
@@ -103,7 +103,7 @@ def _name(dtype: Any) -> Literal["bfloat16", "float32"]:
     return "float32" if str(dtype).rpartition(".")[2] == "float32" else "bfloat16"
 
 
-def _positions(hf_config: Any) -> tuple[int | None, str]:
+def positions_of(hf_config: Any) -> tuple[int | None, str]:
     """Returns the positions that config.json states, None where it states none, and what they are, in words.
 
     Of a rotary embedding that follows the length of a sequence they are those before it does: what is sampled token by

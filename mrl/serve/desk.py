@@ -161,6 +161,12 @@ class Desk:
         for waiting in left:
             self.fail(waiting.promise, "user", str(why))
 
+    def check_open(self) -> None:
+        """Raises Busy where nothing more is taken."""
+        with self._lock:
+            if self._closed is not None:
+                raise Busy
+
     def known(self, queue: Hashable, number: int) -> Promise | None:
         """Returns what was promised for a number, None where nothing was: what was right then may be refused now."""
         with self._lock:

@@ -22,6 +22,8 @@ from mrl.errors import UserError
 from mrl.serve.operations import Kind
 
 PREFIX = "tinker://"
+ENDED = 0.0
+"""When the session of a client that has ended was last heard of."""
 Part = Literal["weights", "sampler_weights", "external_weights"]
 PARTS: Collection[str] = typing.get_args(Part)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
@@ -133,7 +135,7 @@ class Ledger:
 
     def finish(self, id: str) -> None:
         """Says that the client of a session has ended."""
-        self.sessions[id] = 0.0
+        self.sessions[id] = ENDED
 
     def model(self, record: ModelRecord) -> None:
         fields = {name: value for name, value in vars(record).items() if name not in ("here", "kind")}

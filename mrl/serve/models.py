@@ -136,7 +136,7 @@ class Models:
         """Gives the engine the model `name`."""
         if self.active is None or self.active[0] != name:
             if name not in self.waiting:
-                raise UserError("model_id", name, "could not be made", "create another")
+                raise UserError("model_id", name, "is gone", "create another")
             self._put_away()
             held = self.waiting.pop(name)
             self._fill(held)
@@ -224,7 +224,7 @@ class Models:
         """Writes the folder whole or not at all."""
         kind = self._take(asked.model)
         partial = f"{asked.folder}.partial"
-        on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        _write(lambda: shutil.rmtree(partial, ignore_errors=True), partial)
         if self.lora is None:
             self.engine.export_hf(partial)
         else:
@@ -232,8 +232,8 @@ class Models:
             of_rank, shapes = self._of_rank(kind.rank), self._shapes(kind)
             tensors = dict(self.engine.adapter_weights())
             own = padded.narrowed(tensors, shapes, self.lora.rank) if tensors else {}  # they come on the main rank
-            on_main(lambda: write_adapter(partial, of_rank, self.folder, own.items()))
-        on_main(lambda: _replace(partial, asked.folder))
+            _write(lambda: write_adapter(partial, of_rank, self.folder, own.items()), partial)
+        _write(lambda: _replace(partial, asked.folder), asked.folder)
 
     # -- from one start to the next ------------------------------------------------------------------------------------
 
@@ -394,6 +394,28 @@ def _as_plain(held: Held) -> dict[str, Any]:
 
 def _of_plain(plain: Mapping[str, Any]) -> Held:
     return Held(Kind(**plain["kind"]), TrainedState(**plain["state"]))
+
+
+def _write(fn: Callable[[], Any], path: str) -> None:
+    """Calls `fn`, which writes at `path`, on the main rank. What the file system refuses is a UserError on all ranks."""
+
+    def written() -> None:
+        try:
+            fn()
+        except OSError as error:
+            raise unwritten(error, path) from error
+
+    on_main(written)
+
+
+class Unwritten(UserError):
+    """The server's disk is full, or refuses what is to be written: no mistake of a client."""
+
+
+def unwritten(error: OSError, path: object = "the server's directory") -> Unwritten:
+    """Returns the line on what could not be written."""
+    at = error.filename or path
+    return Unwritten(at, why=f"cannot be written ({error.strerror or error})", fix="make room there, and ask again")
 
 
 def _replace(partial: str, folder: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import pathlib
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,12 +39,12 @@ from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger, Saved
 from mrl.serve.links import ROOT, Links
-from mrl.serve.models import Models, Sampled
+from mrl.serve.models import Models, Sampled, Unwritten, unwritten
 from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
 from mrl.serve.servers import Adapter, Servers
-from mrl.serve.training import Samples, Served, Training
+from mrl.serve.training import Samples, Served, Training, Work
 from mrl.trainers.common import say_all
 from mrl.trainers.console import Console, open_console
 from mrl.trainers.run_directory import RunDirectory, refuse_foreign
@@ -87,7 +89,9 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             name, most = config.serve.name or config.model.path, config.serve.max_models
             exports = directory.path / "snapshots" if config.serve.servers.kind is not None else None
             engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
-            served = Served(name, folder, limits, config.model.lora, most, exports)
+            given = config.model.path
+            tokenizer_at = os.path.abspath(folder) if os.path.exists(os.path.expanduser(given)) else given
+            served = Served(name, tokenizer_at, limits, config.model.lora, most, exports)
             _serve(config, Models(engine, tokenizer, config.model.lora, folder, config.serve), served, console)
         finally:
             lock.release()
@@ -100,7 +104,7 @@ def _serve(config: ServeConfig, models: Models, served: Served, console: Console
         if not is_main():
             _follow(models)
             return
-        server = Server(config, served, end_tokens(served.tokenizer, models.tokenizer), models.tokenizer, console)
+        server = Server(config, served, end_tokens(models.folder, models.tokenizer), models.tokenizer, console)
         if said := resume(server, models):
             console.say(said)
         server.http.start()
@@ -197,17 +201,25 @@ class Server:
 
     def say_ready(self) -> None:
         """Says what a client needs."""
-        host = self.config.serve.host
-        host = f"[{host}]" if ":" in host else host
+        host = reached_at(self.config.serve.host)
         self.console.say(f"serving {self.served.base}")
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
 
-    def silent(self, now: float) -> list[str]:
-        """Returns the models of clients that have not been heard of for long."""
-        gone = {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
-        held = (model.id for model in self.ledger.models.values() if model.here and model.session in gone)
-        return [id for id in held if not self.desk.waits(id)]
+    def gone(self, now: float) -> set[str]:
+        """Returns the sessions of clients that have not been heard of for long."""
+        return {id for id, heard in self.ledger.sessions.items() if now - heard > self.config.serve.silent_s}
+
+
+def reached_at(host: str) -> str:
+    """Returns what clients call the address that is listened on, as it stands in a URL: all addresses have no name but
+    the machine's."""
+    try:
+        every = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        every = not host
+    host = socket.gethostname() if every else host
+    return f"[{host}]" if ":" in host else host
 
 
 def _constant(answer: Any) -> Any:
@@ -267,8 +279,9 @@ def resume(server: Server, models: Models) -> str:
     state = json.loads((folder / "desk.json").read_text(encoding="utf-8"))
     together(models, ops.Resume(str(folder)))
     server.desk.restore(state["desk"])
-    here = server.training.back(models.waiting)
-    shutil.rmtree(folder)
+    here = server.training.back(models.waiting, models.snapshots)
+    os.rename(folder, f"{folder}.partial")  # at once: half of it would be nothing to go on with
+    shutil.rmtree(f"{folder}.partial")
     return f"going on with {here} of the last start" if here else ""
 
 
@@ -296,12 +309,29 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
         _sample(server, models, turn.queue, turn.waiting)
         return
     [waiting] = turn.waiting
+    operation = waiting.operation.operation
     try:
-        result = waiting.operation.answer(together(models, waiting.operation.operation))
+        result = _done(models, waiting.operation)
     except UserError as error:
-        server.desk.fail(waiting.promise, "user", str(error))
+        server.desk.fail(waiting.promise, "server" if isinstance(error, Unwritten) else "user", str(error))
+        if isinstance(operation, (ops.Create, ops.Load)):
+            server.training.forget(operation.model, error)
         return
     server.desk.finish(waiting.promise, result)
+
+
+def _done(models: Models, work: Work) -> Result:
+    """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of several
+    ranks, for which the others wait."""
+    alone = all_ranks().size == 1
+    try:
+        found = together(models, work.operation)
+        alone = True
+        return work.answer(found)
+    except OSError as error:
+        if not alone:
+            raise
+        raise unwritten(error) from error
 
 
 def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> None:
@@ -365,7 +395,8 @@ def _snapshot(server: Server, models: Models, queue: Samples) -> str | None:
     """Returns the name of the snapshot to sample from, which is read where it is only saved. Raises UserError."""
     if queue.path is None:
         if queue.snapshot is not None and queue.snapshot not in models.snapshots:
-            why, fix = "is gone: newer ones took its place, or the server was started anew", "save it under a name"
+            why = "is gone: newer ones took its place, its client ended, or the server was started anew"
+            fix = "save it under a name"
             raise UserError("sampling_session_id", queue.snapshot, why, fix)
         return queue.snapshot
     name = f"{queue.path}@{queue.saved}"
@@ -380,10 +411,16 @@ def _let_go(server: Server, models: Models) -> None:
     """Frees what the models of silent clients hold, and removes what was saved for a time that is over."""
     server.ledger.expire(time.time())
     server.desk.give_up()
-    if silent := server.silent(time.time()):
-        together(models, ops.Forget(models=silent))
-        for id in silent:
-            server.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
+    gone = server.gone(time.time())
+    silent = [m.id for m in server.ledger.models.values() if m.here and m.session in gone and not server.desk.waits(m.id)]
+    snapshots = [
+        name for name in models.snapshots
+        if name.partition(":")[0] in gone and not server.desk.waits(Samples(None, None, name))
+    ]  # fmt: skip
+    if silent or snapshots:
+        together(models, ops.Forget(silent, snapshots))
+    for id in silent:
+        server.training.forget(id, UserError("model_id", id, "is gone: its client was gone for long", "create one"))
 
 
 def together(models: Models, operation: Any) -> Any:

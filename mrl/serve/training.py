@@ -25,8 +25,8 @@ from mrl.errors import UserError
 from mrl.serve import datums
 from mrl.serve import operations as ops
 from mrl.serve.app import Asked, as_result, promised
-from mrl.serve.desk import PROTOBUF, Desk, Promise, Result
-from mrl.serve.ledger import PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
+from mrl.serve.desk import PROTOBUF, Busy, Desk, Promise, Result
+from mrl.serve.ledger import ENDED, PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
 from mrl.serve.operations import Kind
 from mrl.serve.requests import Refused, field, is_utf8, number
 
@@ -141,9 +141,17 @@ class Training:
             self.ledger.models[record.id].here = True
             return as_result({"model_id": record.id, "path": getattr(operation, "path", None)})
 
+        promise = self.desk.known(record.id, 0)
+        if promise is not None:
+            return promise
         known = self.ledger.models.get(record.id)
         if known is None:
-            others = [model.id for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
+            held = [model for model in self.ledger.models.values() if model.here or self.desk.has(model.id)]
+            others = [model.id for model in held]
+            full = len(others) >= (1 if self.served.lora is None else self.served.most_models)
+            if full and any(self.ledger.sessions[model.session] == ENDED for model in held):
+                raise Busy  # one is about to be let go
+            self.desk.check_open()
             if self.served.lora is None and others:
                 fix = "close its ServiceClient first, or serve adapters (model.lora)"
                 raise UserError("model", record.id, f"is a second one, beside {others[0]}: all weights train here", fix)
@@ -189,7 +197,7 @@ class Training:
     def _lost(self, id: str) -> UserError:
         saved = [one for one in self.ledger.saved.values() if one.run == id and one.part == "weights"]
         newest = max(saved, key=lambda one: one.time).path if saved else None
-        why = "is gone: the server was started anew, or its client was gone for long"
+        why = "is gone: the server was started anew, its client was gone for long, or it could not be made"
         fix = f"go on from {newest}" if newest else "nothing of it was saved: create another"
         return UserError("model_id", id, why, fix)
 
@@ -214,11 +222,12 @@ class Training:
 
         return Work(ops.Forget(models=[model.id]), done)
 
-    def back(self, ids: Collection[str]) -> str:
-        """Says that the ranks have models of an earlier start again. Returns how many, in words."""
+    def back(self, ids: Collection[str], snapshots: Collection[str]) -> str:
+        """Says that the ranks have models and snapshots of an earlier start again. Returns how many models, in words."""
         for id in ids:
             self.ledger.models[id].here = True
-            self.ledger.sessions[self.ledger.models[id].session] = time.time()
+        for session in {name.partition(":")[0] for name in (*ids, *snapshots)} & self.ledger.sessions.keys():
+            self.ledger.sessions[session] = time.time()
         return f"{len(ids)} {'model' if len(ids) == 1 else 'models'}" if ids else ""
 
     def forget(self, id: str, why: UserError) -> None:
