@@ -47,10 +47,10 @@ class _Kept:
 class KeptSequences:
     """Keys and values of sequences that stay on the device from one `generate` to the next, for requests that go on.
 
-    A request goes on with the sequence of its key, as far as both have the same tokens. Where several requests of a call
-    have one key, they are fed from their first tokens: other settings may have drawn other tokens. What no request
-    of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that each replica of the
-    model keeps at most, beside the cache_tokens of the call; so is a sequence fed that finds none free.
+    A request goes on with the sequence of its key, as far as both have the same tokens. Where several requests of a
+    call have one key, they are fed from their first tokens: other settings may have drawn other tokens. What no
+    request of a call goes on with is forgotten. Weights must not change between the calls. room: tokens that each
+    replica of the model keeps at most, beside the cache_tokens of the call; so is a sequence fed that finds none free.
     """
 
     def __init__(self, room: int) -> None:

@@ -91,8 +91,8 @@ class Door:
 
 
 def _key_of(request: Request) -> str:
-    bearer = request.headers.get("authorization", "")
-    return request.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
 
 
 def route(method: str, path: str, handler: Handler, door: Door) -> Route:

@@ -195,7 +195,10 @@ class Desk:
                     made.waiting.clear()
                     made.pass_refused()
         for lacking, waiting in left:
-            why, fix = "has not come, and later ones waited for it", "look at the client's first error, and send them again"
+            why, fix = (
+                "has not come, and later ones waited for it",
+                "look at the client's first error, and send them again",
+            )
             self.fail(waiting.promise, "user", str(UserError("seq_id", lacking, why, fix)))
 
     def put(self, queue: Hashable, number: int, operation: Any, *, model: str | None = None) -> Promise:

@@ -48,9 +48,9 @@ class Links:
 
     def _url(self, asked: Asked, kind: Kind, saved: Saved, file: str, until: int) -> str:
         what = f"{kind}/{saved.run}/{saved.part}/{saved.name}/{file}"
-        return f"{str(asked.request.base_url).rstrip('/')}{ROOT}/{until}/{self._signature(until, what)}/{what}"
+        return f"{str(asked.request.base_url).rstrip('/')}{ROOT}/{until}/{self._signature(str(until), what)}/{what}"
 
-    def _signature(self, until: int, what: str) -> str:
+    def _signature(self, until: str, what: str) -> str:
         return hmac.new(self.secret, f"{until}/{what}".encode(), hashlib.sha256).hexdigest()
 
     def _folder(self, saved: Saved) -> pathlib.Path:
@@ -59,8 +59,8 @@ class Links:
     async def follow(self, asked: Asked) -> Response:
         """Answers a link with what it leads to."""
         until, path = asked.path["until"], asked.path["what"]
-        signed = until.isdigit() and hmac.compare_digest(self._signature(int(until), path), asked.path["signature"])
-        if not signed or int(until) < time.time():
+        expected = self._signature(until, path).encode()
+        if not hmac.compare_digest(expected, asked.path["signature"].encode()) or int(until) < time.time():
             raise Refused(403, "the link is out of date, or none of this server: ask for another")
         kind, run, part, name, file = path.split("/", 4)
         saved = self.ledger.saved.get(f"tinker://{run}/{part}/{name}")

@@ -397,7 +397,7 @@ def _of_plain(plain: Mapping[str, Any]) -> Held:
 
 
 def _write(fn: Callable[[], Any], path: str) -> None:
-    """Calls `fn`, which writes at `path`, on the main rank. What the file system refuses is a UserError on all ranks."""
+    """Calls `fn`, which writes at `path`, on the main rank. What the file system refuses is a UserError of all."""
 
     def written() -> None:
         try:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from mrl.errors import UserError
 from mrl.serve.app import Asked
 from mrl.serve.ledger import Ledger, ModelRecord, Saved
 from mrl.serve.links import Links
-from mrl.serve.requests import Refused, field, number
+from mrl.serve.requests import Refused, field, number, seconds_of
 
 OWNER = "local"
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_NUMBER = re.compile(r"[0-9]{1,18}")
 MOST = 1000
 """Entries of one answer."""
 
@@ -75,10 +76,7 @@ class Records:
         return Response(status_code=204)
 
     async def set_ttl(self, asked: Asked) -> Response:
-        saved, seconds = self._found(asked), field(asked.json, "ttl_seconds", int, None)
-        if seconds is not None and seconds < 1:
-            raise UserError("ttl_seconds", seconds, "is below 1", "give at least 1, or null for ever")
-        self.ledger.keep_for(saved, seconds)
+        self.ledger.keep_for(self._found(asked), seconds_of(asked.json))
         return JSONResponse({})
 
     async def archive(self, asked: Asked) -> Response:
@@ -131,7 +129,9 @@ def _time(seconds: float) -> str:
 
 def _page(asked: Asked, everything: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
     """Returns the part that a query asks for by limit and offset, and where it is in the whole."""
-    query = {name: int(value) if value.isdigit() else value for name, value in asked.request.query_params.items()}
+    query = {
+        name: int(value) if _NUMBER.fullmatch(value) else value for name, value in asked.request.query_params.items()
+    }
     limit, offset = min(number(query, "limit", 20), MOST), number(query, "offset", 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
     return list(everything[offset : offset + limit]), cursor

@@ -15,6 +15,8 @@ _KINDS: dict[type, str] = {
 }  # fmt: skip
 _MISSING: Any = object()
 LARGEST = 2**63 - 1
+LONGEST_S = 10 * 365 * 24 * 3600
+MOST_METADATA = 16384
 
 
 class Refused(Exception):
@@ -73,3 +75,22 @@ def is_utf8(text: str) -> bool:
     except UnicodeError:
         return False
     return True
+
+
+def seconds_of(body: Mapping[str, Any]) -> int | None:
+    """Returns for how long something is to be kept, None for ever. Raises UserError."""
+    seconds = field(body, "ttl_seconds", int, None)
+    if seconds is not None and not 1 <= seconds <= LONGEST_S:
+        raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {LONGEST_S}, or null for ever")
+    return seconds
+
+
+def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a client wants to be remembered, which every list shows. Raises UserError."""
+    metadata = field(body, "user_metadata", dict, {})
+    texts = [*metadata, *metadata.values()]
+    if not all(isinstance(text, str) and is_utf8(text) for text in texts):
+        raise UserError("user_metadata", why="has a value that is no text", fix="give texts of UTF-8")
+    if sum(map(len, texts)) > MOST_METADATA:
+        raise UserError("user_metadata", why="is too long", fix=f"give at most {MOST_METADATA} characters")
+    return metadata

@@ -321,8 +321,8 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
 
 
 def _done(models: Models, work: Work) -> Result:
-    """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of several
-    ranks, for which the others wait."""
+    """Does what a client asked for, on all ranks. A full disk does not end the server, but where it stops one of
+    several ranks, for which the others wait."""
     alone = all_ranks().size == 1
     try:
         found = together(models, work.operation)
@@ -412,7 +412,9 @@ def _let_go(server: Server, models: Models) -> None:
     server.ledger.expire(time.time())
     server.desk.give_up()
     gone = server.gone(time.time())
-    silent = [m.id for m in server.ledger.models.values() if m.here and m.session in gone and not server.desk.waits(m.id)]
+    silent = [
+        m.id for m in server.ledger.models.values() if m.here and m.session in gone and not server.desk.waits(m.id)
+    ]
     snapshots = [
         name for name in models.snapshots
         if name.partition(":")[0] in gone and not server.desk.waits(Samples(None, None, name))

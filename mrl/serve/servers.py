@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,10 @@ class Servers:
             return
         except UserError as error:
             self._fail(one.promise, "user", error)
+            return
+        except Exception:  # of an answer that nobody foresaw: without a word the client would wait for ever
+            logging.getLogger("mrl.serve").exception("a sample of an inference server")
+            self.desk.fail(one.promise, "server", f"{KEY}: a fault of this server, which its log has")
             return
         if one.operation.progress is not None:
             one.operation.progress(completions)

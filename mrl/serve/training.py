@@ -28,14 +28,11 @@ from mrl.serve.app import Asked, as_result, promised
 from mrl.serve.desk import PROTOBUF, Busy, Desk, Promise, Result
 from mrl.serve.ledger import ENDED, PREFIX, Ledger, ModelRecord, Part, SamplerRecord, Saved, check_name
 from mrl.serve.operations import Kind
-from mrl.serve.requests import Refused, field, is_utf8, number
+from mrl.serve.requests import Refused, field, metadata_of, number, seconds_of
 
 OLDEST_CLIENT = (0, 29)
 LEAST_EPS = 1e-30
-"""AdamW divides by no less: with 0 a weight whose gradients were all 0, as of what pads adapters, would be no number."""
-
-LONGEST_S = 10 * 365 * 24 * 3600
-MOST_METADATA = 16384
+"""AdamW divides by no less: with 0, what has had no gradient yet, as what pads adapters, would be no number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Training:
 
     async def session_heartbeat(self, asked: Asked) -> Response:
         id = field(asked.json, "session_id", str)
-        if id not in self.ledger.sessions:
+        if self.ledger.sessions.get(id, ENDED) == ENDED:  # a late one revives none
             raise Refused(410, f"there is no session {id[:40]} here (any more)")
         self.ledger.sessions[id] = time.time()
         return JSONResponse({})
@@ -223,7 +220,7 @@ class Training:
         return Work(ops.Forget(models=[model.id]), done)
 
     def back(self, ids: Collection[str], snapshots: Collection[str]) -> str:
-        """Says that the ranks have models and snapshots of an earlier start again. Returns how many models, in words."""
+        """Says that the ranks have models and snapshots of an earlier start again. Returns how many, in words."""
         for id in ids:
             self.ledger.models[id].here = True
         for session in {name.partition(":")[0] for name in (*ids, *snapshots)} & self.ledger.sessions.keys():
@@ -408,22 +405,3 @@ def parsed(version: str) -> tuple[int, int]:
     """Returns the first two numbers of a version, zeros where it has none."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def seconds_of(body: Mapping[str, Any]) -> int | None:
-    """Returns for how long something is to be kept, None for ever. Raises UserError."""
-    seconds = field(body, "ttl_seconds", int, None)
-    if seconds is not None and not 1 <= seconds <= LONGEST_S:
-        raise UserError("ttl_seconds", seconds, "is out of range", f"give 1 to {LONGEST_S}, or null for ever")
-    return seconds
-
-
-def metadata_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a client wants to be remembered, which every list shows. Raises UserError."""
-    metadata = field(body, "user_metadata", dict, {})
-    texts = [*metadata, *metadata.values()]
-    if not all(isinstance(text, str) and is_utf8(text) for text in texts):
-        raise UserError("user_metadata", why="has a value that is no text", fix="give texts of UTF-8")
-    if sum(map(len, texts)) > MOST_METADATA:
-        raise UserError("user_metadata", why="is too long", fix=f"give at most {MOST_METADATA} characters")
-    return metadata

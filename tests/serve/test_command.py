@@ -1,8 +1,10 @@
 """`mrl serve` as a command: its keys, its examples, its start and its end."""
 
+import json
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,10 @@ import yaml
 from mrl.config.command import record
 from mrl.config.load import from_dict
 from mrl.config.serve import ServeConfig
+from mrl.config.serve_checks import check_positions
+from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
+from mrl.serve.server import layout_of, reached_at, refuse_other_layout
 from tests.serve.serving import serving
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
@@ -46,13 +51,57 @@ def test_keys_against_each_other(monkeypatch, key, serve, lora, says):
     assert key is None or key not in str(refused.value), "the key is not shown"
 
 
+@pytest.mark.parametrize(("model_config", "says"), [
+    ({"max_position_embeddings": 4096}, None),
+    ({"max_position_embeddings": 2048}, "serve.max_length: value 4096 is above the model's 2048 positions; give at most 2048"),
+    ({"text_config": {"max_position_embeddings": 1024}, "max_position_embeddings": 9999}, "above the model's 1024 positions"),
+    ({}, None),
+])  # fmt: skip
+def test_sequences_fit_the_model(model_config, says):
+    config = from_dict(BASE, ServeConfig)
+    if says is None:
+        check_positions(config, model_config)
+        return
+    with pytest.raises(ConfigError, match=says):
+        check_positions(config, model_config)
+
+
+def test_the_address_that_clients_are_told():
+    here = socket.gethostname()
+    told = {"127.0.0.1": "127.0.0.1", "0.0.0.0": here, "::": here, "::1": "[::1]", "node7": "node7"}
+    assert {host: reached_at(host) for host in told} == told
+
+
+def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):
+    """It says what was, and what would work; nothing is read of it, and nothing removed."""
+    join_processes("cpu")
+    first = from_dict({**BASE, "output_dir": str(tmp_path)}, ServeConfig)
+    refuse_other_layout(first)
+    (tmp_path / "suspended").mkdir()
+    refuse_other_layout(first)
+    (tmp_path / "suspended" / "desk.json").write_text(json.dumps({"layout": layout_of(first), "desk": {}}))
+    moved = {**BASE, "output_dir": str(tmp_path), "serve": {"max_length": 99}, "log": {"console": "plain"}}
+    refuse_other_layout(from_dict(moved, ServeConfig))
+    for more in (
+        {"engine": {"parallel": {"tp": 2}}},
+        {"engine": {"backend": "fsdp"}},
+        {"model": {"path": "m", "lora": {"rank": 8}}},
+    ):
+        with pytest.raises(
+            ConfigError, match="output_dir: .* models that were suspended on megatron .*; start it so to go on"
+        ):
+            refuse_other_layout(from_dict({**BASE, "output_dir": str(tmp_path), **more}, ServeConfig))
+    assert (tmp_path / "suspended" / "desk.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
     """Each as it stands; a server that it starts is ended by a signal."""
     monkeypatch.setenv("MRL_SERVE_KEY", "tml-the-key-of-tests")
     config = {"model": {"path": model, "dtype": "float32", "lora": {"rank": 4}}, "engine": {"device": "cpu"}}
-    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config | {"log": {"console": "plain"}}))
+    config |= {"serve": {"max_length": 128}, "log": {"console": "plain"}}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     line = [sys.executable, "-u", "-m", *shlex.split(example)]
     log = tmp_path / "log"
     with log.open("w") as file:
@@ -65,6 +114,8 @@ def test_examples_of_the_help(example, model, tmp_path, monkeypatch):
     while "TINKER_API_KEY=$MRL_SERVE_KEY" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
+    everywhere = "0.0.0.0" in example
+    assert f"http://{socket.gethostname() if everywhere else '127.0.0.1'}:" in log.read_text()
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 75, log.read_text()
     assert "run the same command again to go on" in log.read_text()

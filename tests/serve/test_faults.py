@@ -155,9 +155,70 @@ def test_names_stay_in_the_run_directory(server, name):
     assert status == 404 and (server.folder / "run").exists()
 
 
-def test_a_step_without_gradients(server):
-    with pytest.raises(Exception, match="optim_step: has no gradient"):
-        server.train(seed=5).optim_step(ADAM).result()
+def test_a_client_goes_on_after_its_mistakes(server):
+    """Refused at once or in their turn, the calls after them do not wait for them."""
+    client = server.train(seed=5)
+    client.save_state("taken").result()
+    for mistake, says in (
+        (lambda: client.optim_step(ADAM), "optim_step: has no gradient"),
+        (lambda: client.optim_step(types.AdamParams(learning_rate=-1.0)), "learning_rate: value -1.0 is out of range"),
+        (lambda: client.forward_backward(rows(0), "stable_reinforce"), "use importance_sampling"),
+        (lambda: client.save_state("taken"), "is saved already"),
+    ):
+        with pytest.raises(Exception, match=says):
+            mistake().result(60)
+    assert client.forward_backward(rows(0), "cross_entropy").result(60).metrics["loss:sum"] > 0
+
+
+def test_what_cannot_be_written_ends_no_server(server):
+    """As with a full disk: who asked is told, and all go on."""
+    client = server.train(seed=6)
+    folder = server.folder / "run" / "models" / client.get_info().model_id
+    folder.mkdir(parents=True)
+    for part in ("weights", "sampler_weights"):
+        (folder / part).write_text("in the way")
+    for save in (client.save_state, client.save_weights_for_sampler):
+        with pytest.raises(Exception, match=f"{folder}.*: cannot be written .*make room there, and ask again"):
+            save("a").result(60)
+    assert step(client, rows(0))[1] > 0
+
+
+def asked(server, path, **body):
+    """What a call that is promised came to, or the line that refused it."""
+    for path, body in ((path, body), ("retrieve_future", None)):
+        status, answer = ask(server, f"/api/v1/{path}", {"request_id": id} if body is None else body)
+        found = json.loads(answer)
+        if "request_id" not in found:
+            return found
+        id = found["request_id"]
+    return found
+
+
+def test_one_model_of_which_all_weights_train(model, tmp_path):
+    """The next one waits until the client of the last has ended; what could not be made takes no room, and what was held
+    for a client goes with it."""
+    with serving(tmp_path, model, full=True) as server:
+        service = server.client()
+        client = service.create_lora_training_client(base_model=model).result()
+        id, path = client.get_info().model_id, client.save_state("a").result().path
+        sample = {
+            "sampling_session_id": client.save_weights_and_get_sampling_client().result()._sampling_session_id,
+            "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1},
+        }  # fmt: skip
+        with pytest.raises(Exception, match=f"is a second one, beside {id}: all weights train here"):
+            server.train()
+        service.close("success").result()
+        service = server.client()
+        again = service.create_training_client_from_state(path).result()
+        assert step(again, rows(0))[1] > 0
+        assert "is gone: newer ones took its place, its client ended" in asked(server, "asample", **sample)["error"]
+        service.close("success").result()
+        [damaged] = (server.folder / "run" / "models" / id / "weights" / "a").iterdir()
+        for file in damaged.glob("*.pt"):
+            file.unlink()
+        with pytest.raises(Exception, match="damaged"):
+            server.client().create_training_client_from_state(path).result()
+        assert step(server.train(), rows(0))[1] > 0
 
 
 @pytest.mark.parametrize("count", nightly_but([400], [400, 2000]))

@@ -1,6 +1,7 @@
 """`mrl serve` that samples from a real vLLM: snapshots are adapters there, and training goes on meanwhile."""
 
 import json
+import shutil
 import urllib.request
 
 import pytest
@@ -70,7 +71,10 @@ def test_snapshots_are_adapters_of_the_servers(model, vllm, tmp_path):
     ("http://127.0.0.1:9", 64, "cannot be reached"),
 ])  # fmt: skip
 def test_a_server_that_will_not_do(model, vllm, tmp_path, url, length, says):
-    server = Serving(tmp_path, model, *keys(url or vllm.url), f"serve.max_length={length}")
+    longer = shutil.copytree(model, tmp_path / "longer")  # with more positions than vLLM has room for
+    about = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(about | {"max_position_embeddings": 8192}))
+    server = Serving(tmp_path, str(longer), *keys(url or vllm.url), f"serve.max_length={length}")
     with pytest.raises(AssertionError, match=f"serve.servers.urls: {url or vllm.url} .*{says}"):
         server.start()
     assert server.process.wait(60) == 2
