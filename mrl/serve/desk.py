@@ -167,6 +167,15 @@ class Desk:
             if self._closed is not None:
                 raise Busy
 
+    def check_room(self, count: int) -> None:
+        """Raises Busy where there is no room for so many operations that are done together, and UserError where there
+        never is."""
+        if count > self.most_waiting:
+            fix = f"send at most {self.most_waiting} at a time, or raise serve.max_waiting"
+            raise UserError("prompt", why=f"is {count} prompts", fix=fix)
+        with self._lock:
+            self._check_room(_Together(), count)
+
     def known(self, queue: Hashable, number: int) -> Promise | None:
         """Returns what was promised for a number, None where nothing was: what was right then may be refused now."""
         with self._lock:
@@ -239,10 +248,10 @@ class Desk:
             self._lock.notify_all()
             return promise
 
-    def _check_room(self, made: _Numbered | _Together) -> None:
+    def _check_room(self, made: _Numbered | _Together, count: int = 1) -> None:
         waiting = sum(len(q.waiting) for q in self._queues.values() if isinstance(q, type(made)))
         waiting += len(self._lent) if isinstance(made, _Together) else 0
-        if self._closed is not None or waiting >= self.most_waiting:
+        if self._closed is not None or waiting + count > self.most_waiting:
             raise Busy
 
     def _promise(self, key: Hashable, model: str | None) -> Promise:

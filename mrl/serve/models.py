@@ -149,16 +149,17 @@ class Models:
             self.engine.set_adapter_scale(self._scale(held.kind))
 
     def _scale(self, kind: Kind) -> float:
-        assert self.lora is not None and kind.rank is not None
-        return self.lora.alpha / (math.sqrt(kind.rank) if self.lora.rslora else kind.rank)
+        lora = self._lora_of(kind)
+        return lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
 
-    def _of_rank(self, rank: int) -> LoraConfig:
-        assert self.lora is not None
-        return dataclasses.replace(self.lora, rank=rank)
+    def _lora_of(self, kind: Kind) -> LoraConfig:
+        assert self.lora is not None and kind.rank is not None
+        if kind.alpha is None:  # the base, whose adapters are zero
+            return dataclasses.replace(self.lora, rank=kind.rank)
+        return dataclasses.replace(self.lora, rank=kind.rank, alpha=kind.alpha, rslora=kind.rslora)
 
     def _shapes(self, kind: Kind) -> padded.Shapes:
-        assert kind.rank is not None
-        return adapters(self.folder, self._of_rank(kind.rank), "lm")
+        return adapters(self.folder, self._lora_of(kind), "lm")
 
     # -- models that train -------------------------------------------------------------------------------------------
 
@@ -228,8 +229,7 @@ class Models:
         if self.lora is None:
             self.engine.export_hf(partial)
         else:
-            assert kind.rank is not None
-            of_rank, shapes = self._of_rank(kind.rank), self._shapes(kind)
+            of_rank, shapes = self._lora_of(kind), self._shapes(kind)
             tensors = dict(self.engine.adapter_weights())
             own = padded.narrowed(tensors, shapes, self.lora.rank) if tensors else {}  # they come on the main rank
             _write(lambda: write_adapter(partial, of_rank, self.folder, own.items()), partial)

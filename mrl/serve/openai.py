@@ -41,7 +41,9 @@ MOST_PROMPTS = 1024
 MOST_TOP = 20
 DONE = b"data: [DONE]\n\n"
 NOT_DONE = ("best_of", "suffix", "logit_bias", "response_format", "functions", "function_call", "audio", "modalities")
-NOT_HERE = {"presence_penalty": 0, "frequency_penalty": 0}
+NOT_HERE = {
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "min_tokens": 0.0,
+}  # fmt: skip
 Kind = Literal["text_completion", "chat.completion"]
 
 
@@ -123,7 +125,7 @@ class OpenAI:
             if body.get(name):
                 raise UserError(name, why="is not done by this server", fix="leave it out")
         for name, neutral in NOT_HERE.items():
-            if field(body, name, float, 0.0) != neutral:
+            if field(body, name, float, neutral) != neutral:
                 raise UserError(name, body[name], "is not done by this server", f"leave it out, or give {neutral}")
         name, count = field(body, "model", str), number(body, "n", 1, least=1)
         if count * len(prompts) > MOST_SAMPLES:
@@ -161,6 +163,7 @@ class OpenAI:
     async def _answer(self, wanted: Wanted) -> Response:
         id, queue = f"mrl-{secrets.token_hex(12)}", asyncio.Queue[Any]()
         loop = asyncio.get_running_loop()
+        self.desk.check_room(len(wanted.samples))  # for all or none: it is asked for again
 
         def tell(what: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended

@@ -18,6 +18,8 @@ class Kind:
     seed: int = 0  # of A at the start
     attention: bool = True  # modules that have adapters
     mlp: bool = True
+    alpha: float | None = None  # of its adapters: the server may be started anew with another
+    rslora: bool = False
 
     def describe(self) -> str:
         where = " and ".join(name for name, has in (("attention", self.attention), ("MLP", self.mlp)) if has)

@@ -314,7 +314,7 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
         result = _done(models, waiting.operation)
     except UserError as error:
         server.desk.fail(waiting.promise, "server" if isinstance(error, Unwritten) else "user", str(error))
-        if isinstance(operation, (ops.Create, ops.Load)):
+        if isinstance(operation, (ops.Create, ops.Load)) and not server.ledger.models[operation.model].here:
             server.training.forget(operation.model, error)
         return
     server.desk.finish(waiting.promise, result)

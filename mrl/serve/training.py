@@ -172,7 +172,7 @@ class Training:
         attention, mlp = (field(config, f"train_{part}", bool, True) for part in ("attn", "mlp"))
         if not attention and not mlp:
             raise UserError("lora_config", why="trains neither attention nor MLP", fix="set train_attn or train_mlp")
-        return Kind(rank, number(config, "seed", 0), attention, mlp)
+        return Kind(rank, number(config, "seed", 0), attention, mlp, lora.alpha, lora.rslora)
 
     def _check_base(self, name: str) -> None:
         if name != self.served.base:
@@ -329,7 +329,19 @@ class Training:
         """Makes a model of what was saved, or has one take it on whose `model_id` stands in place of a session: so do
         clients before 0.38."""
         body = asked.json
-        model = self._model(body) if "session_id" not in body else None
+        if "session_id" in body:
+            load, saved = self._to_load(body, None)
+            return promised(self._begin(self._new_model(body, saved.kind), load))
+        model = self._model(body)
+
+        def work() -> Work:
+            load, saved = self._to_load(body, model)
+            return Work(load, lambda _: as_result({"path": saved.path, "model_id": model.id}))
+
+        return await self._numbered(model, number(body, "seq_id", least=1), work)
+
+    def _to_load(self, body: Mapping[str, Any], model: ModelRecord | None) -> tuple[ops.Load, Saved]:
+        """Returns what a model is to take on, None: a new one. Raises UserError."""
         saved = self.ledger.find(field(body, "path", str))
         if saved.part != "weights":
             raise UserError("path", saved.path, "has weights to sample from alone", "give one of save_state")
@@ -338,15 +350,8 @@ class Training:
         self._check_optimizer(body)
         self._check_kind(saved, model)
         folder = str(self.ledger.folder_of(saved.run, saved.part, saved.name))
-        optimizer = field(body, "optimizer", bool, False)
-        if model is None:
-            record = self._new_model(body, saved.kind)
-            return promised(self._begin(record, ops.Load(record.id, saved.kind, folder, optimizer)))
-        load = ops.Load(model.id, model.kind, folder, optimizer)
-        answer = as_result({"path": saved.path, "model_id": model.id})
-        return promised(
-            self.desk.put(model.id, number(body, "seq_id", least=1), Work(load, lambda _: answer), model=model.id)
-        )
+        made = self._new_model(body, saved.kind) if model is None else model
+        return ops.Load(made.id, made.kind, folder, field(body, "optimizer", bool, False)), saved
 
     def _check_kind(self, saved: Saved, model: ModelRecord | None) -> None:
         lora = self.served.lora

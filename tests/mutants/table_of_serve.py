@@ -24,7 +24,7 @@ OF_SERVE = (
         ("return self.next in self.waiting", "return bool(self.waiting)"),
         ("self._turns.append(queue)\n                    taken", "self._turns.appendleft(queue)\n                    taken"),
         ("made.waiting = [*waiting, *made.waiting]", "made.waiting = [*waiting]"),
-        ("if self._closed is not None or waiting >= self.most_waiting:", "if waiting >= self.most_waiting:"),
+        ("if self._closed is not None or waiting + count > self.most_waiting:", "if waiting + count > self.most_waiting:"),
         ("self._lent.discard(promise.id)", "pass"),
         ("p.result is not None and p.done_at < before", "p.done_at < before"),
         ("taken = [self.waiting.pop(self.next - 1)]\n        self.pass_refused()", "taken = [self.waiting.pop(self.next - 1)]"),

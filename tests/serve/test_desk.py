@@ -120,6 +120,17 @@ def test_no_room(desk):
     assert taken(desk) == ("a", [1]), "what waits is done"
 
 
+def test_room_for_all_or_none(desk):
+    """What is sent together and does not fit is sent again as a whole: a part of it would be done twice."""
+    desk.check_room(4)
+    desk.put_together("s", 1, "x")
+    with pytest.raises(Busy):
+        desk.check_room(4)
+    desk.check_room(3)
+    with pytest.raises(UserError, match="prompt: is 5 prompts; send at most 4 at a time"):
+        desk.check_room(5)
+
+
 def test_an_ended_queue_fails_what_waits(desk):
     desk.open("a", first=1)
     promise = desk.put("a", 3, "waits")

@@ -81,6 +81,14 @@ def test_a_save_that_is_sent_again_is_what_it_was(training):
     assert done(training) is None
 
 
+def test_what_cannot_be_loaded_holds_up_nothing(training):
+    for model in ({"session_id": "s1", "model_seq_id": 1}, {"model_id": MODEL, "seq_id": 1}):
+        with pytest.raises(UserError, match='path: value "tinker://x/weights/a" is not saved'):
+            call(training, "load_weights", path="tinker://x/weights/a", **model)
+    call(training, "optim_step", model_id=MODEL, seq_id=2)
+    assert done(training).model == MODEL
+
+
 def test_no_clipping_at_all(training):
     call(training, "optim_step", model_id=MODEL, seq_id=1, adam_params={"grad_clip_norm": 1e12})
     assert done(training).update.clip_grad == 1e12
