@@ -39,7 +39,6 @@ class Serve(TrainingCommand[ServeConfig]):
     def check_files(self, config: ServeConfig) -> None:
         import importlib.util
 
-        from mrl.config.serve_checks import check_positions
         from mrl.errors import UserError
         from mrl.launch.preflight import read_model_config
 
@@ -82,6 +81,17 @@ class Serve(TrainingCommand[ServeConfig]):
 
         room = {"cache_tokens": config.serve.cache_tokens, "prefill_tokens": config.serve.prefill_tokens}
         return Phases((Phase("sampling", "", "sample", 1, **room), Phase("update of the model", "", "train", 1)))
+
+
+def check_positions(config: ServeConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for sequences that are longer than the model of a config.json has positions."""
+    from mrl.errors import ConfigError
+    from mrl.inference.places import positions_of  # it imports torch
+
+    limit, limited_by = positions_of(hf_config)
+    if limit is not None and config.serve.max_length > limit:
+        why = f"is above {limited_by}"
+        raise ConfigError("serve.max_length", config.serve.max_length, why, f"give at most {limit}")
 
 
 COMMAND = Serve()

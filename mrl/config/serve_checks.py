@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from mrl.config.checks import check_backend, check_log, check_lora, check_micro_batch
 from mrl.config.serve import ServeConfig
@@ -43,16 +41,6 @@ def check_serve(config: ServeConfig) -> None:
     if keys.cache_tokens < keys.max_length:
         why = f"is less than the {keys.max_length} tokens of serve.max_length"
         raise ConfigError("serve.cache_tokens", keys.cache_tokens, why, "raise it, or lower serve.max_length")
-
-
-def check_positions(config: ServeConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for sequences that are longer than the model of a config.json has positions."""
-    from mrl.inference.places import positions_of  # it imports torch
-
-    limit, limited_by = positions_of(hf_config)
-    if limit is not None and config.serve.max_length > limit:
-        why = f"is above {limited_by}"
-        raise ConfigError("serve.max_length", config.serve.max_length, why, f"give at most {limit}")
 
 
 def _check_servers(config: ServeConfig) -> None:

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import yaml
 
+from mrl.commands.serve import check_positions
 from mrl.config.command import record
 from mrl.config.load import from_dict
 from mrl.config.serve import ServeConfig
-from mrl.config.serve_checks import check_positions
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout

@@ -13,6 +13,8 @@ from mrl.serve.app import Asked
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk
 from mrl.serve.ledger import Ledger
+from mrl.serve.models import Models
+from mrl.serve.operations import Kind
 from mrl.serve.training import Served, Training
 
 MODEL = "s1:train:0"
@@ -87,6 +89,16 @@ def test_what_cannot_be_loaded_holds_up_nothing(training):
             call(training, "load_weights", path="tinker://x/weights/a", **model)
     call(training, "optim_step", model_id=MODEL, seq_id=2)
     assert done(training).model == MODEL
+
+
+def test_adapters_keep_their_alpha(training):
+    """A server that is started anew with another one samples from what was saved as it was."""
+    call(training, "create_model", session_id="s1", model_seq_id=1, lora_config={"rank": 2})
+    kind = done(training).kind
+    later = Models.__new__(Models)
+    later.lora = LoraConfig(rank=8, alpha=77.0, rslora=True)
+    assert later._scale(kind) == LoraConfig(rank=2).alpha / 2
+    assert later._scale(Kind(rank=4)) == 77.0 / 2, "of new ones"
 
 
 def test_no_clipping_at_all(training):
