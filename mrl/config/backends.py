@@ -14,6 +14,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "megatron": (
         "model.lora", "engine.parallel", "engine.recompute", "engine.recompute_modules", "engine.moe",
         "engine.offload.parameters", "engine.offload.gradients", "engine.offload.optimizer", "engine.layer_spec",
+        "engine.megatron",
     ),
     "fsdp": (
         "model.lora", "engine.parallel.cp", "engine.parallel.sp", "engine.recompute.full", "engine.recompute_every",

@@ -38,7 +38,7 @@ class Key:
     help: str
     stated: Mapping[str, float | None]
     parse: Callable[[Any, str], Any] | None = None
-    may_change: bool = False
+    may_change: bool | frozenset[str] = False
     moves: bool = False
 
     @property

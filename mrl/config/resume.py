@@ -11,15 +11,17 @@ from mrl.config.command import command_of_data
 from mrl.config.keys import walk
 from mrl.errors import ConfigError, Shown, show
 
-ABSENT = "(absent)"
+ABSENT = Shown("(absent)")
 
 CHANGES_SCHEDULE = ("train.steps", "train.epochs")
 
 
 def may_change(root: type) -> tuple[str, ...]:
     """Returns keys and sections of the config that a resumed run may change: the same models go on with the same
-    data."""
-    return tuple(key.path for key in walk(root, sections=True) if key.may_change)
+    data. Of mappings, the entries."""
+    return tuple(key.path for key in walk(root, sections=True) if key.may_change is True) + tuple(
+        f"{key.path}.{name}" for key in walk(root) if isinstance(key.may_change, frozenset) for name in key.may_change
+    )
 
 
 def moving(root: type) -> tuple[str, ...]:
@@ -63,9 +65,10 @@ def check_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]
     old, new = _spell_out(old, new, command.null_is)
     keys = {key.path: key for key in walk(root)}
     defaults = {path: _plain(key.default) for path, key in keys.items() if not key.required}
+    whole = [path for path, key in keys.items() if not isinstance(key.may_change, frozenset)]
     differing = {
         key: (before, after)
-        for key, (before, after) in changed_keys(old, new, whole=keys).items()
+        for key, (before, after) in changed_keys(old, new, whole=whole).items()
         if not (before == ABSENT and after == defaults.get(key))  # a section that may be null is null
     }
     breaking = {key: pair for key, pair in differing.items() if not _may_change(key, pair, root)}

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+from mrl.config.megatron_speed import ROUNDING
+
 REQUIRED: Any = dataclasses.MISSING
 
 MOST_WAYS = 2**16
@@ -30,7 +32,7 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     parse: Callable[[Any, str], Any] | None = None,
-    may_change: bool = False,
+    may_change: bool | frozenset[str] = False,
     moves: bool = False,
 ) -> Any:
     """Returns a config key with its default (REQUIRED for none), meaning, and numeric bounds (`above` is exclusive; one
@@ -38,7 +40,7 @@ def key(
 
     parse: what reads a section that dataclasses alone do not describe: `(plain data, dotted path) -> section`.
     may_change: a run that is resumed may have another value, of a section in all of its keys: model and data stay the
-    same.
+    same. Of a mapping: the names whose entries may be others.
     moves: it may name another place, and the run compares what lies there with what the checkpoint was trained on.
     """
     metadata = {
@@ -199,6 +201,12 @@ class EngineConfig:
     )
     moe: MoEConfig = key(MoEConfig, "router losses of mixture-of-experts models")
     fsdp: FSDPConfig = key(FSDPConfig, "what only backend fsdp has", may_change=True)
+    megatron: dict[str, Any] = key(
+        dict,
+        "further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by "
+        "their names there, as {overlap_grad_reduce: true} (megatron backend, docs/gpu.md)",
+        may_change=ROUNDING,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

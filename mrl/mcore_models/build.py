@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
-from mrl.mcore_models import layers, platform
+from mrl.mcore_models import layers, megatron_fields, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
 from mrl.mcore_models.head import LanguageHead, ValueHead
@@ -68,8 +68,12 @@ def transformer_config(
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
     layer_spec: Literal["te", "local"] = "local",
+    further: Mapping[str, Any] | None = None,
 ) -> Config | LatentConfig:
-    """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built."""
+    """megatron's configuration of the model in a layout. Raises ModelError or ConfigError on what cannot be built.
+
+    further: fields by name (`engine.megatron`), those of megatron's other classes among them.
+    """
     fields = fields_of(dict(hf))
     check_layout(fields, dims)
     fields |= _layout_fields(fields["num_layers"], dims)
@@ -83,20 +87,23 @@ def transformer_config(
         }
     if layer_spec == "te" and dims.cp > 1:
         fields["cp_comm_type"] = cp_comm_type(fields, dims)
-    fields = {"bias_activation_fusion": True} | fields  # on a CPU, elementwise.swiglu
-    config = config_class(fields)(
-        **fields,
-        layer_spec=layer_spec,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        init_method_std=hf.get("initializer_range") or 0.02,
-        # fused kernels that need apex or transformer-engine
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-    )
+    fields |= {
+        "layer_spec": layer_spec,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "init_method_std": hf.get("initializer_range") or 0.02,
+    }
+    # on a CPU, elementwise.swiglu; the last three are for kernels of apex that transformer-engine's layers have no use of
+    fusions = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+               "persist_layer_norm": False, "bias_dropout_fusion": False}  # fmt: skip
+    given = megatron_fields.of_kind(further or {}, "transformer")
+    try:
+        config = config_class(fields)(**fusions | fields | given)
+    except (AssertionError, ValueError) as error:
+        if not given:
+            raise
+        raise megatron_fields.refusal(given, error) from error
     scaling = hf.get("rope_scaling")
     if scaling is not None and scaling["rope_type"] == "yarn" and not config.multi_latent_attention:
         # attributes that megatron's attention looks for, to scale cosines and sines as `layers.rotary_scale`

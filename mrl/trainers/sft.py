@@ -239,7 +239,7 @@ def loop(trainer: Trainer, progress: Progress, log: metrics.MetricsLog) -> None:
 
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX)
+            _, loss, _ = engine.forward_backward_step(engine.shard_data(batch), PLAIN_CTX | {"last": True})
         guard.before_update(progress.step + 1, batch, loss)
         grad_norm = engine.optimizer_step()
         guard.after_update(progress.step + 1, batch, grad_norm)

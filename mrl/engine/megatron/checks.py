@@ -11,7 +11,7 @@ from mrl.converters.families import fields_of
 from mrl.converters.hf_config import normalize
 from mrl.engine.checks import EngineChecks, Sequences, whole_number
 from mrl.errors import ConfigError, Shown, quoted
-from mrl.mcore_models import layer_spec
+from mrl.mcore_models import layer_spec, megatron_fields
 from mrl.mcore_models.layer_spec import DTYPES, LayerSpec
 from mrl.mcore_models.layout import check_layout
 from mrl.mcore_models.recompute import chosen_modules
@@ -27,6 +27,7 @@ class MegatronChecks(EngineChecks):
         cls, engine: EngineConfig, dims: ParallelDims, hf_config: Mapping[str, Any], sequences: Sequences
     ) -> None:
         check_text_alone(hf_config)
+        megatron_fields.check(engine.megatron)
         fields = fields_of(normalize(dict(hf_config)))
         check_counts(engine, dims, hf_config)
         check_layout(fields, dims)

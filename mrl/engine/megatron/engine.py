@@ -120,6 +120,26 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self.model.init(read)
         state = optim.offloadable(self.model.chunks, self.model.wrapped, self.model.optimizer)
         self.offload = Offload(self.config.engine.offload, state, spent=("gradients",))
+        self._late = optim.gathers_late(self.model.wrapped)
+        self._ungathered = self._late  # its first forward would gather, and in generation not every rank makes one
+        self._gather()
+
+    def _gather(self) -> None:
+        """Gathers the parameters that an update has left to the next forward of training (`overlap_param_gather`)."""
+        if self._ungathered:
+            optim.gather_parameters(self.model.wrapped)
+            self._ungathered = False
+
+    def _used(self, *kinds: str) -> contextlib.AbstractContextManager[None]:
+        """As `Offload.used`, with whole parameters. A forward of training, which gathers them, asks `offload` itself."""
+        if "parameters" in kinds:
+            self._gather()
+        return self.offload.used(*kinds)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, gradients: bool | None = None) -> None:
+        with self.model.state.installed():
+            self._gather()
+        super().to(device, model, optimizer, gradients)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -130,7 +150,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
-        with self.model.state.installed(), self.offload.used("parameters"), torch.no_grad():
+        with self.model.state.installed(), self._used("parameters"), torch.no_grad():
             for chunk in self.model.chunks:
                 chunk.eval()
             yield
@@ -154,13 +174,18 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         micro_batches = [
             pipeline.make_micro_batch(batch.select(indices), ctx, preprocess_fn, self.setup) for indices in order
         ]
-        call = self._call(batch, forward_only, postprocess_fn)
-        kinds = ("parameters",) if forward_only else ("parameters", "gradients")
-        with self.offload.used(*kinds), torch.set_grad_enabled(not forward_only):
+        last = bool(ctx.get("last")) and not forward_only
+        call = self._call(batch, forward_only, postprocess_fn, reduces=last and self._reduces_early)
+        used = self._used("parameters") if forward_only else self.offload.used("parameters", "gradients")
+        with used, torch.set_grad_enabled(not forward_only):
             pipeline.run(self.model.wrapped, self.model.transformer, micro_batches, self.setup, call)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            if self._ungathered and not forward_only:
+                optim.finish_gathers(self.model.wrapped)
+                self._ungathered = False
+            if call.reduces:
+                self._reduce()
         payload = None
-        if last:
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             sums = collective.add_over(pipeline.totals(micro_batches), self._host_dp_group())
             payload = (sums, collective.in_batch_order([mb.predictions for mb in micro_batches], order, batch))
         sums, predictions = pipeline.from_last_stage(payload, self.device)
@@ -195,14 +220,23 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             agree=most,
         )
 
-    def _call(self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None) -> pipeline.Call:
+    @property
+    def _reduces_early(self) -> bool:
+        """Whether gradients can be reduced while the last backward pass runs. Those of adapters on experts are summed
+        over other ranks before."""
+        wrapped = self.model.wrapped
+        return bool(wrapped) and wrapped[0].ddp_config.overlap_grad_reduce and not self.model.adapters
+
+    def _call(
+        self, batch: Batch, forward_only: bool, postprocess_fn: Callable | None, *, reduces: bool
+    ) -> pipeline.Call:
         denominator = collective.denominator_of(batch, self.loss_denominator)
         share = 1.0
         if not forward_only and (self.config.engine.moe.aux_loss or self.config.engine.moe.z_loss):
             mine = torch.tensor([float(batch.loss_mask.sum())], dtype=torch.float64, device=self.device)
             dist.all_reduce(mine, group=parallel_state.get_data_parallel_group())
             share = float(mine) / float(batch.denominators["tokens"] or 1.0) or 1.0
-        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn)
+        return pipeline.Call(self.loss_fn, denominator, share, forward_only, postprocess_fn, reduces)
 
     @installed
     def unshard_data(self, predictions: Predictions, batch: Batch) -> Predictions:
@@ -216,7 +250,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def optimizer_zero_grad(self) -> None:
-        with self.offload.used("gradients"):
+        with self._used("gradients"):
             # here and not in a forward: a mini-batch may come in several calls, whose gradients accumulate
             for chunk in self.model.wrapped:
                 chunk.zero_grad_buffer()
@@ -231,36 +265,41 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def optimizer_step(self, update: Update | None = None) -> GradNorm:
-        with self.offload.used("parameters", "gradients", "optimizer"):
+        with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
             norm = optim.step(self.model.optimizer, update or self._update())
             self.offload.spend("gradients")
+            if self._late:
+                optim.leave_to_forward(self.model.wrapped)
+                self._ungathered = True
+                if "parameters" in self.config.engine.offload:
+                    self._gather()
         self._spent = True
         return norm
 
     @installed
     def trained_state(self) -> TrainedState:
-        with self.offload.used("parameters", "gradients", "optimizer"):
+        with self._used("parameters", "gradients", "optimizer"):
             model, unreduced = self.model, self._accumulated and not self._spent
             assert self._spent or not self._reduced, "gradients were reduced for hf_gradients or a guard"
             return trained.copy(model.wrapped, model.optimizer, gradients=unreduced, spent=self._spent)
 
     @installed
     def set_trained_state(self, state: TrainedState) -> None:
-        with self.offload.used("parameters", "gradients", "optimizer"):
+        with self._used("parameters", "gradients", "optimizer"):
             trained.put(self.model.wrapped, self.model.optimizer, state)
         self._accumulated = state.gradients is not None
         self._reduced = self._spent = state.spent
 
     @installed
     def guard_before_step(self) -> Any:
-        with self.offload.used("parameters", "gradients", "optimizer"):
+        with self._used("parameters", "gradients", "optimizer"):
             self._reduce()
             return guards.inspect(watched.watched(self.model), lr=self._learning_rate(), eps=self._optimizer_config.eps)
 
     @installed
     def guard_after_step(self, token: Any) -> list[guards.Problem]:
-        with self.offload.used("parameters", "optimizer"):
+        with self._used("parameters", "optimizer"):
             changed = guards.problems(token, watched.weights(self.model))
             return changed + watched.replica_problems(self.model)
 
@@ -268,23 +307,23 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     @installed
     def save_state(self, folder: str, state: Mapping[str, Any]) -> None:
-        with self.offload.used("parameters", "optimizer"):
+        with self._used("parameters", "optimizer"):
             dist_checkpoint.save(self.model, folder, schedule_step=self.schedule_step, state=state)
 
     @installed
     def load_state(self, folder: str) -> dict[str, Any]:
-        with self.offload.used("parameters", "optimizer"):
+        with self._used("parameters", "optimizer"):
             self.schedule_step, state = dist_checkpoint.load(self.model, folder)
         return state
 
     @installed
     def load_hf(self, path: str) -> None:
-        with self.offload.used("parameters", "optimizer"), self.model.weights_of(path, trained=False) as read:
+        with self._used("parameters", "optimizer"), self.model.weights_of(path, trained=False) as read:
             self.model.fill(read)
 
     @installed
     def set_adapters(self, tensors: Mapping[str, Tensor]) -> None:
-        with self.offload.used("parameters", "optimizer"):
+        with self._used("parameters", "optimizer"):
             self.model.set_adapters(tensors)
 
     def set_adapter_scale(self, scale: float) -> None:
@@ -308,11 +347,11 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         self, value: Callable[[Tensor], Tensor], kind: str, *, everywhere: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         device = self.device if everywhere else None
-        with self.model.state.installed(), self.offload.used(kind):
+        with self.model.state.installed(), self._used(kind):
             yield from streams.stream(self.model, value, buffers=kind == "parameters", sent_over=device)
 
     def _stream_trained(self, value: Callable[[Tensor], Tensor], kind: str) -> Iterator[tuple[str, Tensor]]:
-        with self.model.state.installed(), self.offload.used(kind):
+        with self.model.state.installed(), self._used(kind):
             yield from streams.stream_trained(self.model, value)
 
     def hf_weights(self, *, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -327,7 +366,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         assert not self._spent, "optimizer_step has spent the gradients"
-        with self.model.state.installed(), self.offload.used("gradients"):
+        with self.model.state.installed(), self._used("gradients"):
             self._reduce()
             optim.whole_gradients(self.model.wrapped)
         stream = self._stream_trained if self.model.adapters else self._stream

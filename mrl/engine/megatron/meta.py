@@ -191,7 +191,7 @@ def measure(
                 for chunk in chunks:
                     chunk.requires_grad_(False)
             else:
-                wrapped = optim.wrap(chunks, model.transformer)
+                wrapped = optim.wrap(chunks, model.transformer, engine.megatron)
             found = []
             if lengths:
                 run = _Run(config, dims, model, lengths, entropy)

@@ -42,7 +42,7 @@ class Model:
         self.transformer = transformer_config(
             self.hf, dims, dtype=self.dtype, recompute=config.engine.recompute,
             recompute_modules=config.engine.recompute_modules, aux_loss=config.engine.moe.aux_loss,
-            z_loss=config.engine.moe.z_loss, layer_spec=self.spec,
+            z_loss=config.engine.moe.z_loss, layer_spec=self.spec, further=config.engine.megatron,
         )  # fmt: skip
         self.state = MegatronState(dims, config.seed)
         self.coords = self.state.coords
@@ -77,8 +77,10 @@ class Model:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
-            self.wrapped = optim.wrap(self.chunks, self.transformer)
-            self.optimizer = optim.build_optimizer(config.optimizer, self.wrapped, self.dtype)
+            self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron)
+            self.optimizer = optim.build_optimizer(
+                config.optimizer, self.wrapped, self.dtype, config.engine.megatron
+            )
         with self._start() if read is None else contextlib.nullcontext(read) as source:
             self.fill(source)
         self.adapter_identity = identity_of(config, self.family, self.hf)

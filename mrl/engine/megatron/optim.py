@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
 from mrl.engine.trained_state import Update
+from mrl.mcore_models import megatron_fields
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
@@ -23,8 +25,11 @@ from mrl.mcore_models.lora import sum_over_experts_tp
 BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
-def wrap(models: Sequence[Model], config: TransformerConfig) -> list[DistributedDataParallel]:
-    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called.
+def wrap(
+    models: Sequence[Model], config: TransformerConfig, further: Mapping[str, Any]
+) -> list[DistributedDataParallel]:
+    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called, or from the last backward
+    pass before it on (`overlap_grad_reduce`). further: `engine.megatron`.
 
     megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
     those are other ranks, which hold other shards of an expert or the same: each expert is told apart here.
@@ -35,24 +40,34 @@ def wrap(models: Sequence[Model], config: TransformerConfig) -> list[Distributed
                 if ".experts." in name:
                     parameter.allreduce = False
     # by default megatron sums gradients in the parameters' dtype, and sums of many micro-batches are lost in bf16
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
-    )
+    given = megatron_fields.of_kind(further, "ddp")
+    try:
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, **given)
+    except (AssertionError, ValueError) as error:
+        raise megatron_fields.refusal(given, error) from error
     return [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
 
 
 def build_optimizer(
-    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
+    config: OptimizerConfig,
+    chunks: Sequence[DistributedDataParallel],
+    dtype: torch.dtype,
+    further: Mapping[str, Any],
 ) -> MegatronOptimizer:
-    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms."""
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
+    """AdamW over this rank's shard of the parameters, with fp32 master weights; no decay of biases and norms. further:
+    `engine.megatron`."""
+    given = megatron_fields.of_kind(further, "optimizer")
+    try:
+        settings = MegatronOptimizerConfig(
             optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
             adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
-            bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True,
-        ),
-        list(chunks),
-    )  # fmt: skip
+            bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True, **given,
+        )  # fmt: skip
+    except (AssertionError, ValueError) as error:
+        if not given:
+            raise
+        raise megatron_fields.refusal(given, error) from error
+    optimizer = get_megatron_optimizer(settings, list(chunks))
     for part in optimizers_of(optimizer):
         for group in part.param_groups:
             if isinstance(part.optimizer, torch.optim.AdamW):
@@ -76,7 +91,43 @@ def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
     again, or accumulating on top, would count ranks twice.
     """
     sum_over_experts_tp(chunks)
+    for group in bucket_groups(chunks):
+        # with overlap_grad_reduce megatron waits for what a backward pass has begun; after one inside `no_sync` nothing
+        # has, and in the first batch finalize_model_grads begins it
+        if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
+            group.start_grad_sync()
     finalize_model_grads(list(chunks))
+
+
+def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    """Yields what gradients are reduced in, and parameters gathered: megatron's groups of buckets, dense ones first."""
+    for chunk in chunks:
+        yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+
+
+def gathers_late(chunks: Sequence[Any]) -> bool:
+    """Returns whether an update leaves parameters to be gathered by the next forward (`overlap_param_gather`)."""
+    first = next(iter(chunks), None)
+    return isinstance(first, DistributedDataParallel) and first.ddp_config.overlap_param_gather
+
+
+def leave_to_forward(chunks: Sequence[DistributedDataParallel]) -> None:
+    """After an update: the next forward gathers the parameters, module by module, also where something before the
+    update has gathered those of before it."""
+    for group in bucket_groups(chunks):
+        group.param_gather_dispatched = False
+
+
+def finish_gathers(chunks: Sequence[DistributedDataParallel]) -> None:
+    """After a forward that gathers the parameters: gathers those that it had no use of, too."""
+    for group in bucket_groups(chunks):
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gathers the parameters that an update has left to the next forward, for whoever reads them before."""
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ class Call:
     share: float
     forward_only: bool
     postprocess_fn: Callable[[Batch, Predictions, Ctx], tuple[Predictions, Ctx]] | None
+    reduces: bool = False  # gradients are reduced from the last backward pass on, while it runs
 
 
 def make_micro_batch(batch: Batch, ctx: Ctx, preprocess_fn: Callable | None, setup: Setup) -> MicroBatch:
@@ -71,15 +73,21 @@ def run(chunks: Sequence[Any], config: Any, micro_batches: Sequence[MicroBatch],
     config.grad_scale_func = megatron_scale(call.share)  # of router losses: see scaling.py
     forward_backward = get_forward_backward_func()
     iterators = [iter(micro_batches) for _ in chunks]
-    forward_backward(
-        forward_step_func=functools.partial(_forward_step, setup=setup, call=call, count=len(micro_batches)),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].inputs.tokens.numel(),  # megatron asks each stage for the true one
-        micro_batch_size=1,
-        forward_only=call.forward_only,
-    )
+    no_sync = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]  # none where nothing trains
+    # megatron leaves this context before the last backward pass of each chunk
+    config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if call.reduces else None
+    with contextlib.ExitStack() as stack:
+        for without_sync in [] if call.reduces else no_sync:
+            stack.enter_context(without_sync())
+        forward_backward(
+            forward_step_func=functools.partial(_forward_step, setup=setup, call=call, count=len(micro_batches)),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].inputs.tokens.numel(),  # megatron asks each stage for the true one
+            micro_batch_size=1,
+            forward_only=call.forward_only,
+        )
 
 
 def _forward_step(

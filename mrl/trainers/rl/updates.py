@@ -67,7 +67,9 @@ def train_role(
     """
     dispatch, guard = trainer.dispatch, RoleGuard(trainer, progress, role, batch)
     dispatch.zero_grad(role)
-    predictions, loss, found = dispatch.forward_backward(role, batch, loss_fn, ctx=ctx, denominator=loss_fn.denominator)
+    predictions, loss, found = dispatch.forward_backward(
+        role, batch, loss_fn, ctx=ctx | {"last": True}, denominator=loss_fn.denominator
+    )
     predicted_T = predictions["values" if role == "critic" else "log_probs"]
     guard.before_update(loss, predicted_T)
     result = dispatch.optim_step(role, guard=guard.watches_parameters)

@@ -1,0 +1,280 @@
+"""Fields of megatron-core's own configuration that `engine.megatron` may set by name.
+
+Which there are, and of which type, is read from the source of the installed megatron-core, without importing it: a
+config is checked before any process starts, and where nothing can be computed. A field that mrl sets itself is refused
+with what to use in its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import enum
+import functools
+import importlib.util
+import pathlib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from mrl.config.keys import listed
+from mrl.errors import ConfigError, one_line
+
+KEY = "engine.megatron"
+
+Kind = Literal["transformer", "ddp", "optimizer"]
+
+_CLASSES: Mapping[Kind, tuple[tuple[str, str], ...]] = {
+    "transformer": (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ),
+    "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+}
+"""Where the fields of each kind are: file of megatron/core and class. Those of a later class take the place of fields
+with the same name."""
+
+DTYPES = ("float32", "bfloat16", "float16", "uint8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field that at least one of megatron's classes has."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    annotation: Any  # None where YAML has no value of its type, such as a function
+    nullable: bool  # its default is None
+
+
+def _use(fix: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, fix)
+
+
+SET_BY_MRL: Mapping[str, str] = {
+    **_use("the model's config.json has it", *"""
+        num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels softmax_scale
+        softmax_type layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit
+        glu_linear_offset activation_func activation_func_clamp_value num_moe_experts rotary_interleaved window_size
+        window_attn_skip_freq normalization qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention
+        no_rope_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq moe_ffn_hidden_size
+        moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_dtype
+        moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
+        moe_router_bias_update_rate moe_latent_size mrope_section init_method_std attention_dropout hidden_dropout
+        apply_residual_connection_post_layernorm test_mode heterogeneous_block_specs is_hybrid_model
+        experimental_attention_variant""".split()),
+    **_use("set engine.parallel.tp", "tensor_model_parallel_size"),
+    **_use("set engine.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+    **_use("set engine.parallel.vpp", "virtual_pipeline_model_parallel_size"),
+    **_use("set engine.parallel.cp", "context_parallel_size", "hierarchical_context_parallel_sizes",
+           "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+    **_use("set engine.parallel.ep", "expert_model_parallel_size"),
+    **_use("set engine.parallel.etp", "expert_tensor_parallel_size"),
+    **_use("set engine.parallel.sp", "sequence_parallel"),
+    **_use("mrl divides the layers evenly by engine.parallel.pp", "num_layers_in_first_pipeline_stage",
+           "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+           "account_for_loss_in_pipeline_split"),
+    **_use("set model.dtype", "params_dtype", "pipeline_dtype", "bf16", "fp16", "enable_autocast", "autocast_dtype"),
+    **_use("set model.init", "perform_initialization", "use_cpu_initialization", "init_model_with_meta_device"),
+    **_use("set engine.recompute", "recompute_granularity", "recompute_method", "recompute_num_layers",
+           "distribute_saved_activations", "moe_layer_recompute"),
+    **_use("set engine.recompute_modules", "recompute_modules"),
+    **_use("set engine.moe.aux_loss", "moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+    **_use("set engine.moe.z_loss", "moe_z_loss_coeff"),
+    **_use("set engine.layer_spec", "moe_grouped_gemm", "transformer_impl"),
+    **_use("set NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN to 0 (docs/gpu.md)", "attention_backend"),
+    **_use("mrl chooses it by the model and engine.parallel (docs/gpu.md)", "cp_comm_type"),
+    **_use("set optimizer.lr", "lr", "decoupled_lr"),
+    **_use("set optimizer.min_lr", "min_lr", "decoupled_min_lr"),
+    **_use("set optimizer.betas", "adam_beta1", "adam_beta2"),
+    **_use("set optimizer.eps", "adam_eps"),
+    **_use("set optimizer.weight_decay", "weight_decay"),
+    **_use("set optimizer.clip_grad", "clip_grad"),
+    **_use("set engine.offload", "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations",
+           "cpu_offloading_weights", "cpu_offloading_double_buffering", "optimizer_cpu_offload",
+           "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
+           "pin_cpu_grads", "pin_cpu_params"),
+    **_use("the optimizer is AdamW", "optimizer", "decoupled_weight_decay"),
+    **_use("mrl divides the loss itself (docs/loss.md)", "calculate_per_token_loss", "gradient_reduce_div_fusion",
+           "average_in_collective"),
+    **_use("gradients are summed in fp32 always", "grad_reduce_in_fp32", "main_grads_dtype",
+           "param_name_patterns_for_fp32_local_accumulation"),
+    **_use("the distributed optimizer is always on", "use_distributed_optimizer",
+           "use_layer_wise_distributed_optimizer", "num_distributed_optimizer_instances"),
+    **_use("set engine.backend to fsdp", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
+           "outer_dp_sharding_strategy"),
+    **_use("mrl sets it by engine.parallel.pp", "variable_seq_lengths", "batch_p2p_comm", "overlap_p2p_comm"),
+    **_use("mrl trains none of them", "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer",
+           "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
+    **_use("training in FP8 or FP4 is not there", "fp8", "fp8_param", "fp8_param_gather", "fp4", "fp4_param",
+           "fp4_param_gather"),
+    **_use("mrl has no CUDA graphs of its layers", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
+    **_use("mrl computes log-probs itself", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    **_use("set overlap_param_gather", "overlap_param_gather_with_optimizer_step", "align_param_gather"),
+}  # fmt: skip
+"""Field -> what to do in its place."""
+
+
+@functools.cache
+def fields(root: pathlib.Path | None = None) -> Mapping[str, Field]:
+    """Returns the fields of the installed megatron-core, by name. root: the folder megatron/core."""
+    root = _installed() if root is None else root
+    found: dict[str, Field] = {}
+    for kind, classes in _CLASSES.items():
+        for file, name in classes:
+            for made in _fields_of_class((root / file).read_text(encoding="utf-8"), name, kind):
+                known = found.get(made.name)
+                kinds = (kind,) if known is None else tuple(dict.fromkeys((*known.kinds, kind)))
+                found[made.name] = dataclasses.replace(made, kinds=kinds)
+    return found
+
+
+def _installed() -> pathlib.Path:
+    spec = importlib.util.find_spec("megatron")
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    at = next((pathlib.Path(folder) / "core" for folder in folders if (pathlib.Path(folder) / "core").is_dir()), None)
+    if at is None:
+        raise ConfigError(KEY, why="is for megatron-core, which is not installed", fix="install it, or leave it out")
+    return at
+
+
+def _fields_of_class(source: str, name: str, kind: Kind) -> Iterable[Field]:
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name != name:
+            continue
+        for line in node.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id[0] != "_":
+                nullable = isinstance(line.value, ast.Constant) and line.value.value is None
+                yield Field(line.target.id, (kind,), _type_of(line.annotation), nullable)
+
+
+class _NotInYaml:
+    """A type that YAML has no value of."""
+
+    def __class_getitem__(cls, _: Any) -> type[_NotInYaml]:
+        return cls
+
+
+class DType(enum.Enum):
+    """A dtype of torch, which `engine.megatron` has by its name."""
+
+    ANY = enum.auto()
+
+
+_NAMES: Mapping[str, Any] = {
+    "bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict, "tuple": tuple, "None": None,
+    "Optional": typing.Optional, "Union": typing.Union, "List": list, "Tuple": tuple, "Dict": dict, "Literal": Literal,
+}  # fmt: skip
+
+
+class _Scope(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        return types.SimpleNamespace(dtype=DType, Tensor=_NotInYaml) if name == "torch" else _NotInYaml
+
+
+def _type_of(annotation: ast.expr) -> Any:
+    """Returns the type that megatron's source gives a field; what is no plain data in it is `_NotInYaml`."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    scope = {"__builtins__": {}}
+    return eval(compile(ast.Expression(annotation), KEY, "eval"), scope, _Scope(_NAMES))
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a field that the installed megatron-core does not have, that mrl sets itself, or whose
+    value has another type."""
+    for name, value in given.items():
+        field = fields().get(name)
+        key = f"{KEY}.{name}"
+        if field is None:
+            close = difflib.get_close_matches(name, set(fields()) - set(SET_BY_MRL), n=3, cutoff=0.5)
+            near = f"the nearest that it has: {listed(sorted(close))}" if close else "leave it out"
+            raise ConfigError(key, value, f"is for a field that {_version()} does not have", near)
+        if name in SET_BY_MRL:
+            raise ConfigError(key, value, "is for a field that mrl sets itself", SET_BY_MRL[name])
+        if not _takes_any(field.annotation):
+            raise ConfigError(key, value, "is for a field that takes a Python object", "leave it out")
+        if not (value is None and field.nullable) and not _is(value, field.annotation):
+            raise ConfigError(key, value, "is of another type than megatron-core has", f"give {_words(field)}")
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return f"megatron-core {importlib.metadata.version('megatron-core')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "the installed megatron-core"
+
+
+def _arms(annotation: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _takes_any(annotation: Any) -> bool:
+    """Returns whether YAML has a value of this type other than null."""
+    return any(arm not in (_NotInYaml, type(None)) for arm in _arms(annotation))
+
+
+def _is(value: Any, annotation: Any) -> bool:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, arm) for arm in args)
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in args)
+    if origin in (list, tuple):
+        element = args[0] if args else Any
+        sized = origin is list or Ellipsis in args or len(value) == len(args) if isinstance(value, list) else False
+        return sized and all(_is(entry, element) for entry in value)
+    if annotation is DType:
+        return value in DTYPES if isinstance(value, str) else False
+    if annotation in (list, tuple, dict):
+        return isinstance(value, dict if annotation is dict else list)
+    if annotation is float:
+        return type(value) in (int, float)
+    return annotation is not _NotInYaml and type(value) is annotation
+
+
+def _words(field: Field) -> str:
+    words = {
+        bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null",
+        DType: f"one of {', '.join(DTYPES)}",
+    }  # fmt: skip
+
+    def of(arm: Any) -> str:
+        if typing.get_origin(arm) is Literal:
+            return f"one of {', '.join(map(str, typing.get_args(arm)))}"
+        return words.get(arm, "a list")
+
+    arms = [arm for arm in _arms(field.annotation) if arm is not _NotInYaml]
+    nullable = [type(None)] if field.nullable and type(None) not in arms else []
+    return ", or ".join(dict.fromkeys(of(arm) for arm in [*arms, *nullable]))
+
+
+def of_kind(given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """Returns those of the fields that go to megatron's class of a kind, as it takes them: dtypes of torch and
+    tuples."""
+    import torch
+
+    made = {}
+    for name, value in given.items():
+        field = fields()[name]
+        if kind in field.kinds:
+            arms = _arms(field.annotation)
+            if DType in arms and isinstance(value, str):
+                value = getattr(torch, value)
+            elif isinstance(value, list) and any(typing.get_origin(arm) is tuple for arm in arms):
+                value = tuple(value)
+            made[name] = value
+    return made
+
+
+def refusal(given: Mapping[str, Any], error: BaseException) -> ConfigError:
+    """Returns what megatron said of the fields, as it made its configuration of them."""
+    names = listed(sorted(given))
+    return ConfigError(KEY, why=f"sets {names}, and megatron-core refuses it: {one_line(error, 200)}",
+                       fix="leave out what it names")  # fmt: skip

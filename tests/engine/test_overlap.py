@@ -1,0 +1,37 @@
+"""`overlap_grad_reduce` and `overlap_param_gather` change nothing but when sums and gathers are made."""
+
+import pytest
+
+from mrl.config.schema import LoraConfig
+from tests.engine import tiny
+from tests.engine.harness import run_case
+from tests.tiers import slow_but
+
+LAYOUTS = [
+    ("qwen3", 2, {}),
+    ("qwen3", 2, {"tp": 2}),
+    ("llama", 2, {"pp": 2}),
+    ("llama", 2, {"cp": 2}),
+    ("qwen3_moe", 4, {"ep": 2}),
+    ("qwen3", 4, {"pp": 2, "vpp": 2}),
+    ("deepseek_v3", 4, {"tp": 2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize("family, world, parallel", slow_but([], LAYOUTS), ids=str)
+def test_overlap_changes_nothing(tmp_path, family, world, parallel):
+    layers = 4 if "pp" in parallel else 2
+    folder = tiny.make_model(str(tmp_path / "model"), family, layers=layers, tied=family == "llama")
+    role = tiny.role(folder, backend="megatron", parallel=parallel)
+    found = run_case(world, "tests.engine.overlap:compare", config=role)
+    assert found["reduced"] and found["gathered"]
+    # norms and clipping sum the squares of other shards; what is reduced is the same
+    assert found["numbers"] < 1e-6 and found["tensors"] < 1e-6, found
+
+
+@pytest.mark.slow
+def test_adapters_are_reduced_at_the_end(tmp_path):
+    folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
+    role = tiny.role(folder, backend="megatron", model={"lora": LoraConfig(rank=4)})
+    found = run_case(2, "tests.engine.overlap:compare", config=role)
+    assert not found["reduced"] and found["numbers"] < 1e-6 and found["tensors"] < 1e-6, found
