@@ -22,25 +22,29 @@ LAST = PLAIN_CTX | {"last": True}
 
 def compare(config: RoleConfig) -> dict[str, Any]:
     """Returns what differs between the two, and how often a reduction began within a backward pass."""
+    # a norm sums the squares of other shards; below it, what is reduced is the same to the bit
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_grad=1e9))
     plain, _ = _run(config)
     engine = dataclasses.replace(config.engine, megatron=KEYS)
     found, begun = _run(dataclasses.replace(config, engine=engine))
-    numbers = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found[0], plain[0], strict=True))
-    tensors = max((float((found[1][name] - value).abs().max()) for name, value in plain[1].items()), default=0.0)
-    assert found[1].keys() == plain[1].keys() and found[2] == plain[2]
-    return {"numbers": numbers, "tensors": tensors, **begun}
+    for name in plain:
+        assert found[name].keys() == plain[name].keys()
+    differ = {
+        name: max((float((found[name][key] - value).abs().max()) for key, value in plain[name].items()), default=0.0)
+        for name in plain
+    }
+    return differ | begun
 
 
-def _run(config: RoleConfig) -> tuple[tuple[list[float], dict[str, Tensor], list[Any]], dict[str, int]]:
-    """Returns losses and gradient norms, gradients and weights, completions; and where reductions and gathers began.
+def _run(config: RoleConfig) -> tuple[dict[str, dict[Any, Tensor]], dict[str, int]]:
+    """Returns norms; losses, gradients, weights and completions; and how often reductions and gathers overlapped.
 
     Between the steps are those who read gradients or parameters at once, and steps of two calls, of which no first may
     reduce anything.
     """
     engine, batches = make_engine(config), [tiny.uneven_batch(seed) for seed in range(5)]
-    numbers: list[float] = []
-    tensors: dict[str, Tensor] = {}
-    completions: list[Any] = []
+    norms: dict[Any, Tensor] = {}
+    others: dict[Any, Tensor] = {}
     with _watched() as begun:
         for i, batch in enumerate(batches):
             engine.optimizer_zero_grad()
@@ -49,18 +53,19 @@ def _run(config: RoleConfig) -> tuple[tuple[list[float], dict[str, Tensor], list
                 if i == 2:
                     engine.forward_backward_step(share, PLAIN_CTX)
                 _, loss, _ = engine.forward_backward_step(share, PLAIN_CTX if i == 3 else LAST)
+            others["loss", i] = torch.tensor(loss)
             if i == 1:
-                tensors |= {f"gradient {name}": value.clone() for name, value in engine.hf_gradients()}
-            numbers += [loss, float(engine.optimizer_step())]
+                others |= {("gradient", name): value.clone() for name, value in engine.hf_gradients()}
+            norms[i] = torch.tensor(engine.optimizer_step())
             engine.lr_scheduler_step()
             if i in (0, 3):
-                numbers.append(_evaluated(engine, batch))
-                tensors |= {f"{i} {name}": value.clone() for name, value in engine.hf_weights()}
-            if i == 1 and config.model.lora is None and config.engine.parallel.cp == 1:
-                request = GenerateRequest(tuple(range(3, 8)), max_new_tokens=4, temperature=0.0)
-                completions += [tuple(c.tokens) for c in engine.generate([request])]
-    tensors |= {f"end {name}": value.clone() for name, value in engine.hf_weights()}
-    return (numbers, tensors, completions), begun
+                others["evaluated", i] = torch.tensor(_evaluated(engine, batch))
+                others |= {(i, name): value.clone() for name, value in engine.hf_weights()}
+            if i == 1 and config.head == "lm":
+                [done] = engine.generate([GenerateRequest(tuple(range(3, 8)), max_new_tokens=4)])
+                others["generated", i] = torch.tensor(done.log_probs)
+    others |= {("end", name): value.clone() for name, value in engine.hf_weights()}
+    return {"norms": norms, "others": others}, begun
 
 
 def _evaluated(engine: BaseEngine, batch: Any) -> float:

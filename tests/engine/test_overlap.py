@@ -9,11 +9,9 @@ from tests.tiers import slow_but
 
 LAYOUTS = [
     ("qwen3", 2, {}),
-    ("qwen3", 2, {"tp": 2}),
     ("llama", 2, {"pp": 2}),
-    ("llama", 2, {"cp": 2}),
-    ("qwen3_moe", 4, {"ep": 2}),
-    ("qwen3", 4, {"pp": 2, "vpp": 2}),
+    ("gpt_oss", 2, {"ep": 2}),
+    ("llama", 4, {"pp": 2, "vpp": 2}),
     ("deepseek_v3", 4, {"tp": 2, "ep": 2}),
 ]
 
@@ -22,16 +20,15 @@ LAYOUTS = [
 def test_overlap_changes_nothing(tmp_path, family, world, parallel):
     layers = 4 if "pp" in parallel else 2
     folder = tiny.make_model(str(tmp_path / "model"), family, layers=layers, tied=family == "llama")
-    role = tiny.role(folder, backend="megatron", parallel=parallel)
-    found = run_case(world, "tests.engine.overlap:compare", config=role)
+    found = run_case(world, "tests.engine.overlap:compare", config=tiny.role(folder, backend="megatron", parallel=parallel))
     assert found["reduced"] and found["gathered"]
-    # norms and clipping sum the squares of other shards; what is reduced is the same
-    assert found["numbers"] < 1e-6 and found["tensors"] < 1e-6, found
+    assert found["norms"] < 1e-5 and found["others"] == 0, found
 
 
 @pytest.mark.slow
-def test_adapters_are_reduced_at_the_end(tmp_path):
+def test_adapters_are_reduced_and_gathered_at_the_end(tmp_path):
+    """They are summed over other ranks first, and lie in modules that no forward is called of."""
     folder = tiny.make_model(str(tmp_path / "model"), "qwen3")
     role = tiny.role(folder, backend="megatron", model={"lora": LoraConfig(rank=4)})
     found = run_case(2, "tests.engine.overlap:compare", config=role)
-    assert not found["reduced"] and found["numbers"] < 1e-6 and found["tensors"] < 1e-6, found
+    assert not found["reduced"] and found["norms"] < 1e-5 and found["others"] == 0, found

@@ -272,7 +272,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             if self._late:
                 optim.leave_to_forward(self.model.wrapped)
                 self._ungathered = True
-                if "parameters" in self.config.engine.offload:
+                # adapters lie in modules that no forward is called of, which is where megatron gathers
+                if self.model.adapters or "parameters" in self.config.engine.offload:
                     self._gather()
         self._spent = True
         return norm
