@@ -9,7 +9,7 @@ ROUNDING = frozenset("""
     delay_wgrad_compute batch_p2p_sync use_ring_exchange_p2p defer_embedding_wgrad_compute wgrad_deferral_limit
     deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage
     barrier_with_L1_time deterministic_mode bias_activation_fusion masked_softmax_fusion persist_layer_norm
-    memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion fused_single_qkv_rope fused_residual_rmsnorm
+    memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion fused_residual_rmsnorm
     use_transformer_engine_op_fuser moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
     moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
     overlap_grad_reduce overlap_param_gather bucket_size num_buckets

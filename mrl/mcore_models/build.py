@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.converters.families import fields_of
 from mrl.converters.rules import ChunkPlan
+from mrl.errors import ConfigError
 from mrl.mcore_models import layers, megatron_fields, platform
 from mrl.mcore_models.attention import CacheLayout, PackedLayout
 from mrl.mcore_models.config import Config, LatentConfig, config_class
@@ -94,12 +95,9 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "init_method_std": hf.get("initializer_range") or 0.02,
     }
-    # on a CPU, elementwise.swiglu; the last three are for kernels of apex that transformer-engine's layers have no use of
-    fusions = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
-               "persist_layer_norm": False, "bias_dropout_fusion": False}  # fmt: skip
     given = megatron_fields.of_kind(further or {}, "transformer")
     try:
-        config = config_class(fields)(**fusions | fields | given)
+        config = config_class(fields)(**_fusions(fields, hf, given) | fields | given)
     except (AssertionError, ValueError) as error:
         if not given:
             raise
@@ -110,6 +108,29 @@ def transformer_config(
         config.yarn_rotary_scaling_factor = scaling["factor"]
         config.yarn_mscale, config.yarn_mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return config
+
+
+def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, bool]:
+    """Which of megatron's fused kernels are used where `engine.megatron`, of which `given` is, does not say so.
+
+    Those of transformer-engine are where its layers are. A rotary embedding whose cosines and sines have a factor
+    (yarn) its kernel does not know, and latent attention turns its channels itself.
+    """
+    te = fields["layer_spec"] == "te"
+    turned_here = bool(fields.get("multi_latent_attention")) or layers.rotary_scale(hf.get("rope_scaling")) != 1.0
+    if given.get("apply_rope_fusion") and turned_here:
+        why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
+        raise ConfigError(f"{megatron_fields.KEY}.apply_rope_fusion", True, why, fix)
+    return {
+        "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
+        "gradient_accumulation_fusion": te,
+        "apply_rope_fusion": te and not turned_here,
+        "moe_permute_fusion": te and "num_moe_experts" in fields,
+        # kernels of apex that transformer-engine's layers have no use of
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_dropout_fusion": False,
+    }
 
 
 def _layout_fields(num_layers: int, dims: ParallelDims) -> dict[str, Any]:

@@ -262,7 +262,12 @@ def _turn_packed_tokens_as_others() -> None:
         """t [T, heads, D], freqs [T, 1, 1, D] of this rank's tokens."""
         return rope._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **named).squeeze(1)
 
+    def turn_fused(t: torch.Tensor, cu_seqlens: Any, freqs: torch.Tensor, **_: Any) -> torch.Tensor:
+        """The same by transformer-engine's kernel (`apply_rope_fusion`), as one row of tokens."""
+        return rope.fused_apply_rotary_pos_emb(t.unsqueeze(1), freqs).squeeze(1)
+
     rope._apply_rotary_pos_emb_thd = turn
+    rope.fused_apply_rotary_pos_emb_thd = turn_fused
 
 
 def _mend_megatron() -> None:

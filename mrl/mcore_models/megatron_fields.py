@@ -37,6 +37,16 @@ _CLASSES: Mapping[Kind, tuple[tuple[str, str], ...]] = {
 """Where the fields of each kind are: file of megatron/core and class. Those of a later class take the place of fields
 with the same name."""
 
+OF_TRANSFORMER_ENGINE = frozenset("""
+    gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion
+    moe_router_fusion use_transformer_engine_op_fuser tp_comm_overlap delay_wgrad_compute
+    fine_grained_activation_offloading offload_modules use_te_activation_func symmetric_ar_type
+    overlap_moe_expert_parallel_comm moe_enable_deepep moe_flex_dispatcher_backend use_te_rng_tracker
+    use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_params_dtype store_param_remainders
+""".split())  # fmt: skip
+"""Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
+them out."""
+
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
 
 
@@ -113,6 +123,7 @@ SET_BY_MRL: Mapping[str, str] = {
            "fp4_param_gather"),
     **_use("mrl has no CUDA graphs of its layers", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
     **_use("mrl computes log-probs itself", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    **_use("set apply_rope_fusion", "fused_single_qkv_rope"),
     **_use("set overlap_param_gather", "overlap_param_gather_with_optimizer_step", "align_param_gather"),
 }  # fmt: skip
 """Field -> what to do in its place."""

@@ -27,7 +27,7 @@ from mrl.batch import make_batch
 from mrl.config.schema import ParallelConfig, RoleConfig
 from mrl.engine.megatron.even_experts import EvenExperts
 from mrl.engine.megatron.meta_run import BLOCK, AsOnAGPU, Traffic, Watch, in_backward, norms_of
-from mrl.mcore_models import cpu_stand_in, platform
+from mrl.mcore_models import cpu_stand_in, megatron_fields, platform
 from mrl.parallel import Coordinates, ParallelDims
 
 
@@ -172,7 +172,8 @@ def measure(
     from mrl.engine.megatron.model import Model
     from mrl.mcore_models.build import build_chunks
 
-    engine = dataclasses.replace(config.engine, layer_spec="local")
+    further = {k: v for k, v in config.engine.megatron.items() if k not in megatron_fields.OF_TRANSFORMER_ENGINE}
+    engine = dataclasses.replace(config.engine, layer_spec="local", megatron=further)
     with as_rank(rank, dims), norms_of(spec):
         model = Model(dataclasses.replace(config, engine=engine), dims)
         model.transformer.perform_initialization = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import Adam, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mrl.config.schema import OptimizerConfig
 from mrl.engine.base import GradNorm
 from mrl.engine.trained_state import Update
-from mrl.mcore_models import megatron_fields
+from mrl.mcore_models import megatron_fields, platform
 from mrl.mcore_models.build import Model
 from mrl.mcore_models.lora import sum_over_experts_tp
 
@@ -41,8 +42,14 @@ def wrap(
                     parameter.allreduce = False
     # by default megatron sums gradients in the parameters' dtype, and sums of many micro-batches are lost in bf16
     given = megatron_fields.of_kind(further, "ddp")
+    # over gloo nothing runs beside the CPU's own work
+    overlaps = platform.has_gpu() and parallel_state.get_data_parallel_group(with_context_parallel=True).size() > 1
+    chosen = {
+        "grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
+    } | given  # fmt: skip
     try:
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, **given)
+        ddp = DistributedDataParallelConfig(**chosen)
     except (AssertionError, ValueError) as error:
         raise megatron_fields.refusal(given, error) from error
     return [DistributedDataParallel(config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)]
