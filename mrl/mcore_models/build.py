@@ -6,9 +6,10 @@ layout's groups before `build_chunks` is called.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from torch import Tensor
 
 from mrl.converters.families import fields_of
@@ -95,6 +97,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "init_method_std": hf.get("initializer_range") or 0.02,
     }
+    megatron_fields.check(further or {})
     given = megatron_fields.of_kind(further or {}, "transformer")
     try:
         config = config_class(fields)(**_fusions(fields, hf, given) | fields | given)
@@ -121,6 +124,10 @@ def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[st
     if given.get("apply_rope_fusion") and turned_here:
         why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
         raise ConfigError(f"{megatron_fields.KEY}.apply_rope_fusion", True, why, fix)
+    if given.get("gradient_accumulation_fusion") and not te and not tensor_parallel_layers._grad_accum_fusion_available:
+        why = "needs apex's kernel fused_weight_gradient_mlp_cuda, or the layers of transformer-engine"
+        fix = "install NVIDIA's apex as docs/gpu.md says, set engine.layer_spec to te, or leave it out"
+        raise ConfigError(f"{megatron_fields.KEY}.gradient_accumulation_fusion", True, why, fix)
     return {
         "bias_activation_fusion": True,  # on a CPU, elementwise.swiglu
         "gradient_accumulation_fusion": te,
@@ -188,7 +195,7 @@ def build_chunks(
     scale = layers.rotary_scale(hf.get("rope_scaling"))
     tied = bool(hf.get("tie_word_embeddings")) and head == "lm"
     models = []
-    with _no_deprecation_notice():
+    with _no_deprecation_notice(), _heads_need_no_apex():
         for v, chunk in enumerate(chunks):
             if dims.vpp > 1:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(v)
@@ -241,6 +248,18 @@ def _mark_own_parts(model: Model) -> None:
         elif name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True
             parameter.data = parameter.data.to(model.config.params_dtype)
+
+
+@contextlib.contextmanager
+def _heads_need_no_apex() -> Iterator[None]:
+    """megatron's output layer asks for apex's kernel under `gradient_accumulation_fusion`, also where all other linear
+    layers are transformer-engine's, which bring their own. Ours takes its place and has no use of one."""
+    available = tensor_parallel_layers._grad_accum_fusion_available
+    tensor_parallel_layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        tensor_parallel_layers._grad_accum_fusion_available = available
 
 
 class _no_deprecation_notice:

@@ -267,7 +267,8 @@ def _turn_packed_tokens_as_others() -> None:
         return rope.fused_apply_rotary_pos_emb(t.unsqueeze(1), freqs).squeeze(1)
 
     rope._apply_rotary_pos_emb_thd = turn
-    rope.fused_apply_rotary_pos_emb_thd = turn_fused
+    if rope.fused_apply_rotary_pos_emb is not None:  # megatron asks for both whether there is such a kernel
+        rope.fused_apply_rotary_pos_emb_thd = turn_fused
 
 
 def _mend_megatron() -> None:

@@ -204,6 +204,14 @@ ENGINE = [
     Row(  # that an engine of another package gets them, tests/engine/test_registry.py sees
         "engine.options", steps, [(DEFAULT, [1]), ({"a": 1}, Refusal("ConfigError", "engine.options.a: value 1 is for"))],
     ),
+    Row(  # which fields there are, tests/mcore_models/test_megatron_fields.py sees
+        "engine.megatron", looks.the_same_as_with(looks.metric("train/loss"), **{"engine.megatron": {}}),
+        [
+            (DEFAULT, True), ({"moe_input_jitter_eps": 0.3}, False),
+            ({"size": 1}, Refusal("ConfigError", "engine.megatron.size: value 1 is for a field")),
+        ],
+        MOE, on=MEGATRON,
+    ),
     Row("engine.moe.aux_loss", looks.gradient_has("aux", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
     Row("engine.moe.z_loss", looks.gradient_has("z", 0.0, 0.5), [(DEFAULT, [0.0]), (0.5, [0.5])], MOE, on=MEGATRON),
 ]  # fmt: skip

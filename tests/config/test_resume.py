@@ -33,12 +33,13 @@ def test_changed_keys_are_dotted_and_a_value_that_is_a_mapping_is_one_key():
 
 def test_layout_output_and_length_may_change():
     new = plain(
-        output_dir="elsewhere", engine={"parallel": {"tp": 2}, "micro_batch": {"size": 1}, "offload": ["optimizer"]},
+        output_dir="elsewhere", engine={"parallel": {"tp": 2}, "micro_batch": {"size": 1}, "offload": ["optimizer"],
+        "megatron": {"overlap_grad_reduce": True}},
         log={"console": "plain"}, checkpoint={"every": 5}, train={"steps": 20},
         data={"eval": "rows", "train": "moved"}, model={"path": "moved"},
     )  # fmt: skip
     notes = [str(change) for change in check_resume(plain(train={"steps": 10}), new)]
-    assert len(notes) == 10
+    assert len(notes) == 11
     assert 'output_dir: "run" at the save, "elsewhere" now' in notes
     assert "train.steps: 10 at the save, 20 now (the learning-rate schedule follows the new length)" in notes
 
@@ -54,6 +55,7 @@ def test_layout_output_and_length_may_change():
         ({"seed": 1}, "seed"),
         ({"engine": {"backend": "fsdp"}}, "engine.backend"),
         ({"engine": {"moe": {"aux_loss": 0.1}}}, "engine.moe.aux_loss"),
+        ({"engine": {"megatron": {"bucket_size": 9, "fp32_residual_connection": True}}}, "engine.megatron.fp32_residual_connection"),
     ],
 )
 def test_what_breaks_the_run_is_refused(sections, key):
