@@ -15,6 +15,6 @@ ROUNDING = frozenset("""
     overlap_grad_reduce overlap_param_gather bucket_size num_buckets
     pad_buckets_for_high_nccl_busbw nccl_ub check_for_nan_in_grad check_for_large_grads config_logger_dir
     fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
-""".split())  # fmt: skip
+""".split())  # fmt: skip  # noqa: SIM905
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""

@@ -43,7 +43,7 @@ OF_TRANSFORMER_ENGINE = frozenset("""
     fine_grained_activation_offloading offload_modules use_te_activation_func symmetric_ar_type
     overlap_moe_expert_parallel_comm moe_enable_deepep moe_flex_dispatcher_backend use_te_rng_tracker
     use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_params_dtype store_param_remainders
-""".split())  # fmt: skip
+""".split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
 them out."""
 
@@ -75,7 +75,7 @@ SET_BY_MRL: Mapping[str, str] = {
         moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
         moe_router_bias_update_rate moe_latent_size mrope_section init_method_std attention_dropout hidden_dropout
         apply_residual_connection_post_layernorm test_mode heterogeneous_block_specs is_hybrid_model
-        experimental_attention_variant""".split()),
+        experimental_attention_variant""".split()),  # noqa: SIM905
     **_use("set engine.parallel.tp", "tensor_model_parallel_size"),
     **_use("set engine.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
     **_use("set engine.parallel.vpp", "virtual_pipeline_model_parallel_size"),
@@ -190,7 +190,7 @@ def _type_of(annotation: ast.expr) -> Any:
     """Returns the type that megatron's source gives a field; what is no plain data in it is `_NotInYaml`."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
-    scope = {"__builtins__": {}}
+    scope: dict[str, Any] = {"__builtins__": {}}
     return eval(compile(ast.Expression(annotation), KEY, "eval"), scope, _Scope(_NAMES))
 
 

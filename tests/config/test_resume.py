@@ -55,7 +55,10 @@ def test_layout_output_and_length_may_change():
         ({"seed": 1}, "seed"),
         ({"engine": {"backend": "fsdp"}}, "engine.backend"),
         ({"engine": {"moe": {"aux_loss": 0.1}}}, "engine.moe.aux_loss"),
-        ({"engine": {"megatron": {"bucket_size": 9, "fp32_residual_connection": True}}}, "engine.megatron.fp32_residual_connection"),
+        (
+            {"engine": {"megatron": {"bucket_size": 9, "fp32_residual_connection": True}}},
+            "engine.megatron.fp32_residual_connection",
+        ),
     ],
 )
 def test_what_breaks_the_run_is_refused(sections, key):

@@ -20,7 +20,11 @@ LAYOUTS = [
 def test_overlap_changes_nothing(tmp_path, family, world, parallel):
     layers = 4 if "pp" in parallel else 2
     folder = tiny.make_model(str(tmp_path / "model"), family, layers=layers, tied=family == "llama")
-    found = run_case(world, "tests.engine.overlap:compare", config=tiny.role(folder, backend="megatron", parallel=parallel, size=1 if world == 2 else None))
+    found = run_case(
+        world,
+        "tests.engine.overlap:compare",
+        config=tiny.role(folder, backend="megatron", parallel=parallel, size=1 if world == 2 else None),
+    )
     assert found["reduced"] and found["gathered"]
     assert found["norms"] < 1e-5 and found["others"] == 0, found
 

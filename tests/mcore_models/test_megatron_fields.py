@@ -67,14 +67,21 @@ def test_others_are_refused_in_one_line(given, message):
     assert re.fullmatch(f"engine.megatron.{message}.*", str(refused.value)), str(refused.value)
 
 
-LAYOUTS = ({}, {"world_size": 4, "tp": 2, "pp": 2, "sp": True}, {"world_size": 2, "pp": 2, "vpp": 2}, {"world_size": 2, "cp": 2})
+LAYOUTS = (
+    {},
+    {"world_size": 4, "tp": 2, "pp": 2, "sp": True},
+    {"world_size": 2, "pp": 2, "vpp": 2},
+    {"world_size": 2, "cp": 2},
+)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_what_mrl_sets_is_refused(family, monkeypatch):
     """A field that a config may set and mrl sets too would be one or the other without a word."""
     hf, given = normalize(tiny.config_of(family, layers=4).to_dict()), set()
-    own = {field.name for made in (build.Config, build.LatentConfig) for field in dataclasses.fields(made)} - set(fields())
+    own = {field.name for made in (build.Config, build.LatentConfig) for field in dataclasses.fields(made)} - set(
+        fields()
+    )
     config_class = build.config_class
 
     def watched(made):
@@ -110,5 +117,7 @@ def test_what_megatron_refuses_is_one_line():
         made({"apply_rope_fusion": True})
     with pytest.raises(ConfigError, match="^engine.megatron.apply_rope_fusion: value true is for a model whose rotary"):
         made({"apply_rope_fusion": True}, "deepseek_v3")
-    with pytest.raises(ConfigError, match="^engine.megatron.gradient_accumulation_fusion: value true needs apex's kernel"):
+    with pytest.raises(
+        ConfigError, match="^engine.megatron.gradient_accumulation_fusion: value true needs apex's kernel"
+    ):
         made({"gradient_accumulation_fusion": True})

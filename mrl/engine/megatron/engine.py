@@ -131,7 +131,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
             self._ungathered = False
 
     def _used(self, *kinds: str) -> contextlib.AbstractContextManager[None]:
-        """As `Offload.used`, with whole parameters. A forward of training, which gathers them, asks `offload` itself."""
+        """As `Offload.used`, with whole parameters. A forward of training gathers them, and asks `offload` itself."""
         if "parameters" in kinds:
             self._gather()
         return self.offload.used(*kinds)

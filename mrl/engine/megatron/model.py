@@ -78,9 +78,7 @@ class Model:
                 chunk.requires_grad_(False)
         else:
             self.wrapped = optim.wrap(self.chunks, self.transformer, config.engine.megatron)
-            self.optimizer = optim.build_optimizer(
-                config.optimizer, self.wrapped, self.dtype, config.engine.megatron
-            )
+            self.optimizer = optim.build_optimizer(config.optimizer, self.wrapped, self.dtype, config.engine.megatron)
         with self._start() if read is None else contextlib.nullcontext(read) as source:
             self.fill(source)
         self.adapter_identity = identity_of(config, self.family, self.hf)

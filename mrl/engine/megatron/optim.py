@@ -29,8 +29,8 @@ BUFFERS = ("buffers", "expert_parallel_buffers")
 def wrap(
     models: Sequence[Model], config: TransformerConfig, further: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called, or from the last backward
-    pass before it on (`overlap_grad_reduce`). further: `engine.megatron`.
+    """DDP with fp32 gradient buffers that are reduced once, when `reduce_gradients` is called, or from the last
+    backward pass before it on (`overlap_grad_reduce`). further: `engine.megatron`.
 
     megatron reduces experts over their own replicas where ep is above 1, else over everybody's. With etp other than tp
     those are other ranks, which hold other shards of an expert or the same: each expert is told apart here.
