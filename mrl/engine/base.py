@@ -170,8 +170,9 @@ class BaseEngine(EngineChecks, abc.ABC):
         the gradients before `optimizer_step`: an engine may reduce them while it computes, and another call that trains
         is then an error. The rest is the caller's own. None is `PLAIN_CTX`. Gradients accumulate until
         `optimizer_zero_grad`. Returns `(predictions, loss, ctx)`, or `(predictions, ctx)` when `forward_only`:
-        predictions [T, ...] in the order of `batch`, detached, on every rank of the replica; loss is the global mean (the same float on every rank); `ctx["metrics"]` likewise. When
-        `forward_only` and a loss function is set, `ctx["loss"]` carries the loss.
+        predictions [T, ...] in the order of `batch`, detached, on every rank of the replica; loss is the global mean
+        (the same float on every rank); `ctx["metrics"]` likewise. When `forward_only` and a loss function is set,
+        `ctx["loss"]` carries the loss.
         """
 
     @abc.abstractmethod
