@@ -119,7 +119,7 @@ def _fusions(fields: Mapping[str, Any], hf: Mapping[str, Any], given: Mapping[st
     Those of transformer-engine are where its layers are. A rotary embedding whose cosines and sines have a factor
     (yarn) its kernel does not know, and latent attention turns its channels itself.
     """
-    te = fields["layer_spec"] == "te"
+    te = fields["layer_spec"] == "te" and platform.without_transformer_engine() is None
     turned_here = bool(fields.get("multi_latent_attention")) or layers.rotary_scale(hf.get("rope_scaling")) != 1.0
     if given.get("apply_rope_fusion") and turned_here:
         why, fix = "is for a model whose rotary embedding transformer-engine's kernel does not have", "leave it out"
