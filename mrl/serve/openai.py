@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mrl.data.formats import Chat
@@ -221,15 +222,27 @@ class OpenAI:
             above = sampled.top_of_prompt
             for i, token in enumerate(sample.tokens):
                 log_prob = None if i == 0 else (sampled.prompt_log_probs or [])[i - 1]
-                others = {} if i == 0 or above is None else self._others(above[0][i - 1], above[1][i - 1])
-                found.append({"token": self._text(token), "log_prob": log_prob, "top": others})
+                others = None if i == 0 or above is None else (above[0][i - 1], above[1][i - 1])
+                found.append(self._score(token, log_prob, others))
         beside = None if sampled.top_of_samples is None else sampled.top_of_samples[which]
         for i, (token, log_prob) in enumerate(zip(new.tokens, new.log_probs, strict=True)):
-            others = {} if beside is None else self._others(beside[0][i], beside[1][i])
-            found.append({"token": self._text(token), "log_prob": log_prob, "top": others})
+            found.append(self._score(token, log_prob, None if beside is None else (beside[0][i], beside[1][i])))
         return found
 
-    def _others(self, log_probs: Any, ids: Any) -> dict[str, float]:
+    def _score(self, token: int, log_prob: float | None, others: tuple[Tensor, Tensor] | None) -> dict[str, Any]:
+        """Returns a token with its log-prob and its neighbours'. others: their log-probs [top], and their ids.
+
+        A token that is one of its neighbours has their number: the two are rounded apart by 1e-6, and lm-eval takes a
+        token for the likeliest one only where they are equal bit for bit.
+        """
+        if others is None:
+            return {"token": self._text(token), "log_prob": log_prob, "top": {}}
+        log_probs, ids = others
+        if (same := log_probs[ids == token]).numel() and same.isfinite().all():
+            log_prob = same[0].item()
+        return {"token": self._text(token), "log_prob": log_prob, "top": self._others(log_probs, ids)}
+
+    def _others(self, log_probs: Tensor, ids: Tensor) -> dict[str, float]:
         """Returns text -> log-prob, the largest first; of tokens that read alike the largest."""
         found: dict[str, float] = {}
         for token, log_prob in zip(ids.tolist(), log_probs.tolist(), strict=True):

@@ -205,6 +205,7 @@ class Server:
         self.console.say(f"serving {self.served.base}")
         self.console.say(f"export TINKER_BASE_URL=http://{host}:{self.http.port}")
         self.console.say(f"export TINKER_API_KEY={'tml-local' if secret_of_clients() is None else f'${KEY}'}")
+        self.console.close()  # or it would go on to say that the model is being built
 
     def gone(self, now: float) -> set[str]:
         """Returns the sessions of clients that have not been heard of for long."""

@@ -146,5 +146,7 @@ def test_ranks_that_wait_take_no_processor(model, tmp_path):
         assert len(processes) >= 3, "the launcher and two ranks"
         before = [sum(process.cpu_times()[:2]) for process in processes]
         time.sleep(10)
+        said = server.log.read_text().partition("TINKER_API_KEY")[2]
+        assert "so far" not in said, "it builds nothing any more"
         used = [sum(process.cpu_times()[:2]) - seconds for process, seconds in zip(processes, before, strict=True)]
         assert max(used) < 1.0, used  # of ten seconds; a client's heartbeat and looks at signals are in it
