@@ -22,6 +22,8 @@ from starlette.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
 from mrl.config.checks import micro_batch_tokens
+from mrl.config.load import to_dict
+from mrl.config.resume import changed_keys
 from mrl.config.schema import OptimizerConfig, RoleConfig
 from mrl.config.serve import ServeConfig
 from mrl.config.serve_checks import KEY, secret_of_clients
@@ -31,7 +33,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.data.vision import load_vision
 from mrl.engine.collective import all_ranks, is_main, on_main
 from mrl.engine.registry import build_engine
-from mrl.errors import ConfigError, Stopped, UserError
+from mrl.errors import ConfigError, Stopped, UserError, show
 from mrl.rollout.stops import end_tokens
 from mrl.serve import operations as ops
 from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
@@ -286,10 +288,11 @@ def resume(server: Server, models: Models) -> str:
     return f"going on with {here} of the last start" if here else ""
 
 
-def layout_of(config: ServeConfig) -> str:
-    """Returns what must be equal for one start to read what another suspended."""
+def layout_of(config: ServeConfig) -> dict[str, Any]:
+    """Returns what must be equal for one start to read what another suspended: keys of the config, and processes."""
     engine = config.engine
-    return f"{engine.backend} {engine.parallel} {engine.fsdp} on {all_ranks().size} processes, {config.model}"
+    keys = {"backend": engine.backend, "parallel": to_dict(engine.parallel), "fsdp": to_dict(engine.fsdp)}
+    return {"engine": keys, "model": to_dict(config.model), "processes": all_ranks().size}
 
 
 def refuse_other_layout(config: ServeConfig) -> None:
@@ -298,10 +301,10 @@ def refuse_other_layout(config: ServeConfig) -> None:
     if not (folder / "desk.json").exists():
         return
     before = json.loads((folder / "desk.json").read_text(encoding="utf-8"))["layout"]
-    if before != layout_of(config):
-        why = f"has models that were suspended on {before}"
-        fix = f"start it so to go on with them, or remove {folder} to go on with what was saved alone"
-        raise ConfigError("output_dir", config.output_dir, why, fix)
+    if changed := changed_keys(before, layout_of(config)):
+        differ = ", ".join(f"{key}={show(was)}, now {show(now)}" for key, (was, now) in changed.items())
+        fix = f"start it as it was to go on with them, or remove {folder.name}/ there to go on with what was saved"
+        raise ConfigError("output_dir", config.output_dir, f"has models that were suspended with {differ}", fix)
 
 
 def do_turn(server: Server, models: Models, turn: Turn) -> None:

@@ -82,14 +82,12 @@ def test_what_another_layout_suspended_is_not_gone_on_with(tmp_path):
     (tmp_path / "suspended" / "desk.json").write_text(json.dumps({"layout": layout_of(first), "desk": {}}))
     moved = {**BASE, "output_dir": str(tmp_path), "serve": {"max_length": 99}, "log": {"console": "plain"}}
     refuse_other_layout(from_dict(moved, ServeConfig))
-    for more in (
-        {"engine": {"parallel": {"tp": 2}}},
-        {"engine": {"backend": "fsdp"}},
-        {"model": {"path": "m", "lora": {"rank": 8}}},
+    for more, says in (
+        ({"engine": {"parallel": {"tp": 2}}}, r"engine\.parallel\.tp=1, now 2"),
+        ({"engine": {"backend": "fsdp"}}, r"engine\.backend=\S*megatron\S*, now \S*fsdp\S*"),
+        ({"model": {"path": "m", "lora": {"rank": 8}}}, r"model\.lora\.rank=4, now 8"),
     ):
-        with pytest.raises(
-            ConfigError, match="output_dir: .* models that were suspended on megatron .*; start it so to go on"
-        ):
+        with pytest.raises(ConfigError, match=f"models that were suspended with {says}; start it as it was"):
             refuse_other_layout(from_dict({**BASE, "output_dir": str(tmp_path), **more}, ServeConfig))
     assert (tmp_path / "suspended" / "desk.json").exists()
 
