@@ -105,10 +105,9 @@ def test_bad_input_is_one_line(plan, words, message):
 def test_the_671b_model_on_16384_gpus(folder):
     """In less than 20 s of a core and 4 GiB; 11 s where Python has to compile what it imports."""
     script = (
-        "import resource, runpy, sys; sys.argv = ['mrl', *sys.argv[1:]]\n"
-        "try: runpy.run_module('mrl', run_name='__main__')\n"
-        "except SystemExit as end: print('exit', end.code or 0)\n"
-        "usage = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "import resource, subprocess, sys\n"
+        "print('exit', subprocess.run([sys.executable, '-m', 'mrl', *sys.argv[1:]]).returncode)\n"
+        "usage = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "print('used', usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20, file=sys.stderr)"
     )
     words = ["plan", "sft.yaml", "model.path=671b", "train.global_batch_size=16384", "-n", "16384",

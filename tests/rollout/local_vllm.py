@@ -99,6 +99,11 @@ def unchanged(name: str) -> Any:
     return mock.patch.object(vllm_local.VLLMSampler, name, call)
 
 
+def _moved(_: Any, where: str, model: bool = True, optimizer: bool = True, gradients: bool | None = None) -> str | None:
+    """Of a role that moves as a whole."""
+    return f"roles to {where}" if (model, optimizer, gradients) == (True, True, None) else None
+
+
 def run(config: dict[str, Any], broken_on: int | None) -> dict[str, Any]:
     """One run. broken_on: the rank whose engine fails to load the first weights after step 1."""
     import vllm
@@ -108,7 +113,7 @@ def run(config: dict[str, Any], broken_on: int | None) -> dict[str, Any]:
         recorder.around(vllm.LLM, name, lambda _, *a, n=name, **k: recorder.of_engine(n, a, k)) for name in CALLS
     ]
     patches += [recorder.around(cls, "init_model", lambda *_: "a role builds") for cls in (FSDPEngine, MegatronEngine)]
-    patches += [recorder.around(BaseEngine, "to", lambda _, where, **kwargs: None if kwargs else f"roles to {where}")]
+    patches += [recorder.around(BaseEngine, "to", _moved)]
     patches += [unchanged(name) for name in ("__init__", "update_weights", "sample", "sleep", "wake", "close")]
     if broken_on == RANK:
         original, calls = vllm_local._reload, []
