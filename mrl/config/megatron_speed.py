@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 ROUNDING = frozenset("""
-    gradient_accumulation_fusion tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
-    tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm
-    delay_wgrad_compute batch_p2p_sync use_ring_exchange_p2p defer_embedding_wgrad_compute wgrad_deferral_limit
-    deallocate_pipeline_outputs overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage
-    barrier_with_L1_time deterministic_mode bias_activation_fusion masked_softmax_fusion persist_layer_norm
-    memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion fused_residual_rmsnorm
-    use_transformer_engine_op_fuser moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
+    gradient_accumulation_fusion batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
+    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time deterministic_mode
+    bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
+    apply_rope_fusion fused_residual_rmsnorm moe_shared_expert_overlap moe_token_dispatcher_type moe_enable_deepep
     moe_flex_dispatcher_backend moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms
-    overlap_grad_reduce overlap_param_gather bucket_size num_buckets
-    pad_buckets_for_high_nccl_busbw nccl_ub check_for_nan_in_grad check_for_large_grads config_logger_dir
-    fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
+    overlap_grad_reduce overlap_param_gather bucket_size num_buckets pad_buckets_for_high_nccl_busbw nccl_ub
+    check_for_nan_in_grad check_for_large_grads config_logger_dir fine_grained_activation_offloading offload_modules
+    min_offloaded_tensor_size
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields that a resumed run may change: the same sums in another order or by another kernel, as another layout has
 them. A run that is resumed has any other as it was saved."""

@@ -38,11 +38,9 @@ _CLASSES: Mapping[Kind, tuple[tuple[str, str], ...]] = {
 with the same name."""
 
 OF_TRANSFORMER_ENGINE = frozenset("""
-    gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion
-    moe_router_fusion use_transformer_engine_op_fuser tp_comm_overlap delay_wgrad_compute
-    fine_grained_activation_offloading offload_modules use_te_activation_func symmetric_ar_type
-    overlap_moe_expert_parallel_comm moe_enable_deepep moe_flex_dispatcher_backend use_te_rng_tracker
-    use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_params_dtype store_param_remainders
+    gradient_accumulation_fusion apply_rope_fusion fused_residual_rmsnorm moe_permute_fusion moe_router_fusion
+    fine_grained_activation_offloading offload_modules use_te_activation_func symmetric_ar_type moe_enable_deepep
+    moe_flex_dispatcher_backend use_te_rng_tracker moe_token_dispatcher_type
 """.split())  # fmt: skip  # noqa: SIM905
 """Fields for kernels of transformer-engine, or of packages beside it: a plan, whose layers are the local spec's, leaves
 them out."""
@@ -117,16 +115,30 @@ SET_BY_MRL: Mapping[str, str] = {
     **_use("set engine.backend to fsdp", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy",
            "outer_dp_sharding_strategy"),
     **_use("mrl sets it by engine.parallel.pp", "variable_seq_lengths", "batch_p2p_comm", "overlap_p2p_comm"),
-    **_use("mrl trains none of them", "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer",
-           "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
-    **_use("training in FP8 or FP4 is not there", "fp8", "fp8_param", "fp8_param_gather", "fp4", "fp4_param",
-           "fp4_param_gather"),
-    **_use("mrl has no CUDA graphs of its layers", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
     **_use("mrl computes log-probs itself", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
     **_use("set apply_rope_fusion", "fused_single_qkv_rope"),
     **_use("set overlap_param_gather", "overlap_param_gather_with_optimizer_step", "align_param_gather"),
 }  # fmt: skip
 """Field -> what to do in its place."""
+
+NOT_THERE: Mapping[str, str] = {
+    **_use("MTP layers do not train", "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer",
+           "mtp_detach_heads", "mtp_hybrid_override_pattern", "mtp_standalone"),
+    **_use("there is no training in FP8 or FP4", "fp8", "fp8_param", "fp8_param_gather", "fp4", "fp4_param",
+           "fp4_param_gather"),
+    **_use("layers have no CUDA graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl",
+           "optimizer_cuda_graph"),
+    **_use("masters and moments are fp32", "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype",
+           "main_params_dtype", "store_param_remainders"),
+    **_use("its buffers are made by megatron's own trainer", "tp_comm_overlap"),
+    **_use("it needs a schedule that is made of other parts of a layer", "delay_wgrad_compute",
+           "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad",
+           "ep_overlap_early_attn_memory_release"),
+    **_use("parameters would have other names", "use_transformer_engine_op_fuser", "moe_single_grouped_weight",
+           "moe_single_grouped_bias"),
+    **_use("the output layer is mrl's own", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+}  # fmt: skip
+"""Field of something that mrl does not have -> why it cannot be: a model would break, or train wrong in silence."""
 
 
 @functools.cache
@@ -201,11 +213,13 @@ def check(given: Mapping[str, Any]) -> None:
         field = fields().get(name)
         key = f"{KEY}.{name}"
         if field is None:
-            close = difflib.get_close_matches(name, set(fields()) - set(SET_BY_MRL), n=3, cutoff=0.5)
+            close = difflib.get_close_matches(name, set(fields()) - set(SET_BY_MRL) - set(NOT_THERE), n=3, cutoff=0.5)
             near = f"the nearest that it has: {listed(sorted(close))}" if close else "leave it out"
             raise ConfigError(key, value, f"is for a field that {_version()} does not have", near)
         if name in SET_BY_MRL:
             raise ConfigError(key, value, "is for a field that mrl sets itself", SET_BY_MRL[name])
+        if name in NOT_THERE:
+            raise ConfigError(key, value, f"is for what mrl does not have: {NOT_THERE[name]}", "leave it out")
         if not _takes_any(field.annotation):
             raise ConfigError(key, value, "is for a field that takes a Python object", "leave it out")
         if not (value is None and field.nullable) and not _is(value, field.annotation):

@@ -10,7 +10,7 @@ from mrl.config.megatron_speed import ROUNDING
 from mrl.converters.hf_config import normalize
 from mrl.errors import ConfigError
 from mrl.mcore_models import cpu_stand_in
-from mrl.mcore_models.megatron_fields import OF_TRANSFORMER_ENGINE, SET_BY_MRL, check, fields, of_kind
+from mrl.mcore_models.megatron_fields import NOT_THERE, OF_TRANSFORMER_ENGINE, SET_BY_MRL, check, fields, of_kind
 from mrl.parallel import ParallelDims
 from tests.engine import tiny
 
@@ -35,7 +35,7 @@ def test_the_source_names_the_fields_that_the_class_has(kind, made):
     "given",
     [
         {"bucket_size": None}, {"bucket_size": 1000}, {"moe_input_jitter_eps": 1}, {"moe_input_jitter_eps": 0.5},
-        {"offload_modules": ["core_attn"]}, {"exp_avg_dtype": "bfloat16"}, {"moe_token_dispatcher_type": "flex"},
+        {"offload_modules": ["core_attn"]}, {"moe_token_dispatcher_type": "flex"},
         {"overlap_grad_reduce": True}, {"symmetric_ar_type": None}, {"cuda_graph_scope": ["attn"]},
     ],
     ids=str,
@@ -54,7 +54,7 @@ def test_values_of_the_type_are_taken(given):
         ({"lr": 1.0}, ".* sets itself; set optimizer.lr"),
         ({"overlap_grad_reduce": 1}, "overlap_grad_reduce: value 1 is of another type than megatron-core has; give true or false"),
         ({"bucket_size": "much"}, '.*"much" is of another type .*; give a whole number, or null'),
-        ({"exp_avg_dtype": "bf16"}, ".* give one of float32, bfloat16, float16, uint8"),
+        ({"exp_avg_dtype": "bfloat16"}, ".* is for what mrl does not have: masters and moments are fp32; leave it out"),
         ({"moe_token_dispatcher_type": "all"}, ".* give one of allgather, alltoall, flex"),
         ({"offload_modules": [1]}, ".* is of another type .* give a list"),
         ({"no_sync_func": "f"}, ".* is for a field that takes a Python object; leave it out"),
@@ -97,7 +97,8 @@ def test_what_mrl_sets_is_refused(family, monkeypatch):
 
 
 def test_a_resumed_run_may_change_no_field_that_is_set_elsewhere():
-    assert not ROUNDING & set(SET_BY_MRL) and not OF_TRANSFORMER_ENGINE & set(SET_BY_MRL)
+    refused = set(SET_BY_MRL) | set(NOT_THERE)
+    assert not ROUNDING & refused and not OF_TRANSFORMER_ENGINE & refused and not set(SET_BY_MRL) & set(NOT_THERE)
 
 
 def made(further, family="qwen3", **how):
@@ -106,10 +107,11 @@ def made(further, family="qwen3", **how):
 
 
 def test_fields_reach_megatrons_classes():
-    given = {"moe_input_jitter_eps": 0.25, "bucket_size": 7, "exp_avg_dtype": "bfloat16", "overlap_param_gather": True}
+    given = {"moe_input_jitter_eps": 0.25, "bucket_size": 7, "overlap_param_gather": True}
     assert made(given).moe_input_jitter_eps == 0.25
     assert of_kind(given, "ddp") == {"bucket_size": 7, "overlap_param_gather": True}
-    assert of_kind(given, "optimizer") == {"exp_avg_dtype": torch.bfloat16, "overlap_param_gather": True}
+    assert of_kind(given, "optimizer") == {"overlap_param_gather": True}
+    assert of_kind({"main_params_dtype": "bfloat16"}, "optimizer") == {"main_params_dtype": torch.bfloat16}
 
 
 def test_what_megatron_refuses_is_one_line():
