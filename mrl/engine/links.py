@@ -35,6 +35,9 @@ PROTOCOL = 1
 JOIN_S = 60.0
 """Longest wait for all processes of a group to meet."""
 
+CLOSE_S = 2.0
+"""Longest wait for a group's connections to be closed."""
+
 _POLL_S = 0.0005
 _SHM = pathlib.Path("/dev/shm")
 
@@ -169,7 +172,7 @@ class BroadcastLink(Link):
         # A name of its own: a server may still have the group of a run that was killed.
         self._name = f"mrl-{secrets.token_hex(8)}"
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_delta(JOIN_S))
-        self._group: dist.Backend | None = None
+        self._group: list[dist.Backend] = []  # the one, or none: nothing else may hold it
 
     def offers(self) -> list[dict[str, Any]]:
         whole = {
@@ -197,15 +200,15 @@ class BroadcastLink(Link):
         group = met.get()
         if isinstance(group, RuntimeError):
             raise LinkBroken(f"the processes do not meet: {group}") from group
-        self._group = group
+        self._group = [group]
 
     def describe(self, bucket: Bucket) -> dict[str, Any]:
         return bucket.layout
 
     def send(self, bucket: Bucket, given_up: Callable[[], bool]) -> None:
-        assert self._group is not None, "connect comes first"
+        assert self._group, "connect comes first"
         try:
-            work = self._group.broadcast([bucket.data], _from_rank_0(self._timeout_s))
+            work = self._group[0].broadcast([bucket.data], _from_rank_0(self._timeout_s))
             while not work.is_completed():
                 if given_up():
                     return
@@ -217,7 +220,6 @@ class BroadcastLink(Link):
     def close(self) -> None:
         super().close()
         _end_group(self._group)
-        self._group = None
 
 
 class SharedMemoryLink(Link):
@@ -291,18 +293,17 @@ class _BroadcastEnd(End):
         store = dist.TCPStore(
             offer["address"], offer["port"], is_master=False, wait_for_workers=False, timeout=_delta(JOIN_S)
         )
-        self._group: dist.Backend | None = _make_group(store, offer | {"rank": offer["rank"] + worker})
+        self._group = [_make_group(store, offer | {"rank": offer["rank"] + worker})]
         self._timeout_s = offer["timeout_s"]
 
     def receive(self, update: dict[str, Any], device: torch.device) -> Tensor:
-        assert self._group is not None
+        assert self._group, "it has left the group"
         data = torch.empty(size_of(update), dtype=torch.uint8, device=device)
-        self._group.broadcast([data], _from_rank_0(self._timeout_s)).wait()
+        self._group[0].broadcast([data], _from_rank_0(self._timeout_s)).wait()
         return data
 
     def close(self) -> None:
         _end_group(self._group)
-        self._group = None
 
 
 class _SharedMemoryEnd(End):
@@ -370,10 +371,22 @@ def _make_group(store: dist.Store, offer: dict[str, Any]) -> dist.Backend:
     return dist.ProcessGroupGloo(prefixed, offer["rank"], offer["size"], _delta(JOIN_S))
 
 
-def _end_group(group: dist.Backend | None) -> None:
-    """Closes a group's connections: what the others wait for in it fails."""
-    if group is not None and not isinstance(group, dist.ProcessGroupGloo):
-        group.abort()  # gloo's are closed when the last reference goes
+def _end_group(held: list[dist.Backend]) -> None:
+    """Closes the connections of the group in `held`: what the others wait for in it fails.
+
+    gloo's are closed when the last reference goes, which waits for what is under way: in a thread that the process does
+    not wait for, since a process that takes no part holds that up for as long as the group's timeout.
+    """
+
+    def drop() -> None:
+        group = held.pop()
+        if not isinstance(group, dist.ProcessGroupGloo):
+            group.abort()
+
+    if held:
+        thread = threading.Thread(target=drop, daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
 
 
 # ------------------------------------------------------------------------------------------------- CUDA's IPC handles

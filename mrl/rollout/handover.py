@@ -404,11 +404,11 @@ class LinkHandover(Handover):
         )
 
     def _drop_link(self) -> None:
+        """The servers leave before the trainer does: what it may still wait for ends with their connections."""
         link, self._link = self._link, None
+        self._servers.at_most(LAST_WORDS_S, lambda s: s.leave())
         if link is not None:
             link.close()
-        del link  # gloo's connections end here, and what servers wait for in them
-        self._servers.at_most(LAST_WORDS_S, lambda s: s.leave())
 
     def close(self) -> None:
         if self._link is not None:

@@ -197,6 +197,59 @@ def test_where_one_fails_none_goes_on(two, tmp_path, path):
     assert two[1].version == "incomplete"
 
 
+class Process:
+    """A process of a replayed server that joins a group and receives."""
+
+    def __init__(self, server: Replay, *, receives: bool) -> None:
+        self.end: links.End | None = None
+        self.came: list[tuple[str, torch.Tensor]] = []
+        server.faults["/server_info?config_format=json"] = [linked]
+        server.faults["/get_world_size"] = [says(200, {"world_size": 1})] * 9
+        server.faults["/init_weight_transfer_engine"] = [self.join] * 9
+        server.faults["/update_weights"] = [self.receive if receives else says(500, {"error": "busy with itself"})] * 9
+        server.faults["/collective_rpc"] = [self.leave] * 9
+
+    def join(self, body, recorded):
+        self.end = links.make_end(body["init_info"]["offer"], 0)
+        return 200, {"message": "done"}
+
+    def receive(self, body, recorded):
+        bucket = body["update_info"]["bucket"]
+        try:
+            self.came += links.unpack(bucket, self.end.receive(bucket, CPU))
+        except RuntimeError as error:
+            return 500, {"error": str(error)}
+        return 200, {"message": "done"}
+
+    def leave(self, body, recorded):
+        end, self.end = self.end, None
+        if end is not None:
+            end.close()
+        return 200, {"message": "done"}
+
+
+def test_a_group_of_two_servers(two, tmp_path):
+    processes = [Process(server, receives=True) for server in two]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="broadcast")
+    sampler._handover._bucket_bytes = 24
+    sampler.update_weights(iter(WEIGHTS))
+    for process in processes:
+        assert [(n, t.tolist()) for n, t in process.came] == [(n, t.tolist()) for n, t in WEIGHTS]
+    sampler.close()
+    assert [process.end for process in processes] == [None, None]
+
+
+def test_a_server_that_does_not_receive_holds_nobody_up(two, tmp_path):
+    """It says no and takes no part in the broadcast, which is too large to be sent before it is read."""
+    processes = [Process(two[0], receives=True), Process(two[1], receives=False)]
+    sampler = sampler_of([s.url for s in two], str(tmp_path), handover="broadcast")
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="/update_weights says HTTP 500: busy with itself.*stay paused") as caught:
+        sampler.update_weights(iter([("a", torch.zeros(2**23)), ("b", torch.zeros(1))]))
+    assert two[1].url in str(caught.value) and time.monotonic() - start < 15
+    assert [process.end for process in processes] == [None, None] and sampler._handover._link is None
+
+
 def test_a_server_that_does_not_pause_keeps_its_weights(two, tmp_path):
     two[0].faults["/pause?mode=wait"] = [says(500, {"error": "no"})]
     sampler = sampler_of([s.url for s in two], str(tmp_path), handover="ipc")
