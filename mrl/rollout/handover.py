@@ -27,7 +27,7 @@ from mrl.config.ppo import ServerConfig
 from mrl.engine import links
 from mrl.errors import ConfigError, ServerError, first_line
 from mrl.rollout.http import Http, HungUp
-from mrl.rollout.weights import Shapes, WeightFolders
+from mrl.rollout.weights import ReadToItsEnd, Shapes, WeightFolders
 
 T = TypeVar("T")
 KEY = "rollout.server.handover"
@@ -65,33 +65,33 @@ class Receiver(abc.ABC):
     def load(self, path: str, version: str) -> None:
         """Takes the weights in the folder and forgets what it had computed with others. Only while it is paused."""
 
+    @abc.abstractmethod
     def workers(self) -> int:
         """Returns how many processes a link has to reach."""
-        raise NotImplementedError
 
     def places(self) -> list[dict[str, Any]]:
-        """Returns `links.place` of each of its processes."""
+        """Returns `links.place` of each of its processes; for `ipc` alone."""
         raise NotImplementedError
 
+    @abc.abstractmethod
     def join(self, offer: dict[str, Any]) -> None:
         """Its processes take part in a link, and leave the one before."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def begin(self) -> None:
         """Makes ready for buckets of new weights; its weights are `INCOMPLETE` from now on. Only while it is paused."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def receive(self, bucket: dict[str, Any]) -> None:
         """Takes a bucket from the link. bucket: as of `links.Link.describe`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, version: str) -> None:
         """Has all weights, and forgets what it had computed with others."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def leave(self) -> None:
         """Its processes leave the link, also in the middle of a bucket that does not come."""
-        raise NotImplementedError
 
 
 R = TypeVar("R", bound=Receiver)
@@ -330,7 +330,7 @@ class LinkHandover(Handover):
     def send(self, weights: Iterator[tuple[str, Tensor]]) -> str:
         self._count += 1
         version = f"{self._count:08d}-{secrets.token_hex(4)}"
-        stream = _ReadToItsEnd(weights)
+        stream = ReadToItsEnd(weights)
         try:
             link = self._joined()
             self._paused()
@@ -343,7 +343,8 @@ class LinkHandover(Handover):
                 raise self._given_up(failed) from failed
             self._servers.each(lambda s: s.resume())
         finally:
-            stream.read_the_rest()
+            if not stream.broken:  # else the other ranks are not at its end, and never will be
+                stream.read_the_rest()
         return version
 
     def _joined(self) -> links.Link:
@@ -413,27 +414,3 @@ class LinkHandover(Handover):
     def close(self) -> None:
         if self._link is not None:
             self._drop_link()
-
-
-class _ReadToItsEnd:
-    """An iterator of which `read_the_rest` reads what is left, unless it was broken itself."""
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._weights, self._broken = weights, False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        try:
-            return next(self._weights)
-        except StopIteration:
-            raise
-        except BaseException:
-            self._broken = True
-            raise
-
-    def read_the_rest(self) -> None:
-        if not self._broken:
-            for _ in self:
-                pass

@@ -37,6 +37,7 @@ from mrl.rollout.apart import Apart
 from mrl.rollout.base import Sampler, SampleRequest
 from mrl.rollout.tied_head import pack_shared
 from mrl.rollout.vllm import PROCESSED, RAW, refuse, sampling_fields
+from mrl.rollout.weights import ReadToItsEnd
 
 SLEEP_LEVEL = 2
 AFTER_A_FAILED_LOAD = 1
@@ -122,7 +123,7 @@ class VLLMSampler(Sampler):
         After an error (ServerError, on every rank) nothing is sampled any more: engines may hold some of them.
         """
         self._whole = self._broken = False
-        stream, why, no_memory = _Stream(weights), None, None
+        stream, why, no_memory = ReadToItsEnd(weights), None, None
         with self._apart.inside():  # to its end: its engine puts generators of its own in place, and these back
             try:
                 self._wake("weights")
@@ -139,7 +140,7 @@ class VLLMSampler(Sampler):
                     no_memory = _in_words(error)
                 else:
                     why = _in_words(error)
-            stream.read_to_its_end()  # the other ranks are in it too
+            stream.read_the_rest()  # the other ranks are in it too
         self._agree(
             no_memory,
             "rollout.backend: vLLM inside the trainer has no memory for its weights",
@@ -231,29 +232,6 @@ def engine_arguments(
         "enforce_eager": not gpu,
         **(on_gpu if gpu else {}),
     }
-
-
-class _Stream:
-    """A stream that is read to its end whatever becomes of its reader. broken: it failed itself."""
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._weights, self.broken = weights, False
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, Tensor]:
-        try:
-            return next(self._weights)
-        except StopIteration:
-            raise
-        except Exception:
-            self.broken = True
-            raise
-
-    def read_to_its_end(self) -> None:
-        for _ in self:
-            pass
 
 
 def _import_vllm(gpu: bool) -> Any:

@@ -15,7 +15,7 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import safetensors.torch
 import torch
@@ -123,3 +123,29 @@ class _Writer:
         self._flush()
         index = {"metadata": {}, "weight_map": self._files}
         (self.folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+class ReadToItsEnd:
+    """A stream of weights that is read to its end whatever becomes of its reader: other ranks take part in it.
+
+    broken: it failed itself.
+    """
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._weights, self.broken = weights, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        try:
+            return next(self._weights)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.broken = True
+            raise
+
+    def read_the_rest(self) -> None:
+        for _ in self:
+            pass

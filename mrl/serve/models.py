@@ -302,8 +302,6 @@ class Models:
     def _sample_all(self, asked: ops.SampleAll) -> dict[str, Sampled]:
         """Returns what has ended, by the names of its samples."""
         running, kept = self.running.setdefault(asked.snapshot, ({}, KeptSequences(self.keys.cache_tokens)))
-        for name in asked.dropped:
-            running.pop(name, None)
         running |= {name: _Running.of(sample) for name, sample in asked.begun.items()}
         self._show(asked.snapshot)
         going = [(one, i) for one in running.values() for i in one.going]

@@ -121,7 +121,6 @@ class SampleAll:
     snapshot: str | None
     begun: Mapping[str, Sample]  # that are new, by names which no others have
     tokens: int
-    dropped: Sequence[str] = ()  # that nobody waits for any more
 
 
 @dataclasses.dataclass(frozen=True)
