@@ -61,6 +61,9 @@ def make_model(folder: str, seed: int, *, tied: bool = False) -> str:
     return folder
 
 
+KV_BYTES = 128 << 20
+"""Of a server's KV cache: 64 sequences of MAX_LENGTH tokens take a quarter of it. Two files of tests have two servers each at once."""
+
 LINKED = (
     "--worker-extension-cls", "tests.rollout.noting_worker.Worker", "--weight-transfer-config", '{"backend": "mrl"}',
 )  # fmt: skip
@@ -89,7 +92,9 @@ class RealServer:
             "tiny",
         ]
         command += ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port), *flags]
+        command += ["--kv-cache-memory-bytes", str(KV_BYTES)]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | variables
+        del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would win, and knows whole GiB alone, all of which vLLM writes
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=log.parent
@@ -103,6 +108,12 @@ class RealServer:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
                 return
             time.sleep(0.2)
+
+    def running(self) -> int:
+        """Returns how many requests the server draws tokens for."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

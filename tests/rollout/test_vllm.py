@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import pathlib
-import time
 import urllib.request
 
 import pytest
@@ -101,8 +100,8 @@ def test_a_request_in_flight_keeps_its_weights(servers, sampler, folders):
     asked = SampleRequest([5, 6, 7], 500, SamplingParams(), SamplingKey())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         flying = pool.submit(sampler._servers[0].complete, asked)
-        time.sleep(0.4)
-        assert not flying.done()
+        while not servers[0].running():
+            assert not flying.done()
         sampler.update_weights(hf_stream(folders[1]))
         completion = flying.result()
     close(completion.log_probs, log_probs(folders[0], [*asked.tokens, *completion.tokens])[2:])
