@@ -18,6 +18,7 @@ SLOW_ROWS = (
     Row("qwen3_moe", "tp2+spxdp2xep2", size=4, recompute="full", lora="stacks"),
     Row("gpt_oss", "dp2xep2", size=4, lora="stacks", why="experts whose gate and up take turns in the file"),
     Row("glm4_moe", "pp2", size=2, why="a dense layer, shared experts"),
+    Row("qwen3_moe", "cp2", size=4, why="each rank turns packed tokens by positions of its own"),
 )
 
 

@@ -10,6 +10,7 @@ cpu_stand_in.prepare()
 
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer import mlp  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -88,3 +89,28 @@ def test_megatron_uses_them_and_keeps_its_own_for_the_rest():
     part = turn(t, angles())  # angles for a part of the dimensions
     torch.testing.assert_close(part[..., :6], turn(t[..., :6], angles()))
     torch.testing.assert_close(part[..., 6:], t[..., 6:])
+
+
+class Shared:
+    """A context-parallel group of two, of which nothing but the size is asked."""
+
+    size = staticmethod(lambda: 2)
+    rank = staticmethod(lambda: 1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_packed_tokens_turn_by_angles_of_their_own(fused, monkeypatch):
+    """megatron takes the angles of a packed row for those of 0, 1, 2, ... or of the whole row, and asks the host which; both
+    are wrong under cp. The lengths here have no numbers: nobody can read them."""
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", None)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", None)
+    plain = rope_utils._apply_rotary_pos_emb_bshd
+    kernel = lambda t, freqs, interleaved=False: plain(t, freqs)  # noqa: E731  in place of transformer-engine's
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", kernel if fused else None)
+    cpu_stand_in._turn_packed_tokens_as_others()
+    assert (rope_utils.fused_apply_rotary_pos_emb_thd is not None) == fused
+    t, lengths = numbers(7, 2, 6), torch.empty(3, dtype=torch.int32, device="meta")
+    config = TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, apply_rope_fusion=fused)
+    found = rope_utils.apply_rotary_pos_emb(t, angles(), config, cu_seqlens=lengths, cp_group=Shared())
+    angle = angles().squeeze(1)
+    torch.testing.assert_close(found, t * angle.cos() + halves(t) * angle.sin())
