@@ -37,6 +37,9 @@ class ServeKeys:
     silent_s: float = key(
         600.0, "models of a client that has not been heard of for so long are let go, but for what was saved", above=0
     )
+    guards: bool = key(
+        True, "check at the first step of each model that gradients are there and finite, and that replicas agree"
+    )
     snapshots: int = key(4, "newest snapshots of each model that stay, of those that were given no name", minimum=1)
     cache_tokens: int = key(
         65536, "tokens whose keys and values a replica of the model keeps at once, while it samples", minimum=1

@@ -22,6 +22,7 @@ from mrl.algorithms.sums import DENOMINATOR, SummedLoss
 from mrl.batch import Batch
 from mrl.config.schema import LoraConfig
 from mrl.config.serve import ServeKeys
+from mrl.engine import guards
 from mrl.engine.base import BaseEngine, Completion, GenerateRequest
 from mrl.engine.collective import all_ranks, on_main, wait_for_all
 from mrl.engine.kept import KeptSequences
@@ -56,6 +57,9 @@ class Sampled:
 
 _Read = tuple[Tensor, Tensor, Tensor]
 """(log-probs of the tokens after the first [T], the largest ones [T, top], their ids)."""
+
+FAULTS = frozenset({guards.Kind.NO_GRADIENT, guards.Kind.NOT_FINITE, guards.Kind.REPLICAS_DIFFER})
+"""What is wrong after any step. That a gradient is zero, or a parameter stays, may be as a client wants it."""
 
 THAWED = 16
 """Saved snapshots that are held at once, beside those that are being sampled from."""
@@ -109,6 +113,7 @@ class Models:
         self.active: tuple[str, Kind] | None = None
         self.shown: tuple[str | None] | None = None  # the snapshot that the engine has, where it has no active model
         self.accumulated: set[str] = set()  # models that have gradients
+        self.watched: set[str] = set()  # models that have made a step since this start, which was looked at
         self.running: dict[str | None, tuple[dict[str, _Running], KeptSequences]] = {}  # by snapshot
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._do: Mapping[type, Callable[[Any], Any]] = {
@@ -207,11 +212,18 @@ class Models:
         if asked.model not in self.accumulated:
             raise UserError("optim_step", why="has no gradient", fix="call forward_backward before it")
         self.accumulated.discard(asked.model)
+        watch = self.keys.guards and asked.model not in self.watched
+        before = self.engine.guard_before_step() if watch else None
         norm = self.engine.optimizer_step(asked.update)
+        problems = [one for one in self.engine.guard_after_step(before) if one.kind in FAULTS] if watch else []
         self.engine.optimizer_zero_grad()
         if norm.skipped is not None:
             fix = "look at the last data and the learning rate"
             raise UserError("optim_step", why=f"updated nothing: {norm.skipped}", fix=fix)
+        if problems:
+            what = "; ".join(map(str, problems[:5]))
+            raise OwnFault("optim_step", why=f"did not train the model as it should: {what}", fix="report this")
+        self.watched.add(asked.model)
         return {"grad_norm": float(norm)}
 
     def _save(self, asked: ops.Save) -> str:
@@ -289,6 +301,7 @@ class Models:
         for name in asked.models:
             self.waiting.pop(name, None)
             self.accumulated.discard(name)
+            self.watched.discard(name)
             if self.active is not None and self.active[0] == name:
                 self.active = None
         for name in asked.snapshots:
@@ -406,14 +419,14 @@ def _write(fn: Callable[[], Any], path: str) -> None:
     on_main(written)
 
 
-class Unwritten(UserError):
-    """The server's disk is full, or refuses what is to be written: no mistake of a client."""
+class OwnFault(UserError):
+    """The server or its machine is at fault, as a disk that is full: no mistake of a client."""
 
 
-def unwritten(error: OSError, path: object = "the server's directory") -> Unwritten:
+def unwritten(error: OSError, path: object = "the server's directory") -> OwnFault:
     """Returns the line on what could not be written."""
     at = error.filename or path
-    return Unwritten(at, why=f"cannot be written ({error.strerror or error})", fix="make room there, and ask again")
+    return OwnFault(at, why=f"cannot be written ({error.strerror or error})", fix="make room there, and ask again")
 
 
 def _replace(partial: str, folder: str) -> None:

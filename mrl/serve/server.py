@@ -41,7 +41,7 @@ from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger, Saved
 from mrl.serve.links import ROOT, Links
-from mrl.serve.models import Models, Sampled, Unwritten, unwritten
+from mrl.serve.models import Models, OwnFault, Sampled, unwritten
 from mrl.serve.openai import OpenAI
 from mrl.serve.records import Records
 from mrl.serve.sampling import Sampling
@@ -317,7 +317,7 @@ def do_turn(server: Server, models: Models, turn: Turn) -> None:
     try:
         result = _done(models, waiting.operation)
     except UserError as error:
-        server.desk.fail(waiting.promise, "server" if isinstance(error, Unwritten) else "user", str(error))
+        server.desk.fail(waiting.promise, "server" if isinstance(error, OwnFault) else "user", str(error))
         if isinstance(operation, (ops.Create, ops.Load)) and not server.ledger.models[operation.model].here:
             server.training.forget(operation.model, error)
         return

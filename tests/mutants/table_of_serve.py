@@ -51,6 +51,15 @@ OF_SERVE = (
         ("wanted = attention if is_attention(shape) else mlp", "wanted = mlp if is_attention(shape) else attention"),
     ),
     *_of(
+        "serve/models.py",
+        "serve/test_models.py",
+        ("if one.kind in FAULTS]", "]"),
+        ("            raise OwnFault(", "            OwnFault("),
+        ("        self.watched.add(asked.model)\n", ""),
+        ("            self.watched.discard(name)\n", ""),
+        ("self.keys.guards and asked.model not in", "asked.model not in"),
+    ),
+    *_of(
         "serve/ledger.py",
         "serve/test_ledger.py",
         ('file.write("\\n")\n        for', "pass\n        for"),
