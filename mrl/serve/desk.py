@@ -29,6 +29,10 @@ KEPT_S = 900.0
 LATE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
 
+GATHER_S, GATHER_MOST_S = 0.005, 0.05
+"""Seconds that a turn waits for the next of those that come one soon after another, and for all of them: what is done
+together costs little more than what is done alone. Clients that waited for one turn come back together."""
+
 LOOK_S = 10.0
 """How often what is out of date is looked for: looking costs as much as all that is kept."""
 
@@ -105,6 +109,7 @@ class _Together:
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
+        self.more = False  # whether others are likely to come soon
 
     def ready(self) -> bool:
         return bool(self.waiting)
@@ -245,6 +250,7 @@ class Desk:
             self._check_room(made)
             promise = self._promise(key, None)
             made.waiting.append(Waiting(operation, promise))
+            made.more = True
             self._lock.notify_all()
             return promise
 
@@ -292,6 +298,7 @@ class Desk:
         """Returns the next turn, of the queue that has waited for longest; None where nothing comes within the time."""
         with self._lock:
             self._lock.wait_for(self._any_ready, timeout_s)
+            self._gather()
             for queue in self._turns:
                 made = self._queues[queue]
                 if made.ready():
@@ -307,14 +314,27 @@ class Desk:
     def _any_ready(self) -> bool:
         return any(made.ready() for made in self._queues.values())
 
-    def put_back(self, queue: Hashable, waiting: Sequence[Waiting]) -> None:
-        """Puts operations that are not done back on a queue of those that are done together, before what has come."""
+    def _gather(self) -> None:
+        """Waits for what comes soon after something of its kind, where nothing else could be done meanwhile."""
+        ready = [made for made in self._queues.values() if made.ready()]
+        if len(ready) != 1 or not isinstance(ready[0], _Together) or not ready[0].more:
+            return
+        [made], began, count = ready, time.monotonic(), 0
+        while len(made.waiting) != count and (left := began + GATHER_MOST_S - time.monotonic()) > 0:
+            count = len(made.waiting)
+            self._lock.wait(min(GATHER_S, left))
+
+    def put_back(self, queue: Hashable, waiting: Sequence[Waiting], *, more: bool = False) -> None:
+        """Puts operations that are not done back on a queue of those that are done together, before what has come.
+
+        more: whether others are likely to come soon, of clients whose operations were done."""
         with self._lock:
             if queue not in self._queues:
                 self._add(queue, _Together())
             made = self._queues[queue]
             assert isinstance(made, _Together)
             made.waiting = [*waiting, *made.waiting]
+            made.more = made.more or more
 
     def lend(self, promise: Promise) -> None:
         """Says that others see to what was taken, until it is finished: it counts as if it waited."""

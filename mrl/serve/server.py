@@ -54,7 +54,7 @@ from mrl.trainers.run_lock import RunLock
 from mrl.trainers.signals import StopSignal
 
 PULSE_S = 60.0
-SLICE = 64
+SLICE = 16
 """Tokens that are drawn of each sample before others have their turn, and what has come since joins in."""
 
 LOOK_S = 0.5
@@ -355,14 +355,14 @@ def _sample(server: Server, models: Models, queue: Samples, waiting: Sequence[Wa
         for one in waiting:
             server.desk.fail(one.promise, "user", str(error))
         return
-    if rest := [one for one in waiting if one.promise.id not in results]:
-        server.desk.put_back(queue, rest)
-        for one in rest:
-            if one.operation.progress is not None:
-                one.operation.progress(models.running[snapshot][0][one.promise.id].completions)
     for one in waiting:
         if one.promise.id in results:
             server.desk.finish(one.promise, results[one.promise.id])
+    if rest := [one for one in waiting if one.promise.id not in results]:
+        server.desk.put_back(queue, rest, more=bool(results))
+        for one in rest:
+            if one.operation.progress is not None:
+                one.operation.progress(models.running[snapshot][0][one.promise.id].completions)
 
 
 def _lend(server: Server, models: Models, queue: Samples, waiting: Sequence[Waiting]) -> Sequence[Waiting]:

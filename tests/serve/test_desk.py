@@ -2,10 +2,12 @@
 
 import json
 import threading
+import time
 
 import pytest
 
 from mrl.errors import UserError
+from mrl.serve import desk as desk_module
 from mrl.serve.desk import KEPT_S, LATE_S, Busy, Desk, Gone, Result
 
 
@@ -56,7 +58,9 @@ def test_a_refused_number_is_not_waited_for(desk):
     desk.refuse("a", 5)
     assert taken(desk) == ("a", ["fifth"]) and taken(desk) is None
     desk.put("a", 6, "sixth")
-    assert taken(desk) == ("a", ["sixth"])
+    desk.refuse("a", 7)
+    desk.put("a", 8, "eighth")
+    assert taken(desk) == ("a", ["sixth"]) and taken(desk) == ("a", ["eighth"])
 
 
 def test_a_number_that_never_comes(desk, clock):
@@ -161,6 +165,44 @@ def test_what_is_put_back_comes_before_what_came_meanwhile(desk):
     desk.put_together("s", "key 2", "s2")
     desk.put_back("s", turn.waiting)
     assert taken(desk) == ("s", ["s1", "s2"])
+
+
+def test_what_comes_soon_after_joins_in(desk, monkeypatch):
+    """Nobody else waits for it meanwhile, and it is waited for where something has just come or was just done."""
+    monkeypatch.setattr(desk_module, "GATHER_S", 0.5)
+    monkeypatch.setattr(desk_module, "GATHER_MOST_S", 30.0)
+
+    def taken_with_a_late_one(number):
+        late = threading.Timer(0.1, lambda: desk.put_together("s", number, number))
+        late.start()
+        found = desk.take(0)
+        late.join()
+        return found
+
+    desk.put_together("s", 1, 1)
+    turn = taken_with_a_late_one(2)
+    assert [one.operation for one in turn.waiting] == [1, 2]
+    desk.put_back("s", turn.waiting)
+    assert [one.operation for one in taken_with_a_late_one(3).waiting] == [1, 2], "nothing has come or was done"
+    assert taken(desk) == ("s", [3])
+    desk.put_back("s", turn.waiting, more=True)
+    assert [one.operation for one in taken_with_a_late_one(4).waiting] == [1, 2, 4]
+    desk.open("a", first=1)
+    desk.put("a", 1, "x")
+    desk.put_together("s", 5, 5)
+    assert [taken_with_a_late_one(6).queue, taken(desk)] == ["a", ("s", [5, 6])], "the model's turn does not wait"
+    desk.put("a", 2, "y")
+    desk.put_together("s", 7, 7)
+    began = time.monotonic()
+    assert taken(desk)[0] == "a" and time.monotonic() - began < 0.4
+
+
+def test_a_stream_of_newcomers_does_not_hold_a_turn_up(desk, monkeypatch):
+    monkeypatch.setattr(desk_module, "GATHER_S", 0.5)
+    monkeypatch.setattr(desk_module, "GATHER_MOST_S", 0.2)
+    desk.put_together("s", 0, 0)
+    began = time.monotonic()
+    assert taken(desk)[1] == [0] and time.monotonic() - began < 0.45
 
 
 def test_what_is_lent_takes_room_until_it_is_finished(desk):
