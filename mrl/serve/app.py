@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 import logging
@@ -145,12 +146,16 @@ def retrieving(desk: Desk) -> Handler:
         except Gone:
             raise Refused(410, f"there is no promise {id[:40]} here (any more)") from None
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        desk.tell(promise, lambda: _set(loop, done))
+        when_done = functools.partial(_set, loop, done)
+        desk.tell(promise, when_done)
         try:
             await asyncio.wait_for(done.wait(), HOLD_S)
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
+        finally:
+            desk.tell_no_more(promise, when_done)
         assert promise.result is not None
+        desk.fetched(promise)
         return Response(promise.result.body, media_type=promise.result.media_type)
 
     return retrieve
@@ -161,25 +166,31 @@ def _set(loop: asyncio.AbstractEventLoop, done: asyncio.Event) -> None:
         loop.call_soon_threadsafe(done.set)
 
 
-class HTTPServer:
-    """The server on a thread of its own. Raises UserError where it cannot listen."""
+def listening(host: str, port: int) -> socket.socket:
+    """Returns the socket of an address, which nobody else can listen on from now. What comes before a server answers
+    there waits. Raises UserError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = socket.create_server((host, port), family=family, backlog=2048)
+        # asyncio sets it only for sockets that name TCP; without it, each answer waits 40 ms for the client's ACK
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        fix = "give another --port, or end what listens there"
+        raise UserError("--port", port, f"cannot be listened on at {host} ({error.strerror})", fix) from None
+    return made
 
-    def __init__(self, routes: list[Route], *, host: str, port: int) -> None:
+
+class HTTPServer:
+    """The server on a thread of its own."""
+
+    def __init__(self, routes: list[Route], listens: socket.socket) -> None:
         async def unknown(request: Request, error: Exception) -> Response:
             return refusal(404, f"{request.url.path} is nothing that this server has")
 
         async def other_method(request: Request, error: Exception) -> Response:
             return refusal(405, f"{request.url.path} is not for {request.method}")
 
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self.socket = socket.create_server((host, port), family=family, backlog=2048)
-            # asyncio sets it only for sockets that name TCP; without it, each answer waits 40 ms for the client's ACK
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            fix = "give another --port, or end what listens there"
-            raise UserError("--port", port, f"cannot be listened on at {host} ({error.strerror})", fix) from None
-        self.port: int = self.socket.getsockname()[1]
+        self.socket, self.port = listens, int(listens.getsockname()[1])
         app = Starlette(routes=routes, exception_handlers={404: unknown, 405: other_method})
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5, server_header=False,

@@ -26,6 +26,13 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEPT_S = 900.0
 """Seconds that a result is kept: a client whose connection broke asks again within 300 s."""
 
+FETCHED_S = 120.0
+"""And one that was fetched, where all that are kept have more than MOST_BYTES: an answer that is lost on its way is
+asked for again within 45 s."""
+
+MOST_BYTES = 2**28
+"""Bytes of results that are kept for KEPT_S, whether they were fetched or not: log-probs of long data are megabytes."""
+
 LATE_S = 400.0
 """Seconds that calls wait for one with a lower number: a client tries for 300 s to send it."""
 
@@ -54,6 +61,7 @@ class Promise:
     result: Result | None = None
     asked_at: float = 0.0
     done_at: float = 0.0
+    fetched_at: float | None = None
     told: list[Callable[[], None]] = dataclasses.field(default_factory=list)  # called when it is done
 
 
@@ -131,7 +139,7 @@ class Desk:
         self._by_key: dict[Hashable, Promise] = {}
         self._name, self._ids = secrets.token_hex(4), itertools.count(1)  # no id of an earlier start comes again
         self._closed: str | None = None
-        self._lent: set[str] = set()
+        self._together: set[str] = set()  # promises of what is done together that are not kept yet, drawn or waiting
         self._looked = clock()
 
     # -- of clients --------------------------------------------------------------------------------------------------
@@ -249,14 +257,17 @@ class Desk:
             assert isinstance(made, _Together)
             self._check_room(made)
             promise = self._promise(key, None)
+            self._together.add(promise.id)
             made.waiting.append(Waiting(operation, promise))
             made.more = True
             self._lock.notify_all()
             return promise
 
     def _check_room(self, made: _Numbered | _Together, count: int = 1) -> None:
-        waiting = sum(len(q.waiting) for q in self._queues.values() if isinstance(q, type(made)))
-        waiting += len(self._lent) if isinstance(made, _Together) else 0
+        if isinstance(made, _Together):
+            waiting = len(self._together)  # a turn takes all of a queue, and what it does not end comes back to it
+        else:
+            waiting = sum(len(q.waiting) for q in self._queues.values() if isinstance(q, _Numbered))
         if self._closed is not None or waiting + count > self.most_waiting:
             raise Busy
 
@@ -272,10 +283,30 @@ class Desk:
         if now - self._looked < LOOK_S:
             return
         self._looked, before = now, now - KEPT_S
-        old = {p.id for p in self._promises.values() if p.result is not None and p.done_at < before}
+        done = [p for p in self._promises.values() if p.result is not None]
+        old = {p.id for p in done if p.done_at < before} | self._too_much(done, now)
         if old:
             self._promises = {id: p for id, p in self._promises.items() if id not in old}
             self._by_key = {key: p for key, p in self._by_key.items() if p.id not in old}
+
+    @staticmethod
+    def _too_much(done: Sequence[Promise], now: float) -> set[str]:
+        """Returns the promises, of those that came to something, that are forgotten before their time: the first that
+        were fetched, so many that the rest has MOST_BYTES."""
+        sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
+        excess, found = sum(sizes.values()) - MOST_BYTES, set()
+        fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
+        for _, id in sorted(fetched):
+            if excess <= 0:
+                break
+            excess -= sizes[id]
+            found.add(id)
+        return found
+
+    def fetched(self, promise: Promise) -> None:
+        """Says that the result of a promise is on its way to its client."""
+        with self._lock:
+            promise.fetched_at = self.clock()
 
     def find(self, id: str) -> Promise:
         """Returns a promise. Raises Gone."""
@@ -291,6 +322,12 @@ class Desk:
                 promise.told.append(when_done)
                 return
         when_done()
+
+    def tell_no_more(self, promise: Promise, when_done: Callable[[], None]) -> None:
+        """Undoes `tell`: a client that waits for hours asks anew every HOLD_S seconds."""
+        with self._lock:
+            if when_done in promise.told:
+                promise.told.remove(when_done)
 
     # -- of the ranks ------------------------------------------------------------------------------------------------
 
@@ -336,16 +373,11 @@ class Desk:
             made.waiting = [*waiting, *made.waiting]
             made.more = made.more or more
 
-    def lend(self, promise: Promise) -> None:
-        """Says that others see to what was taken, until it is finished: it counts as if it waited."""
-        with self._lock:
-            self._lent.add(promise.id)
-
     def finish(self, promise: Promise, result: Result) -> None:
         """Says what a promise came to."""
         with self._lock:
             promise.result, promise.done_at = result, self.clock()
-            self._lent.discard(promise.id)
+            self._together.discard(promise.id)
             told, promise.told = promise.told, []
         for each in told:
             each()

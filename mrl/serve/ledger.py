@@ -86,6 +86,7 @@ class Ledger:
         self.models: dict[str, ModelRecord] = {}
         self.saved: dict[str, Saved] = {}
         self.samplers: dict[str, SamplerRecord] = {}
+        self.deleted: set[pathlib.Path] = set()  # folders that `clear` removes
         self._lock = threading.Lock()
         self._read()
 
@@ -104,14 +105,14 @@ class Ledger:
     def _write(self, event: str, **fields: Any) -> None:
         with self._lock:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, **fields}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            _append(self.file, json.dumps({"event": event, **fields}) + "\n")
             getattr(self, f"_on_{event}")(**fields)
 
     def _on_session(self, id: str, time: float) -> None:
         self.sessions = {**self.sessions, id: time}
+
+    def _on_finished(self, id: str) -> None:
+        self.sessions[id] = ENDED
 
     def _on_model(self, kind: dict[str, Any], **fields: Any) -> None:
         record = ModelRecord(kind=Kind(**kind), **fields)
@@ -120,8 +121,11 @@ class Ledger:
     def _on_saved(self, kind: dict[str, Any], **fields: Any) -> None:
         saved = Saved(kind=Kind(**kind), **fields)
         self.saved = {**self.saved, saved.path: saved}
+        self.deleted.discard(self.folder_of(saved.run, saved.part, saved.name))
 
     def _on_deleted(self, path: str) -> None:
+        if (saved := self.saved.get(path)) is not None:
+            self.deleted.add(self.folder_of(saved.run, saved.part, saved.name))
         self.saved = {name: saved for name, saved in self.saved.items() if name != path}
 
     def _on_sampler(self, **fields: Any) -> None:
@@ -135,7 +139,7 @@ class Ledger:
 
     def finish(self, id: str) -> None:
         """Says that the client of a session has ended."""
-        self.sessions[id] = ENDED
+        self._write("finished", id=id)
 
     def model(self, record: ModelRecord) -> None:
         fields = {name: value for name, value in vars(record).items() if name not in ("here", "kind")}
@@ -145,10 +149,16 @@ class Ledger:
         self._write("saved", **dataclasses.asdict(saved))
 
     def delete(self, path: str) -> None:
-        """Removes what was saved."""
-        saved = self.find(path)
+        """Says that what was saved is no longer to be had; `clear` removes its folder."""
+        self.find(path)
         self._write("deleted", path=path)
-        shutil.rmtree(self.folder_of(saved.run, saved.part, saved.name), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Removes the folders of what was deleted. Called on the main thread: what is done there may be reading one."""
+        with self._lock:
+            for folder in self.deleted:
+                shutil.rmtree(folder, ignore_errors=True)
+            self.deleted = set()
 
     def keep_for(self, saved: Saved, seconds: int | None) -> None:
         """Keeps what was saved for so many seconds from now; None for ever."""
@@ -179,6 +189,20 @@ class Ledger:
             fix = "list what there is: ServiceClient().create_rest_client().list_user_checkpoints()"
             raise UserError("path", path, "is not saved on this server", fix)
         return self.saved[path]
+
+
+def _append(path: pathlib.Path, line: str) -> None:
+    """Writes a line at the end of a file, whole or not at all: half of one, where the disk is full, would take the next
+    one with it. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        end, left = os.fstat(file.fileno()).st_size, memoryview(line.encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def check_name(name: str) -> None:

@@ -25,6 +25,7 @@ from mrl.serve.requests import Refused
 VALID_S = 3600
 ROOT = "/api/v1/links"
 Kind = Literal["file", "archive"]
+_PARTIAL = ".tmp-"
 
 
 class Links:
@@ -32,6 +33,8 @@ class Links:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.secret = ledger, secrets.token_bytes(32)
+        for left in ledger.folder.glob(f"{_PARTIAL}*"):  # of a server that was killed while it sent them
+            left.unlink(missing_ok=True)
 
     def to_files(self, asked: Asked, saved: Saved) -> JSONResponse:
         """Returns an answer with a link for each file of what was saved."""
@@ -67,17 +70,25 @@ class Links:
         if saved is None:
             raise Refused(404, "what the link leads to was deleted")
         folder = self._folder(saved)
-        if kind == "file":
-            return FileResponse(folder / file, media_type="application/octet-stream")
-        archive = await run_in_threadpool(self._archive, folder)
+        try:
+            if kind == "file":
+                found = (folder / file).stat()
+                return FileResponse(folder / file, media_type="application/octet-stream", stat_result=found)
+            archive = await run_in_threadpool(self._archive, folder)
+        except FileNotFoundError:  # deleted just now, or saved anew with other files
+            raise Refused(404, "what the link leads to was deleted") from None
         return FileResponse(archive, media_type="application/x-tar", background=BackgroundTask(archive.unlink))
 
     def _archive(self, folder: pathlib.Path) -> pathlib.Path:
         """Returns a tar file of a folder, which whoever has sent it removes."""
-        number, path = tempfile.mkstemp(dir=self.ledger.folder, prefix=".tmp-", suffix=".tar")
-        with os.fdopen(number, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
-            for each in sorted(folder.rglob("*")):
-                tar.add(each, arcname=str(each.relative_to(folder)), recursive=False)
+        number, path = tempfile.mkstemp(dir=self.ledger.folder, prefix=_PARTIAL, suffix=".tar")
+        try:
+            with os.fdopen(number, "wb") as file, tarfile.open(fileobj=file, mode="w") as tar:
+                for each in sorted(folder.rglob("*")):
+                    tar.add(each, arcname=str(each.relative_to(folder)), recursive=False)
+        except BaseException:
+            os.unlink(path)
+            raise
         return pathlib.Path(path)
 
 

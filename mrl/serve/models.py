@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ _Read = tuple[Tensor, Tensor, Tensor]
 
 FAULTS = frozenset({guards.Kind.NO_GRADIENT, guards.Kind.NOT_FINITE, guards.Kind.REPLICAS_DIFFER})
 """What is wrong after any step. That a gradient is zero, or a parameter stays, may be as a client wants it."""
+
+STOPS = 256
+"""Sets of stop texts that are remembered, each with what it has learnt of the vocabulary."""
 
 THAWED = 16
 """Saved snapshots that are held at once, beside those that are being sampled from."""
@@ -116,6 +120,7 @@ class Models:
         self.watched: set[str] = set()  # models that have made a step since this start, which was looked at
         self.running: dict[str | None, tuple[dict[str, _Running], KeptSequences]] = {}  # by snapshot
         self._stops: dict[tuple[str, ...], StopTexts] = {}
+        self.spoken = time.monotonic()  # when the main rank told the others of an operation last
         self._do: Mapping[type, Callable[[Any], Any]] = {
             ops.Create: self._create, ops.Load: self._load, ops.Pass: self._pass, ops.Step: self._step,
             ops.Save: self._save, ops.Export: self._export, ops.Freeze: self._freeze, ops.Thaw: self._thaw,
@@ -343,6 +348,8 @@ class Models:
         sample, before = one.sample, one.completions[index].tokens
         stop = tuple(sample.stop)
         if stop and stop not in self._stops:
+            if len(self._stops) >= STOPS:
+                self._stops.pop(next(iter(self._stops)))
             self._stops[stop] = StopTexts(self.tokenizer, stop)
         stops = self._stops.get(stop)
         return GenerateRequest(

@@ -33,7 +33,7 @@ from mrl.serve.desk import Desk, Promise, Result
 from mrl.serve.ledger import Ledger, SamplerRecord
 from mrl.serve.models import Sampled
 from mrl.serve.operations import Sample
-from mrl.serve.requests import Refused, field, number
+from mrl.serve.requests import Refused, field, is_utf8, number
 from mrl.serve.sampling import MOST_SAMPLES, Sampling, sampling_of, source_of
 from mrl.serve.training import Served, Work
 
@@ -108,6 +108,8 @@ class OpenAI:
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
+            if not is_utf8(prompt):
+                raise UserError("prompt", prompt, "has characters that are none", "give UTF-8")
             return self.tokenizer(prompt)["input_ids"]
         return prompt
 

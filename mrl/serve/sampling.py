@@ -27,6 +27,8 @@ NOT_DONE = ("prompt_alt_tokens_k", "target_prompt_logprobs", "prompt_logprobs_la
 EMPTY_LOG_PROB = -99999.0
 """What the client takes for a cell without a token."""
 MOST_SAMPLES = 4096
+LEAST_TEMPERATURE = 1e-6
+"""Logits that are divided by much less are no numbers in fp32, and their samples none of the model."""
 
 
 class Sampling:
@@ -142,8 +144,9 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     """Returns how tokens are drawn. Raises UserError."""
     temperature, top_p = field(params, "temperature", float, 1.0), field(params, "top_p", float, 1.0)
     top_k = field(params, "top_k", int, -1)
-    if temperature < 0 or temperature > 100:
-        raise UserError("sampling_params.temperature", temperature, "is out of range", "give 0 to 100")
+    if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
+        fix = f"give 0 for the likeliest token, or {LEAST_TEMPERATURE:g} to 100"
+        raise UserError("sampling_params.temperature", temperature, "is out of range", fix)
     if not 0 < top_p <= 1:
         raise UserError("sampling_params.top_p", top_p, "is out of range", "give more than 0 and at most 1")
     if top_k < -1:

@@ -36,7 +36,7 @@ from mrl.engine.registry import build_engine
 from mrl.errors import ConfigError, Stopped, UserError, show
 from mrl.rollout.stops import end_tokens
 from mrl.serve import operations as ops
-from mrl.serve.app import Asked, Door, HTTPServer, retrieving, route
+from mrl.serve.app import Asked, Door, HTTPServer, listening, retrieving, route
 from mrl.serve.datums import Limits
 from mrl.serve.desk import Desk, Result, Turn, Waiting
 from mrl.serve.ledger import Ledger, Saved
@@ -70,7 +70,11 @@ def run(config: ServeConfig, command_line: str = "") -> None:
     """Serves until a signal comes. Called on every rank. Raises UserError, and Stopped after the signal."""
     directory = RunDirectory(pathlib.Path(config.output_dir))
     lock = RunLock(directory.path)
-    with contextlib.closing(open_console(config.log.console, enabled=is_main())) as console:
+    keys = config.serve
+    with (
+        contextlib.ExitStack() as closing,
+        contextlib.closing(open_console(config.log.console, enabled=is_main())) as console,
+    ):
         console.doing("reading the model's folder")
         folder = model_folder(config.model.path, weights=config.model.init == "pretrained")
         hf_config = read_hf_config(folder)  # first: a wrong one fails the tokenizer too
@@ -81,32 +85,38 @@ def run(config: ServeConfig, command_line: str = "") -> None:
             engine.on_main(lock.acquire)
             engine.on_main(lambda: refuse_foreign(directory))
             engine.on_main(lambda: refuse_other_layout(config))
+            listens: list[socket.socket] = []  # before the model is read, which may take long: two would seem to serve
+            engine.on_main(lambda: listens.append(closing.enter_context(listening(keys.host, keys.port))))
             say_all(console, engine.notes)
             console.doing("building the model")
             engine.init_model()
             notes = [f"{name}: {value}" for name, value in engine.chosen.items()]
             engine.on_main(lambda: directory.prepare(config, command_line, notes))
-            numbers = config.serve.max_body_mb * 2**19  # a body has no more of them, of two bytes each
-            limits = Limits(vocab_size or len(tokenizer), config.serve.max_length, numbers, vision)
-            name, most = config.serve.name or config.model.path, config.serve.max_models
-            exports = directory.path / "snapshots" if config.serve.servers.kind is not None else None
+            numbers = keys.max_body_mb * 2**19  # a body has no more of them, of two bytes each
+            limits = Limits(vocab_size or len(tokenizer), keys.max_length, numbers, vision)
+            name, most = keys.name or config.model.path, keys.max_models
+            exports = directory.path / "snapshots" if keys.servers.kind is not None else None
             engine.on_main(lambda: shutil.rmtree(directory.path / "snapshots", ignore_errors=True))
             given = config.model.path
             tokenizer_at = os.path.abspath(folder) if os.path.exists(os.path.expanduser(given)) else given
             served = Served(name, tokenizer_at, limits, config.model.lora, most, exports)
-            _serve(config, Models(engine, tokenizer, config.model.lora, folder, config.serve), served, console)
+            _serve(config, Models(engine, tokenizer, config.model.lora, folder, keys), served, console, listens)
         finally:
             lock.release()
     raise Stopped("stopped by a signal; run the same command again to go on")
 
 
-def _serve(config: ServeConfig, models: Models, served: Served, console: Console) -> None:
+def _serve(
+    config: ServeConfig, models: Models, served: Served, console: Console, listens: Sequence[socket.socket]
+) -> None:  # listens: the one socket, on the main rank
     says = "the server ends what it is at" if is_main() else None
     with StopSignal(says) as stop:  # on every rank: each gets the signal, and the main one acts on it
         if not is_main():
             _follow(models)
             return
-        server = Server(config, served, end_tokens(models.folder, models.tokenizer), models.tokenizer, console)
+        server = Server(
+            config, served, end_tokens(models.folder, models.tokenizer), models.tokenizer, console, *listens
+        )
         if said := resume(server, models):
             console.say(said)
         server.http.start()
@@ -130,7 +140,7 @@ class Server:
 
     def __init__(
         self, config: ServeConfig, served: Served, ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
-        console: Console,
+        console: Console, listens: socket.socket,
     ) -> None:  # fmt: skip
         self.config, self.served, self.console = config, served, console
         self.desk = Desk(most_waiting=config.serve.max_waiting)
@@ -142,7 +152,7 @@ class Server:
         self.servers = None
         if keys.servers.kind is not None:
             self.servers = Servers(keys.servers, self.desk, longest=keys.max_length)
-        self.http = HTTPServer(self._routes(), host=config.serve.host, port=config.serve.port)
+        self.http = HTTPServer(self._routes(), listens)
 
     def _routes(self) -> list[Any]:
         training, sampling, links = self.training, self.sampling, Links(self.ledger)
@@ -237,16 +247,15 @@ def _constant(answer: Any) -> Any:
 
 def lead(server: Server, models: Models, stop: StopSignal) -> None:
     """Takes turns from the desk until a signal comes."""
-    spoken = looked = time.monotonic()
+    looked = time.monotonic()
     while not stop.requested:
         turn = server.desk.take(LOOK_S)
         now = time.monotonic()
+        server.ledger.clear()
         if turn is not None:
             do_turn(server, models, turn)
-            spoken = now
-        elif now - spoken > PULSE_S:
+        elif now - models.spoken > PULSE_S:
             together(models, ops.Rest())
-            spoken = now
         if now - looked > min(LOOK_AGAIN_S, server.config.serve.silent_s / 4):
             _let_go(server, models)
             looked = now
@@ -261,6 +270,7 @@ def suspend(server: Server, models: Models) -> None:
     if server.servers is not None:
         server.servers.close()
     while (turn := server.desk.take(0)) is not None:
+        server.ledger.clear()
         if not isinstance(turn.queue, Samples):
             do_turn(server, models, turn)
     folder = server.ledger.suspended
@@ -431,6 +441,7 @@ def _let_go(server: Server, models: Models) -> None:
 
 def together(models: Models, operation: Any) -> Any:
     """Does an operation on all ranks; the main one tells the others. Returns what came of it."""
+    models.spoken = time.monotonic()  # not of each turn: what inference servers draw is told to no other rank
     on_main(lambda: operation)
     return None if isinstance(operation, (ops.Rest, ops.End)) else models.do(operation)
 

@@ -110,7 +110,6 @@ class Servers:
     def draw(self, waiting: Sequence[Waiting], adapter: Adapter | None) -> None:
         """Begins to draw samples, and keeps their promises once they are whole. adapter: None is the base."""
         for one in waiting:
-            self.desk.lend(one.promise)
             sample: Sample = one.operation.operation
             futures = [self.pool.submit(self._complete, sample, i, adapter) for i in range(sample.count)]
             self.pool.submit(self._finish, one, futures)

@@ -107,7 +107,7 @@ class Training:
     async def finish_session(self, asked: Asked) -> Response:
         """What the session's models hold is freed once they have done what they were given."""
         id = asked.path["id"]
-        if id in self.ledger.sessions:
+        if self.ledger.sessions.get(id, ENDED) != ENDED:  # the first one counts
             self.ledger.finish(id)
         return JSONResponse({"session_id": id})
 
@@ -224,7 +224,8 @@ class Training:
         for id in ids:
             self.ledger.models[id].here = True
         for session in {name.partition(":")[0] for name in (*ids, *snapshots)} & self.ledger.sessions.keys():
-            self.ledger.sessions[session] = time.time()
+            if self.ledger.sessions[session] != ENDED:
+                self.ledger.sessions[session] = time.time()
         return f"{len(ids)} {'model' if len(ids) == 1 else 'models'}" if ids else ""
 
     def forget(self, id: str, why: UserError) -> None:
@@ -330,6 +331,9 @@ class Training:
         clients before 0.38."""
         body = asked.json
         if "session_id" in body:
+            id = f"{self._session(body)}:train:{number(body, 'model_seq_id')}"
+            if (known := self.desk.known(id, 0)) is not None:
+                return promised(known)  # though what it was made of may be deleted by now
             load, saved = self._to_load(body, None)
             return promised(self._begin(self._new_model(body, saved.kind), load))
         model = self._model(body)

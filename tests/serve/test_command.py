@@ -20,7 +20,7 @@ from mrl.config.serve import ServeConfig
 from mrl.engine.collective import join_processes
 from mrl.errors import ConfigError
 from mrl.serve.server import layout_of, reached_at, refuse_other_layout
-from tests.serve.serving import serving
+from tests.serve.serving import Serving, serving
 
 BASE = {"model": {"path": "m", "lora": {"rank": 4}}}
 EXAMPLES = [line.strip() for line in record("serve").examples.strip().splitlines()]
@@ -133,6 +133,17 @@ def test_the_run_directory(model, tmp_path):
         (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
         with pytest.raises(AssertionError, match="holds a config.yaml that mrl did not write"):
             server.start()
+
+
+@pytest.mark.slow
+def test_a_port_that_another_server_has(model, tmp_path):
+    """It is refused before the model is read, though the other one does not answer yet."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = Serving(tmp_path, model)
+        server.port = other.getsockname()[1]
+        with pytest.raises(AssertionError, match=r"--port: value \d+ cannot be listened on at 127.0.0.1"):
+            server.start()
+        assert server.process.wait(60) == 2 and "building the model" not in server.log.read_text()
 
 
 @pytest.mark.slow

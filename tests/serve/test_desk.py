@@ -169,6 +169,7 @@ def test_what_is_put_back_comes_before_what_came_meanwhile(desk):
 
 def test_what_comes_soon_after_joins_in(desk, monkeypatch):
     """Nobody else waits for it meanwhile, and it is waited for where something has just come or was just done."""
+    desk.most_waiting = 9
     monkeypatch.setattr(desk_module, "GATHER_S", 0.5)
     monkeypatch.setattr(desk_module, "GATHER_MOST_S", 30.0)
 
@@ -205,11 +206,13 @@ def test_a_stream_of_newcomers_does_not_hold_a_turn_up(desk, monkeypatch):
     assert taken(desk)[1] == [0] and time.monotonic() - began < 0.45
 
 
-def test_what_is_lent_takes_room_until_it_is_finished(desk):
+def test_what_is_drawn_takes_room_until_it_is_finished(desk):
+    """Else each turn would make room for as many again, and what is under way had no bound."""
     promises = [desk.put_together("s", number, number) for number in range(4)]
-    desk.take(0)
-    for promise in promises:
-        desk.lend(promise)
+    turn = desk.take(0)
+    with pytest.raises(Busy):
+        desk.put_together("s", "more", "more")
+    desk.put_back("s", turn.waiting)
     with pytest.raises(Busy):
         desk.put_together("s", "more", "more")
     desk.finish(promises[0], Result(b""))
@@ -222,3 +225,36 @@ def test_what_waits_for_long_is_not_forgotten(desk, clock):
     clock.now = 2 * KEPT_S
     desk.put("a", 3, "more")
     assert desk.find(promise.id) is promise and desk.put("a", 2, "waits") is promise
+
+
+def test_results_that_were_fetched_go_first_where_there_are_many(desk, clock, monkeypatch):
+    monkeypatch.setattr("mrl.serve.desk.MOST_BYTES", 25)
+    desk.open("a", first=1)
+    promises = [desk.put("a", number, number) for number in (1, 2, 3, 4)]
+    while desk.take(0) is not None:
+        pass
+    for promise in promises:
+        desk.finish(promise, Result(b"0123456789"))
+    for at, promise in ((0.0, promises[2]), (1.0, promises[1]), (200.0, promises[3])):
+        clock.now = at
+        desk.fetched(promise)
+    desk.put("a", 5, "which forgets")
+    with pytest.raises(Gone):
+        desk.find(promises[2].id)
+    with pytest.raises(Gone):
+        desk.find(promises[1].id)
+    assert desk.find(promises[0].id) is promises[0], "it was not fetched"
+    assert desk.find(promises[3].id) is promises[3], "its answer may have been lost just now"
+
+
+def test_whoever_no_longer_waits_is_forgotten(desk):
+    desk.open("a", first=1)
+    promise = desk.put("a", 1, "x")
+
+    def told():
+        raise AssertionError("it no longer waits")
+
+    desk.tell(promise, told)
+    desk.tell_no_more(promise, told)
+    desk.finish(promise, Result(b""))
+    desk.tell_no_more(promise, told)

@@ -134,6 +134,7 @@ def test_malformed_requests_are_refused_in_one_line_each(server):
         ("/api/v1/create_session", {}, {"host": "rebound.example:80"}, 403, "a browser may not ask"),
         ("/api/v1/create_session", b"x" * (2**20 + 1), {}, 413, "more than 1048576 bytes"),
         ("/api/v1/forward_backward", b"x", {"content-encoding": "zstd"}, 415, "the body is compressed"),
+        ("/v1/completions", {"model": "m", "prompt": "\ud800"}, {}, 400, "prompt: value"),
         ("/api/v1/nothing", {}, {}, 404, "/api/v1/nothing is nothing that this server has"),
         ("/api/v1/healthz", {}, {}, 405, "is not for POST"),
         ("/api/v1/retrieve_future", {"request_id": "gone"}, {}, 410, "there is no promise gone"),

@@ -1,9 +1,12 @@
 """What the server remembers from one start to the next."""
 
+import errno
+import io
+
 import pytest
 
 from mrl.errors import UserError
-from mrl.serve.ledger import Ledger, ModelRecord, SamplerRecord, Saved
+from mrl.serve.ledger import ENDED, Ledger, ModelRecord, SamplerRecord, Saved
 from mrl.serve.operations import Kind
 
 RUN = "s1:train:0"
@@ -43,6 +46,8 @@ def test_what_is_saved_for_a_time_is_removed_after_it(ledger):
         ledger.save(saved(name, expires=expires))
         ledger.folder_of(RUN, "weights", name).mkdir(parents=True)
     ledger.expire(10.0)
+    assert len(list((ledger.folder / RUN / "weights").iterdir())) == 2, "somebody may be reading it"
+    ledger.clear()
     assert ledger.saved.keys() == {saved("a").path, saved("later").path}
     assert [path.name for path in (ledger.folder / RUN / "weights").iterdir()] == ["later"]
 
@@ -61,3 +66,38 @@ def test_whoever_goes_through_a_mapping_is_not_disturbed(ledger):
 def test_paths_stay_below_the_folder(ledger, run, part, name):
     with pytest.raises(UserError):
         ledger.folder_of(run, part, name)
+
+
+def test_what_is_saved_anew_is_not_removed_with_what_was_deleted(ledger, tmp_path):
+    folder = ledger.folder_of(RUN, "weights", "a")
+    folder.mkdir(parents=True)
+    ledger.delete(saved("a").path)
+    ledger.save(saved("a"))
+    ledger.clear()
+    assert folder.exists()
+    ledger.delete(saved("a").path)
+    Ledger(tmp_path).clear()
+    assert not folder.exists(), "what a killed server had not removed yet, the next one removes"
+
+
+def test_a_line_that_a_full_disk_cut_is_taken_back(ledger, tmp_path, monkeypatch):
+    real, before = io.FileIO.write, ledger.file.read_bytes()
+
+    class Full(io.FileIO):
+        def write(self, data):
+            if self.tell() > len(before):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(self, data[:5])
+
+    with monkeypatch.context() as full:
+        full.setattr("pathlib.Path.open", lambda path, mode, **_: Full(path, mode))
+        with pytest.raises(OSError, match="No space left"):
+            ledger.save(saved("b"))
+    assert ledger.file.read_bytes() == before and saved("b").path not in ledger.saved
+    ledger.save(saved("c"))
+    assert Ledger(tmp_path).saved.keys() == {saved("a").path, saved("c").path}
+
+
+def test_a_session_that_has_ended_stays_so(ledger, tmp_path):
+    ledger.finish("s1")
+    assert Ledger(tmp_path).sessions == {"s1": ENDED}
