@@ -294,7 +294,7 @@ class Desk:
         """Returns the promises, of those that came to something, that are forgotten before their time: the first that
         were fetched, so many that the rest has MOST_BYTES."""
         sizes = {p.id: len(p.result.body) for p in done if p.result is not None}
-        excess, found = sum(sizes.values()) - MOST_BYTES, set()
+        excess, found = sum(sizes.values()) - MOST_BYTES, set[str]()
         fetched = [(p.fetched_at, p.id) for p in done if p.fetched_at is not None and p.fetched_at < now - FETCHED_S]
         for _, id in sorted(fetched):
             if excess <= 0:
