@@ -65,7 +65,8 @@ def make(folder: pathlib.Path, *, steps: int, seed: int = 0) -> None:
 
 
 def make_model(
-    folder: pathlib.Path, seed: int, *, sizes: Mapping[str, Any] = MODEL, vocabulary: int = VOCABULARY, end_drawn: bool = True
+    folder: pathlib.Path, seed: int, *, sizes: Mapping[str, Any] = MODEL, vocabulary: int = VOCABULARY,
+    end_drawn: bool = True, dtype: str = "float32",
 ) -> None:  # fmt: skip
     """end_drawn: chats, whose end token the model can draw; otherwise plain text and an end token that it cannot.
 
@@ -87,11 +88,11 @@ def make_model(
     fast.save_pretrained(folder)
     kind, name = (Qwen3MoeConfig, "Qwen3Moe") if "num_experts" in sizes else (Qwen3Config, "Qwen3")
     config = kind(
-        architectures=[f"{name}ForCausalLM"], vocab_size=vocabulary, dtype="float32", bos_token_id=None,
+        architectures=[f"{name}ForCausalLM"], vocab_size=vocabulary, dtype=dtype, bos_token_id=None,
         eos_token_id=fast.eos_token_id, pad_token_id=fast.pad_token_id if end_drawn else None, **sizes,
     )  # fmt: skip
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
 def row_lengths(numbers: random.Random) -> list[int]:

@@ -1,0 +1,184 @@
+"""The actor's engine, as `mrl ppo` builds it, hands its weights to a vLLM server by one path after the other."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+import pathlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from measure import memory_mb, read_arguments
+
+from mrl.batch import make_batch
+from mrl.config.ppo import ServerConfig
+from mrl.config.schema import EngineConfig, ModelConfig, RoleConfig
+from mrl.engine import links
+from mrl.engine.base import BaseEngine
+from mrl.engine.registry import build_engine
+from mrl.rollout import handover, vllm, weights
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}  # mean difference of log-probs, engine and server
+TEXT = [random.Random(0).randrange(5, 800) for _ in range(48)]
+SECONDS: collections.Counter[str] = collections.Counter()
+"""Wall seconds of what was entered through `timed` and `gathered`, in any thread."""
+
+
+def timed(owner: Any, name: str, phase: str) -> None:
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            SECONDS[phase] += time.perf_counter() - began
+
+    setattr(owner, name, call)
+
+
+def timed_items(items: Iterator[Any], phase: str) -> Iterator[Any]:
+    """`items`, whose making is timed."""
+    while True:
+        began = time.perf_counter()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            SECONDS[phase] += time.perf_counter() - began
+        yield item
+
+
+def hook() -> None:
+    """Times the parts of a hand-over where they are called."""
+    make: Callable[..., Iterator[Any]] = links.buckets
+    links.buckets = lambda *args: timed_items(make(*args), "packing")
+    timed(handover.LinkHandover, "_send_one", "under way")
+    timed(weights.WeightFolders, "write", "packing")
+    for name in ("pause", "begin", "finish", "resume"):
+        timed(vllm.VLLMServer, name, "around")
+
+
+def phases(of_server: dict[str, float]) -> dict[str, float]:
+    """Seconds of a hand-over's parts; of the server's process as it says them."""
+    receive = of_server.get("receive", 0.0)
+    return {
+        "gather": SECONDS["gather"],
+        "into buckets or files": SECONDS["packing"] - SECONDS["gather"],
+        "buckets under way": SECONDS["under way"],
+        "of these, server receives": receive,
+        "server loads": of_server.get("mrl_reload", 0.0) + of_server.get("update_weights", 0.0) - receive,
+        "pause, begin, finish, resume": SECONDS["around"],
+    }
+
+
+def server_cpu(process: psutil.Process) -> float:
+    """CPU seconds of the server and what it has started."""
+    found = 0.0
+    for each in (process, *process.children(recursive=True)):
+        times = each.cpu_times()
+        found += times.user + times.system
+    return found
+
+
+def own_log_probs(engine: BaseEngine) -> list[float]:
+    whole = make_batch([TEXT], [[1.0] * len(TEXT)])
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(engine.shard_data(whole), forward_only=True)
+    return engine.unshard_data(predictions, whole)["log_probs"].tolist()
+
+
+def gap(a: list[float], b: list[float]) -> float:
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def scale(engine: BaseEngine, factor: float) -> None:
+    with torch.no_grad():
+        for tensor in engine.offload.tensors("parameters"):
+            tensor.mul_(factor)
+
+
+def gather_turn(engine: BaseEngine, times: int) -> dict[str, Any]:
+    """Reads the stream of weights and does nothing with it."""
+    walls = []
+    for _ in range(1 + times):
+        began = time.perf_counter()
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in engine.hf_weights())
+        walls.append(time.perf_counter() - began)
+    return {"walls": walls[1:], "bytes": size}
+
+
+def turn(engine: BaseEngine, spec: dict[str, Any], keys: dict[str, Any], expected: list[float]) -> dict[str, Any]:
+    """Joins, hands over once, and then as often as is measured. expected: log-probs of the actor's weights."""
+    server = psutil.Process(spec["server_pid"])
+    with tempfile.TemporaryDirectory(prefix="mrl_benchmark_", dir=keys.get("folder")) as folder:
+        config = ServerConfig(urls=(spec["url"],), handover=keys["way"], bucket_mb=keys["bucket_mb"])
+        sampler = vllm.VLLMServerSampler(
+            config, is_main=True, on_main=engine.on_main, weights_dir=folder, device=engine.device
+        )
+        [of_server] = sampler._servers
+        before = sampler.log_probs(TEXT)[0]
+        walls, cpu, cpu_of_server = [], 0.0, 0.0
+        for number in range(1 + spec["handovers"]):
+            os.sync()  # what was written before is not this path's to wait for
+            SECONDS.clear()
+            of_server.http.post("/collective_rpc", {"method": "handover_seconds"})
+            own, its, began = time.process_time(), server_cpu(server), time.perf_counter()
+            sampler.update_weights(timed_items(engine.hf_weights(), "gather"))
+            walls.append(time.perf_counter() - began)
+            if number:
+                cpu, cpu_of_server = cpu + time.process_time() - own, cpu_of_server + server_cpu(server) - its
+        parts = phases(of_server.http.post("/collective_rpc", {"method": "handover_seconds"})["results"][0])
+        after, tolerance = sampler.log_probs(TEXT)[0], TOLERANCE[spec["dtype"]]
+        sampler.close()
+    if not gap(after, expected) <= tolerance < gap(before, expected):
+        found = f"{gap(after, expected):.3g} after and {gap(before, expected):.3g} before"
+        raise SystemExit(
+            f"{keys}: log-probs differ from the actor's by {found}; at most {tolerance} after, more before"
+        )
+    count = spec["handovers"]
+    return {
+        "first": walls[0],
+        "walls": walls[1:],
+        "cpu": cpu / count,
+        "server_cpu": cpu_of_server / count,
+        "phases": parts,
+    }
+
+
+def main() -> None:
+    spec, out = read_arguments()
+    engine = build_engine(
+        RoleConfig(
+            model=ModelConfig(path=spec["model"], dtype=spec["dtype"]),
+            engine=EngineConfig(backend=spec["backend"], device=spec["device"]),
+            optimizer=None,
+        )
+    )
+    engine.init_model()
+    hook()
+    size = sum(tensor.numel() * tensor.element_size() for _, tensor in engine.hf_weights())
+    turns: dict[str, dict[str, Any]] = {}
+    factor = 0.5
+    for name, keys in spec["subjects"].items():
+        if keys["way"] == "gather":
+            turns[name] = gather_turn(engine, spec["handovers"])
+            continue
+        scale(engine, factor)  # a path that hands nothing over would leave the server with other weights
+        factor = 1 / factor  # a power of two: the weights before come back to the bit
+        turns[name] = turn(engine, spec, keys, own_log_probs(engine))
+    found = {"turns": turns, "bytes": size, "peak_mb": memory_mb()}
+    pathlib.Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
