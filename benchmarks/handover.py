@@ -99,14 +99,14 @@ def read_options() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def serving(root: pathlib.Path, options: argparse.Namespace, device: str) -> Iterator[tuple[str, int]]:
-    """(url, process id) of a vLLM server with random weights, which ends with the block."""
+    """(url, process id) of a vLLM server of the model, which ends with the block."""
     python = options.vllm_venv.absolute() / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"--vllm-venv: {options.vllm_venv} holds no venv; `make vllm-venv` makes .venv-vllm")
     port, log = free_port(), root / "server.log"
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "model"), "--dtype", options.dtype,
-        "--load-format", "dummy", "--enforce-eager", "--host", "127.0.0.1", "--port", port,
+        "--enforce-eager", "--host", "127.0.0.1", "--port", port,
         "--max-model-len", str(workload.ROW), "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(KV_MB << 20),
         "--worker-extension-cls", "benchmarks.worker_handover_vllm.Worker", "--weight-transfer-config", '{"backend": "mrl"}',
     ]  # fmt: skip
