@@ -57,6 +57,7 @@ Rounds = list[dict[str, dict[str, Any]]]
 
 def main() -> None:
     options = read_options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends, too
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if not options.folders:
         options.folders = [pathlib.Path(tempfile.gettempdir()), *([SHM] if SHM.is_dir() else [])]
