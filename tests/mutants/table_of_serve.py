@@ -35,7 +35,7 @@ OF_SERVE = (
         ("made.more = made.more or more", "made.more = made.more"),
         ("            made.more = True\n", ""),
         ("began + GATHER_MOST_S - time", "began + 100 - time"),
-        ("p.result is not None and p.done_at < before", "p.done_at < before"),
+        ("for p in self._promises.values() if p.result is not None]", "for p in self._promises.values()]"),
         ("taken = [self.waiting.pop(self.next - 1)]\n        self.pass_refused()", "taken = [self.waiting.pop(self.next - 1)]"),
         ("made.next = max(made.waiting) + 1", "made.next += 1"),
         ("if not isinstance(made, _Numbered) or made.ready() or not made.waiting:", "if not isinstance(made, _Numbered) or not made.waiting:"),
