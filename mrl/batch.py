@@ -33,6 +33,8 @@ class Batch:
     each (`pixel_values` [patches, dim], `image_grid_thw` [images, 3]); {} for a sequence of text, () where all are.
     They are
     no tokens: whatever slices a sequence leaves them whole.
+    group: so many neighbours belong together (the chosen and the rejected answer of a pair): no rank and no micro-batch
+    has some of them without the others.
     denominators: counts over the *whole global mini-batch* that this batch is part of: "tokens" is the sum
     of its loss mask, "sequences" its number of sequences with a non-zero mask. They are set once, when the
     global mini-batch is made, and travel unchanged through every split.
@@ -46,6 +48,7 @@ class Batch:
     sequence_fields: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     multi_modal_inputs: tuple[Mapping[str, Tensor], ...] = ()
     denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    group: int = 1
 
     @property
     def num_sequences(self) -> int:

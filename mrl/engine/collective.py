@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.batch import Batch
 from mrl.engine.atomic_checkpoint import Ranks
 from mrl.engine.gloo import share_device
-from mrl.engine.microbatch import balanced_shards
+from mrl.engine.microbatch import shares
 from mrl.errors import UserError
 
 T = TypeVar("T")
@@ -196,16 +196,16 @@ def in_batch_order(parts: Sequence[Predictions], order: Sequence[Sequence[int]],
 
 def share_of(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
     """Returns the sequences of a global mini-batch that a data-parallel rank has, balanced by tokens."""
-    return batch.select(balanced_shards(batch.lengths.tolist(), dp_size)[dp_rank])
+    return batch.select(shares(batch.lengths.tolist(), dp_size, batch.group)[dp_rank])
 
 
 def join_shares(predictions: Predictions, batch: Batch, group: dist.ProcessGroup | None) -> Predictions:
     """Undoes `share_of`: joins the predictions of all data-parallel ranks, in the order of the global batch."""
-    shares = balanced_shards(batch.lengths.tolist(), dist.get_world_size(group))
-    if len(shares) == 1:
-        return in_batch_order([predictions], shares, batch)
+    order = shares(batch.lengths.tolist(), dist.get_world_size(group), batch.group)
+    if len(order) == 1:
+        return in_batch_order([predictions], order, batch)
     device = next((t.device for t in predictions.values()), torch.device("cpu"))
-    everyone: list[dict[str, Tensor]] = [{}] * len(shares)
+    everyone: list[dict[str, Tensor]] = [{}] * len(order)
     dist.all_gather_object(everyone, {name: t.cpu() for name, t in predictions.items()}, group=group)
-    whole = in_batch_order([p for p, share in zip(everyone, shares, strict=True) if share], shares, batch)
+    whole = in_batch_order([p for p, share in zip(everyone, order, strict=True) if share], order, batch)
     return {name: t.to(device) for name, t in whole.items()}

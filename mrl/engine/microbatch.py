@@ -102,9 +102,30 @@ def split_to_count(
     return _halve_to_count(least, lengths, count, packed=packed)
 
 
+def lengths_of_groups(lengths: Sequence[int], group: int, *, packed: bool) -> list[int]:
+    """Returns what each group of `group` neighbours costs: the sum of their lengths, or, padded to the longest, that
+    times their number. So groups are divided as sequences of these lengths are."""
+    if group == 1:
+        return list(lengths)
+    assert len(lengths) % group == 0, f"{len(lengths)} sequences are no groups of {group}"
+    groups = [lengths[start : start + group] for start in range(0, len(lengths), group)]
+    return [sum(one) if packed else group * max(one) for one in groups]
+
+
+def sequences_of(groups: Sequence[int], group: int) -> list[int]:
+    """Returns the sequences of `groups` of `group` neighbours, in their order."""
+    return [number * group + i for number in groups for i in range(group)]
+
+
+def shares(lengths: Sequence[int], n: int, group: int = 1) -> list[list[int]]:
+    """Returns the sequences of each of `n` data-parallel ranks, balanced by tokens, groups whole."""
+    return [sequences_of(part, group) for part in balanced_shards(lengths_of_groups(lengths, group, packed=True), n)]
+
+
 def plan_micro_batches(
     lengths: Sequence[int],
     *,
+    group: int = 1,
     size: int | None = None,
     tokens: int | None = None,
     packed: bool,
@@ -113,13 +134,19 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """This rank's micro-batches, equal in number on every rank.
 
+    group: so many neighbours are in one micro-batch; it divides `size`.
     agree: given this rank's least number, returns the largest of all ranks (an all-reduce; the identity for one
     rank). multiple_of: the number is rounded up to a multiple (an interleaved pipeline needs one of `pp`).
     """
-    least = len(split_micro_batches(lengths, size=size, tokens=tokens, packed=packed))
+    costs = lengths_of_groups(lengths, group, packed=packed)
+    if size is not None:
+        assert size % group == 0, f"micro-batches of {size} sequences hold no whole groups of {group}"
+        size //= group
+    least = len(split_micro_batches(costs, size=size, tokens=tokens, packed=packed))
     count = max(1, agree(least))
     count = -(-count // multiple_of) * multiple_of
-    return split_to_count(lengths, count, size=size, tokens=tokens, packed=packed)
+    split = split_to_count(costs, count, size=size, tokens=tokens, packed=packed)
+    return [sequences_of(groups, group) for groups in split]
 
 
 def _by_length(lengths: Sequence[int]) -> list[int]:

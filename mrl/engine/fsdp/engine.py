@@ -35,7 +35,7 @@ from mrl.engine.fsdp.model import Model
 from mrl.engine.fsdp.optim import Optimizer
 from mrl.engine.generation import check_room
 from mrl.engine.kept import KeptSequences
-from mrl.engine.microbatch import plan_micro_batches, token_budget
+from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.rng import Generators
 from mrl.engine.trained_state import TrainedState, Update, on_host, put_back
@@ -153,9 +153,11 @@ class FSDPEngine(FSDPChecks, BaseEngine):
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Returns the sequences of each micro-batch; the same number of micro-batches on every rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
-        tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
+        longest = max(lengths_of_groups(batch.lengths.tolist(), batch.group, packed=self.config.packing), default=0)
+        tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
         return plan_micro_batches(
             batch.lengths.tolist(),
+            group=batch.group,
             size=micro.size,
             tokens=tokens,
             packed=self.config.packing,

@@ -31,7 +31,7 @@ from mrl.engine.base import (
     no_progress,
 )
 from mrl.engine.kept import KeptSequences
-from mrl.engine.microbatch import plan_micro_batches, token_budget
+from mrl.engine.microbatch import lengths_of_groups, plan_micro_batches, token_budget
 from mrl.engine.offload import Offload
 from mrl.engine.trained_state import TrainedState, Update
 from mrl.errors import ConfigError
@@ -201,7 +201,8 @@ class MegatronEngine(MegatronChecks, BaseEngine):
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Returns the sequences of each micro-batch; the same number of micro-batches on every data-parallel rank."""
         micro, trains = self.config.engine.micro_batch, self.config.optimizer is not None
-        tokens = None if micro.size is not None else token_budget(micro.tokens, batch.max_length, trains=trains)
+        longest = max(lengths_of_groups(batch.lengths.tolist(), batch.group, packed=self.config.packing), default=0)
+        tokens = None if micro.size is not None else token_budget(micro.tokens, longest, trains=trains)
 
         def most(count: int) -> int:
             if self.model.dims.dp == 1:
@@ -213,6 +214,7 @@ class MegatronEngine(MegatronChecks, BaseEngine):
         multiple = self.model.dims.pp if self.model.dims.vpp > 1 else 1
         return plan_micro_batches(
             batch.lengths.tolist(),
+            group=batch.group,
             size=micro.size,
             tokens=tokens,
             packed=self.config.packing,
